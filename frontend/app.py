@@ -290,7 +290,7 @@ async def _engine_links(app: web.Application) -> AsyncIterator[None]:
 
 def _apply(app: web.Application, state: ServerState) -> None:
     set_log_level(state.log_level)
-    app[keys.CLIENT].log_level = state.log_level
+    app[keys.CLIENT].control.log_level = state.log_level
     app[keys.LIFECYCLE].set_draining(state.draining)
 
 

@@ -16,21 +16,10 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
-from typing import TypeVar
 
 import zmq
 
-from atom.messages.admin import (
-    AbortNamed,
-    Answer,
-    Done,
-    GetRequests,
-    LogLevel,
-    Question,
-    RequestInfos,
-    ResetPrefixCache,
-    SetLogLevel,
-)
+from atom.messages.admin import Done, RequestInfos
 from atom.messages.engine import (
     ID_BYTES,
     Abort,
@@ -40,11 +29,10 @@ from atom.messages.engine import (
     Finished,
     FinishReason,
     FromCore,
-    GetStats,
     TokenDeltas,
 )
 from atom.messages.launch import EngineAddress
-from atom.messages.profile import Profile, ProfileResult
+from atom.messages.profile import ProfileResult
 from atom.messages.supervisor import EngineEnded
 from atom.utils.logger import get_logger
 from frontend.admission import Admission
@@ -52,7 +40,7 @@ from frontend.client_settings import ClientSettings
 from frontend.core_link import CoreLink, LinkState
 from frontend.dp_router import RoutedPrompt, Router
 from frontend.engine_connection import YIELD_S, EngineConnection
-from frontend.engine_queries import Queries
+from frontend.engine_control import EngineControl
 from frontend.errors import (
     ApiError,
     DeadlineError,
@@ -70,11 +58,6 @@ from frontend.streams import Deadline, Stream, StreamOptions
 
 __all__ = ["ID_BITS", "EngineClient"]
 
-A = TypeVar("A", bound=Answer)
-
-_ANSWER_DEADLINE_S = 5.0
-# Longer than the core's own deadline, whose error message is more specific.
-_PROFILE_DEADLINE_S = 330.0
 ID_BITS = 40
 """Of an id below the number of its frontend."""
 # States of engines that are not ready, the one that may soon be ready first.
@@ -84,8 +67,8 @@ _HOPE = (LinkState.STALLED, LinkState.READY, LinkState.CONNECTING, LinkState.DEA
 class EngineClient:
     """Sends requests to engine cores and distributes their tokens to streams.
 
-    `admission` bounds the sequences in progress. `on_ready` is called with the smallest max_model_len
-    of the engines whenever one of them has become ready.
+    `admission` bounds the sequences in progress. `control` asks engines for other things than requests.
+    `on_ready` is called with the smallest max_model_len of the engines whenever one has become ready.
 
     While a core is silent, its streams wait; after the hang timeout they fail. The client reconnects then,
     and after every end of a connection, until `update` leaves that life out.
@@ -114,6 +97,7 @@ class EngineClient:
         self.engine_restarts = dict.fromkeys(range(settings.num_ranks), 0)
         """By rank: restarts since the start of the server."""
         self._engines: dict[int, EngineConnection] = {}  # by rank
+        self.control = EngineControl(self._engines, lambda: self._ready_ranks(None), self.new_ids)
         self._closing: set[asyncio.Task[None]] = set()
         self.ended_reasons: dict[int, str] = {}
         """By rank: why its last life has ended; without ranks where none has."""
@@ -124,10 +108,6 @@ class EngineClient:
         """Of engines that end with one that has ended."""
         self._final: dict[int, str] = {}
         """By rank: why an engine has ended that is not started again."""
-        self._stats: dict[EngineConnection, asyncio.Future[CoreStats]] = {}
-        self._profiles: Queries[ProfileResult] = Queries()
-        self._queries: Queries[Answer] = Queries()
-        self._log_level: LogLevel = "info"
         self._ready = asyncio.Event()
 
     def __len__(self) -> int:
@@ -247,43 +227,6 @@ class EngineClient:
     def _capacity(self) -> int:
         return self.settings.capacity(sum(engine.link.is_ready for engine in self._engines.values()))
 
-    async def stats(self, timeout_s: float) -> dict[int, CoreStats]:
-        """The current counters of each rank whose core responds in time."""
-        ready = [engine for engine in self._engines.values() if engine.link.is_ready]
-        waiting = {engine.rank: self._request_stats(engine) for engine in ready}
-        if waiting:
-            await asyncio.wait(waiting.values(), timeout=timeout_s)
-        return {
-            rank: response.result()
-            for rank, response in waiting.items()
-            if response.done() and not response.cancelled() and response.exception() is None
-        }
-
-    def _request_stats(self, engine: EngineConnection) -> "asyncio.Future[CoreStats]":
-        response = self._stats.get(engine)
-        if response is None or response.done():
-            response = self._stats[engine] = asyncio.get_running_loop().create_future()
-            engine.link.send(GetStats())
-        return response
-
-    async def profile(self, on: bool) -> list[tuple[int, ProfileResult]]:
-        """Start recording traces on all workers, or stop and write them; (rank, result) of each engine.
-
-        Raises UnavailableError without an engine, EngineError when one does not respond.
-        """
-        ranks = self._ready_ranks(None)
-        numbers = self.new_ids(len(ranks))
-        profiles = [
-            self._profiles.ask(self._engines[rank], number, Profile(on, number), _PROFILE_DEADLINE_S)
-            for rank, number in zip(ranks, numbers, strict=True)
-        ]
-        results = await asyncio.gather(*profiles)
-        return list(zip(ranks, results, strict=True))
-
-    async def requests(self, name: str = "") -> list[tuple[int, RequestInfos]]:
-        """(rank, sequences) of every engine: of the request `name`, or all running ones."""
-        return await self._ask_all(lambda number: GetRequests(number, name), RequestInfos)
-
     async def abort_named(self, names: list[str], everything: bool = False) -> int:
         """End these requests, of all frontends, or all; returns how many sequences.
 
@@ -295,38 +238,7 @@ class EngineClient:
         self._advance(0, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
         if ended and not self.is_ready:
             return len(ended)
-        answers = await self._ask_all(lambda number: AbortNamed(number, names, everything), Done)
-        return len(ended) + sum(answer.count for _, answer in answers)
-
-    async def reset_prefix_cache(self) -> int:
-        """Uncache all blocks of all engines; returns how many were cached."""
-        answers = await self._ask_all(ResetPrefixCache, Done)
-        return sum(answer.count for _, answer in answers)
-
-    async def _ask_all(self, question: Callable[[int], Question], kind: type[A]) -> list[tuple[int, A]]:
-        """Ask every ready engine. Raises EngineError when one does not answer."""
-        ranks = self._ready_ranks(None)
-        numbers = self.new_ids(len(ranks))
-        questions = [
-            self._queries.ask(self._engines[rank], number, question(number), _ANSWER_DEADLINE_S)
-            for rank, number in zip(ranks, numbers, strict=True)
-        ]
-        answers = await asyncio.gather(*questions)
-        pairs = zip(ranks, answers, strict=True)
-        return [(rank, answer) for rank, answer in pairs if isinstance(answer, kind)]
-
-    @property
-    def log_level(self) -> LogLevel:
-        """The level that the engines log from."""
-        return self._log_level
-
-    @log_level.setter
-    def log_level(self, level: LogLevel) -> None:
-        if level != self._log_level:
-            self._log_level = level
-            for engine in self._engines.values():
-                if engine.link.state is not LinkState.DEAD:  # its socket may be closed
-                    engine.link.send(SetLogLevel(level))
+        return len(ended) + await self.control.abort_named(names, everything)
 
     # Requests
 
@@ -346,7 +258,8 @@ class EngineClient:
         """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
 
         Without `every_step` the stream wakes its reader once, when all sequences have ended. Without `rank`
-        the router chooses one for each request. If no engine is ready any more, the stream fails at once.
+        the router chooses one for each request. If no engine is ready, the stream fails at once; requests
+        behind the first wait for one, if replays are allowed.
         A stream with too much output that is not sent yet ends with an error: see `OutputMemory`. At
         the deadline the sequences end with reason timeout; the stream fails if it has no token then.
         """
@@ -411,16 +324,22 @@ class EngineClient:
             try:
                 ready = self._ready_ranks(rank)
             except UnavailableError as error:
-                self._metrics.engine(rank or 0).failed(
-                    sum(len(each.request_ids) for each in requests[position:])
-                )
-                stream.fail(error)
-                return
+                if not (position and self._replays.most):
+                    self._metrics.engine(rank or 0).failed(
+                        sum(len(each.request_ids) for each in requests[position:])
+                    )
+                    stream.fail(error)
+                    return
+                ready = []
             for request_id in request.request_ids:
                 progress = Progress(self.admission.begin(request_id), request.num_prompt_ids)
                 self._sequences[request_id] = Sequence(stream, progress, rank)
             self._output.add(request, text)
-            self._send(request, ready)
+            if ready:
+                self._send(request, ready)
+            else:
+                self._replays.wait(request.request_ids, stream)
+        self._fail_hopeless()
 
     def _send(self, request: AddRequest, ready: list[int]) -> None:
         """Send the request of sequences without an engine to one of the ranks `ready`."""
@@ -466,21 +385,14 @@ class EngineClient:
             case TokenDeltas():
                 self._deliver(engine, message)
             case CoreReady():
-                if self._log_level != "info":  # that of a new core
-                    engine.link.send(SetLogLevel(self._log_level))
+                self.control.connected(engine)
                 if (limits := self.limits) is not None:
                     self._on_ready(limits.max_model_len)
                 self._ready.set()
                 self._doomed_life = -1
                 self._replays.connected(engine.rank, engine.life)
-            case CoreStats():
-                response = self._stats.pop(engine, None)
-                if response is not None and not response.done():
-                    response.set_result(message)
-            case ProfileResult(number):
-                self._profiles.answer(number, message)
-            case RequestInfos(number) | Done(number):
-                self._queries.answer(number, message)
+            case CoreStats() | ProfileResult() | RequestInfos() | Done():
+                self.control.answered(engine, message)
 
     def _deliver(self, engine: EngineConnection, deltas: TokenDeltas) -> None:
         for abort in self._advance(engine.rank, engine.received_at, deltas):
@@ -554,10 +466,7 @@ class EngineClient:
         if self.settings.engines_end_together:
             self._doomed_life = engine.life
         self._fail_hopeless()
-        if (stats := self._stats.pop(engine, None)) is not None:
-            stats.cancel()
-        self._profiles.fail(engine, reason)
-        self._queries.fail(engine, reason)
+        self.control.lost(engine, reason)
 
     def _fail_hopeless(self) -> None:
         """Fail what waits for engines that are not started again."""

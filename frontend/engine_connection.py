@@ -63,7 +63,7 @@ class EngineConnection:
         self._task.add_done_callback(lambda _: self.link.close())
 
     def close(self) -> "asyncio.Task[None]":
-        """End the connection; the task returned ends once its socket is closed."""
+        """The owner gets no more messages; the task returned ends once the socket is closed."""
         self._task.cancel()
         return self._task
 
@@ -106,6 +106,8 @@ class EngineConnection:
                 self._monitor.seen(self._name)
                 if isinstance(message, CoreDead):
                     return message.reason
+                if self._task.cancelling():  # its sequences may run elsewhere already
+                    return "it was closed"
                 self._on_message(self, message)
                 if time.monotonic() - yielded_at > YIELD_S:  # `recv` does not yield while messages wait
                     await asyncio.sleep(0)

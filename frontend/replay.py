@@ -185,6 +185,16 @@ class Replays:
         elif streams:
             self._groups.append(streams)
 
+    def wait(self, numbers: Iterable[int], stream: Stream) -> None:
+        """These sequences of a request could not be sent, as the engine of others has ended."""
+        case = self._cases.setdefault(stream, _Case())
+        case.ids.update(numbers)
+        if case.in_group:
+            case.suspected.update(numbers)
+        else:
+            self._waiting.update(dict.fromkeys(numbers, stream))
+        self.wake()
+
     def connected(self, rank: int, life: int) -> None:
         """An engine is ready. If its connection alone was lost, nothing has died."""
         if (found := self._counted.pop(rank, None)) is not None and found[0] == life:

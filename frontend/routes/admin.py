@@ -57,14 +57,14 @@ async def admin_access(request: web.Request, handler: Handler) -> web.StreamResp
 @routes.get("/requests")
 async def list_requests(request: web.Request) -> web.Response:
     """The unfinished sequences, the first 1,024 of each engine."""
-    return _json(listed(await request.app[CLIENT].requests()))
+    return _json(listed(await request.app[CLIENT].control.requests()))
 
 
 @routes.get("/requests/{id}")
 async def show_request(request: web.Request) -> web.Response:
     """The sequences of one request."""
     name = request.match_info["id"]
-    return _json(report(name, await request.app[CLIENT].requests(name), tenant=None))
+    return _json(report(name, await request.app[CLIENT].control.requests(name), tenant=None))
 
 
 @routes.post("/abort_requests")
@@ -82,7 +82,7 @@ async def abort_requests(request: web.Request) -> web.Response:
 @routes.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached blocks; running requests go on, and what they have computed is not reused."""
-    count = await request.app[CLIENT].reset_prefix_cache()
+    count = await request.app[CLIENT].control.reset_prefix_cache()
     return _json({"status": "success", "uncached_blocks": count})
 
 

@@ -53,7 +53,7 @@ async def metrics(request: web.Request) -> web.Response:
     """Prometheus text: the sums over all frontends, and the counters of the engines that respond."""
     client, deadline_s = request.app[CLIENT], request.app[LIMITS].stats_deadline_s
     stats, totals = await asyncio.gather(
-        client.stats(deadline_s), request.app[SHARED_METRICS].totals(deadline_s)
+        client.control.stats(deadline_s), request.app[SHARED_METRICS].totals(deadline_s)
     )
     launch = request.app[LAUNCH]
     snapshot = Snapshot(

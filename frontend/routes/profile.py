@@ -52,7 +52,7 @@ async def _switch(request: web.Request, on: bool) -> list[tuple[int, ProfileResu
         raise RequestError(text, status=403, code="profiler_needs_key")
     lifecycle = request.app[LIFECYCLE]
     with lifecycle.admit(), lifecycle.interruptible():
-        results = await request.app[CLIENT].profile(on)
+        results = await request.app[CLIENT].control.profile(on)
     for _, result in results:
         if result.error:
             raise EngineError(f"profiling failed: {result.error}", code="profiler_failed")

@@ -21,6 +21,6 @@ async def show_request(request: web.Request) -> web.Response:
     name = request.match_info["id"]
     if len(name) > _MAX_ID:
         raise RequestError(f"an id has at most {_MAX_ID} characters", param="id")
-    answers = await request.app[CLIENT].requests(name)
+    answers = await request.app[CLIENT].control.requests(name)
     body = msgspec.json.encode(report(name, answers, request[TENANT]))
     return web.Response(body=body, content_type="application/json")

@@ -130,7 +130,7 @@ class StatusFeed:
 
     async def _look(self) -> None:
         stats, totals = await asyncio.gather(
-            self._client.stats(_STATS_DEADLINE_S),
+            self._client.control.stats(_STATS_DEADLINE_S),
             self._metrics.totals(_TOTALS_DEADLINE_S, publish=False),
         )
         now, at = time.monotonic(), time.time()

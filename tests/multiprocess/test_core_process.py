@@ -311,16 +311,25 @@ def test_log_probabilities_and_times_reach_the_frontend(engine: Engine) -> None:
 
 
 def test_a_frontend_that_does_not_read_is_dropped_and_notified(engine: Engine) -> None:
+    def all_workers_live() -> None:
+        for rank, worker in enumerate(engine.workers):
+            worker.send(WorkerHeartbeat(rank))
+
     engine.start()
     sleeper, reader = engine.frontend(0), engine.frontend(1)
     assert isinstance(sleeper.receive(), CoreReady) and isinstance(reader.receive(), CoreReady)
     too_long = request(1, [1] * 2000, 1)
-    for _ in range(20_000):  # the response of each is a refusal
+    for number in range(20_000):  # the response of each is a refusal
         sleeper.send(too_long)
+        if number % 1_000 == 0:
+            all_workers_live()
     responses = []
     while sleeper.has_message(2.0):
         responses.append(sleeper.receive())
+        if len(responses) % 1_000 == 0:
+            all_workers_live()
     assert 0 < sum(isinstance(response, TokenDeltas) for response in responses) < 20_000
+    all_workers_live()
     sleeper.send(GetStats())
     assert sleeper.receive() == CoreDead("this frontend did not read its tokens in time")
     reader.send(GetStats())

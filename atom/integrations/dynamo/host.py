@@ -130,7 +130,7 @@ class EngineHost:
 
     async def stats(self) -> dict[int, CoreStats]:
         """The counters of each engine that responds."""
-        return await self.client.stats(1.0)
+        return await self.client.control.stats(1.0)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

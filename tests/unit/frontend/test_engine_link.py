@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -10,19 +10,16 @@ from typing import Any
 
 import pytest
 
-from atom.messages.engine import AddRequest, FinishReason, Sampling, TokenDeltas, pack_ids
+from atom.messages.engine import AddRequest, FinishReason, TokenDeltas
 from frontend.client_settings import ClientSettings
 from frontend.dp_router import Router
 from frontend.engine_client import EngineClient
 from frontend.errors import ApiError, EngineDeadError, UnavailableError
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor, TextOptions
-from frontend.streams import Stream
 from tests.helpers.fake_core import FakeCore, Script
+from tests.helpers.fake_engines import DEADLINE_S, IDS, generate, read, request, until
 
-DEADLINE_S = 30.0
-IDS = list(range(40))
-GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 # A warning after 0.5 s; long enough that a loaded machine causes none by itself.
 HANG_TIMEOUT_S = 3.0
 
@@ -43,31 +40,6 @@ async def connected(core: FakeCore, hang_timeout: float = 600.0) -> AsyncIterato
     async with client:
         await asyncio.wait_for(client.wait_ready(), DEADLINE_S)
         yield client
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def request(client: EngineClient) -> AddRequest:
-    (request_id,) = client.new_ids(1)
-    return AddRequest([request_id], pack_ids([1, 2, 3]), len(IDS), GREEDY)
-
-
-async def read(stream: Stream) -> list[int]:
-    ids: list[int] = []
-    async with asyncio.timeout(DEADLINE_S):
-        async for updates in stream:
-            for update in updates:
-                ids += update.token_ids
-    return ids
-
-
-async def generate(client: EngineClient) -> list[int]:
-    async with client.open([request(client)], TextOptions()) as stream:
-        return await read(stream)
 
 
 def test_streams_wait_while_the_core_is_silent_and_continue_afterwards(tmp_path: Path) -> None:

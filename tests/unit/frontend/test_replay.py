@@ -2,21 +2,25 @@
 
 import asyncio
 import random
+import time
 from typing import Any
 
 import pytest
 
-from atom.messages.engine import AddRequest, FinishReason, Sampling, pack_ids, unpack_ids
+from atom.messages.engine import AddRequest, FinishReason, Sampling, TokenDeltas, pack_ids, unpack_ids
 from atom.messages.supervisor import EngineEnded
+from frontend import engine_connection
 from frontend.client_settings import ClientSettings
 from frontend.dp_router import Router
 from frontend.engine_client import EngineClient
+from frontend.engine_connection import EngineConnection
 from frontend.errors import ApiError, DeadlineError, EngineDeadError
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor, TextOptions
 from frontend.streams import Deadline
 from tests.helpers.fake_core import Script
 from tests.helpers.fake_engines import (
+    DEADLINE_S,
     IDS,
     Start,
     connected,
@@ -88,6 +92,41 @@ def test_a_stream_goes_on_at_another_engine(start: Start) -> None:
     asyncio.run(run())
 
 
+def test_prompts_wait_if_the_engine_ends_before_they_are_sent(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All prompts of the request run at the next life; without one they fail with its reason."""
+    old = start(0, script=long_script)
+
+    async def run(revived: bool) -> None:
+        async with connected([old], max_replays=3) as client:
+            original = client._send
+
+            def send(sent: AddRequest, ready: list[int]) -> None:
+                time.sleep(0.02)  # longer than a submission may hold the loop
+                original(sent, ready)
+
+            monkeypatch.setattr(client, "_send", send)
+            asked = [long_request(client) for _ in range(8)]
+            stream = asyncio.create_task(by_sequence(client, asked))
+            await until(lambda: len(client._sequences) >= 2)
+            end = EngineEnded(0, 0, "killed", is_final=not revived)
+            assert len(client._sequences) < 8
+            client.update([], [end])
+            if not revived:
+                with pytest.raises(EngineDeadError, match="killed"):
+                    await stream
+            else:
+                await until(lambda: len(client._sequences) == 8)
+                new = start(0, life=1, script=long_script)
+                client.update([new.address], [end])
+                assert all(ids == long_script(asked[0]).ids for ids in (await stream).values())
+            assert len(client._replays) == len(client) == 0
+
+    asyncio.run(run(True))
+    asyncio.run(run(False))
+
+
 def test_the_next_life_of_the_only_engine_goes_on(start: Start) -> None:
     """New requests are refused meanwhile, and a stream whose client leaves waits no longer."""
     old = start(0, script=long_script)
@@ -103,7 +142,7 @@ def test_the_next_life_of_the_only_engine_goes_on(start: Start) -> None:
                 await generate(client)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
-            assert (len(client), len(client._replays)) == (1, 1)
+            await until(lambda: (len(client), len(client._replays)) == (1, 1))
             await asyncio.sleep(0.05)
             assert not stream.done()
             new = start(0, life=1, script=long_script)
@@ -247,6 +286,37 @@ def test_a_dropped_frontend_goes_on_when_it_is_connected_again(start: Start) -> 
             core.drop_frontends("this frontend did not read its tokens in time")
             assert list((await stream).values()) == [[4000 + token for token in LONG]]
             assert received(core) == 1 and len(core.requests) == 2
+
+    asyncio.run(run())
+
+
+def test_tokens_that_a_closed_engine_had_sent_come_from_the_next_one_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have arrived, but not been read, when the sequence moves."""
+    cores = [start(0, script=long_script), start(1, script=long_script)]
+
+    async def run() -> None:
+        async with connected(cores, max_replays=3) as client:
+            deliver = client._deliver
+            moved = late = 0
+
+            def close_amid_frames(engine: EngineConnection, deltas: TokenDeltas) -> None:
+                nonlocal moved, late
+                late += engine.rank == 0 and moved > 0
+                deliver(engine, deltas)
+                sequence = next(iter(client._sequences.values()), None)
+                if engine.rank == 0 and sequence is not None and sequence.progress.tokens > 5:
+                    moved = sequence.progress.tokens
+                    steps = cores[0].steps
+                    cores[0].wait_for(lambda: cores[0].steps > steps + 3)
+                    client.update([cores[1].address], [EngineEnded(0, 0, "killed")])
+
+            monkeypatch.setattr(client, "_deliver", close_amid_frames)
+            monkeypatch.setattr(engine_connection, "YIELD_S", DEADLINE_S)
+            found = await by_sequence(client, [long_request(client)])
+            assert list(found.values()) == [[4000 + token for token in LONG]]
+            assert len(unpack_ids(cores[1].requests[0].prompt_ids)) == len(PROMPT) + moved and not late
 
     asyncio.run(run())
 

@@ -253,7 +253,7 @@ def feed_of(ranks: int) -> StatusFeed:
         engines={rank: SimpleNamespace(link=link, life=0) for rank in range(ranks)},
         engine_restarts={},
         settings=SimpleNamespace(num_ranks=ranks),
-        stats=stats,
+        control=SimpleNamespace(stats=stats),
         limits=None,
     )
     rows = [RunningRequest(number, 0, 100, 10, time.monotonic()) for number in range(MAX_SHOWN)]
