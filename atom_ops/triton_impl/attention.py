@@ -27,6 +27,7 @@ from atom_ops.triton_impl.attention_kernels import LOG2_E, decode_attention, pre
 from atom_ops.triton_impl.fp8 import converts_float8
 from atom_ops.triton_impl.gathered_prompts import gather_prompts
 from atom_ops.triton_impl.pdl import launch_options
+from atom_ops.triton_impl.persistent import num_sms
 from atom_ops.triton_impl.query_tiles import ListTiles
 
 
@@ -55,6 +56,8 @@ _MERGED_AT_ONCE = 8
 _MAX_DECODE_QUERIES = 64
 """Query heads x tokens of a decoding row with drafts: with more, its row is computed like a prompt."""
 _MAX_PAIRS = 1 << 18
+_CROWDED = 12
+"""Rows x key/value heads for each SM from which tiles of 8 queries are faster with 128 features, too."""
 _WHOLE_PROMPT = 512
 """Fewest tokens of a prompt that is gathered from a float8 cache: below, that costs more than it saves."""
 WORTH_GATHERING = 4096
@@ -68,13 +71,13 @@ def _decode_config(
     group: int,
     width: int,
     dtype: torch.dtype,
-    few: bool,
+    per_sm: float,
     tokens: int = 1,
     float8: bool = False,
     projection: bool = False,
     window: bool = False,
 ) -> _KernelConfig:
-    """`few`: with few programs each needs more loads in flight to hide the memory's latency.
+    """`per_sm`: rows x key/value heads for each SM; with few, each needs more loads in flight.
 
     Elsewhere a split has at least 256 tokens, so that merging pays; float8, whose bytes need more
     instructions each, takes larger tiles or fewer warps, which wait less for one another.
@@ -82,8 +85,10 @@ def _decode_config(
     All `tokens` of a decoding row are queries of one program, as far as registers allow. From the
     `projection`, which takes registers of its own, more warps share a tile.
     """
+    few = _is_few(per_sm)
     narrow = width <= 128 and dtype != torch.float32 and torch.version.hip is None
-    queries = max(8 if few and narrow else 16, triton.next_power_of_2(group))
+    small_tiles = few or (not float8 and (width <= 64 or per_sm >= _CROWDED))
+    queries = max(8 if small_tiles and narrow else 16, triton.next_power_of_2(group))
     if group * tokens <= _MAX_DECODE_QUERIES:
         queries = max(queries, triton.next_power_of_2(group * tokens))
     if dtype == torch.float32:
@@ -103,6 +108,10 @@ def _decode_config(
     if projection and width > 64:
         return _KernelConfig(queries, 32, 4, 4, 4)
     return _KernelConfig(queries, 64, 2, 2, 16, 4, filled=3 if width > 64 else 6)
+
+
+def _is_few(per_sm: float) -> bool:
+    return 2 * per_sm <= 1
 
 
 def _prefill_config(group: int, width: int, dtype: torch.dtype, float8: bool) -> _KernelConfig:
@@ -155,7 +164,7 @@ def _attend_float8_decodes(
     out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule
 ) -> int:
     """Compute the decoding rows with the Hopper kernel where it applies; returns their most tokens, or 0."""
-    if cache.scale is None or _few(cache, plan, q_THE.device) or not is_hopper(q_THE.device):
+    if cache.scale is None or _is_few(_per_sm(cache, plan, q_THE.device)) or not is_hopper(q_THE.device):
         return 0
     # Gluon for Hopper comes only with Triton for NVIDIA GPUs.
     from atom_ops.triton_impl import hopper_decode
@@ -163,11 +172,12 @@ def _attend_float8_decodes(
     if not hopper_decode.supports(q_THE, cache, plan, rule):
         return 0
     arrived = _arrival_counters(q_THE.device)
-    return hopper_decode.attend(out_THE, q_THE, cache, plan, rule, arrived, _num_sms(q_THE.device))
+    return hopper_decode.attend(out_THE, q_THE, cache, plan, rule, arrived, num_sms(q_THE.device))
 
 
-def _few(cache: KVLayer, plan: AttentionPlan, device: torch.device) -> bool:
-    return 2 * len(plan.context_lens_R) * cache.kv.shape[3] <= _num_sms(device)
+def _per_sm(cache: KVLayer, plan: AttentionPlan, device: torch.device) -> float:
+    """Rows x key/value heads for each SM."""
+    return len(plan.context_lens_R) * cache.kv.shape[3] / num_sms(device)
 
 
 def _attend_prompts(
@@ -186,7 +196,7 @@ def _attend_prompts(
     if not hopper_attention.supports(q_THE, cache):
         return left
     length = hopper_attention.tile_length(q_THE.shape[1], cache.kv.shape[3])
-    kv, num_sms = cache.kv, _num_sms(q_THE.device)
+    kv = cache.kv
     if cache.scale is None:
         listed = plan.derived(ListTiles(length, min_tokens))
         left = 0, _NO_PROMPT
@@ -197,7 +207,7 @@ def _attend_prompts(
         listed = plan.derived(ListTiles(length, _WHOLE_PROMPT, whole=True))
         kv = gather_prompts(cache, plan, listed, q_THE.dtype)
         left = longest, _WHOLE_PROMPT
-    hopper_attention.attend(out_THE, q_THE, kv, plan, listed, rule, num_sms)
+    hopper_attention.attend(out_THE, q_THE, kv, plan, listed, rule, num_sms(q_THE.device))
     return left
 
 
@@ -224,11 +234,10 @@ def decode_config(
     `projection`: it reads the QKV projection, as in `fused_attention`.
     """
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
-    few = _few(cache, plan, q_THE.device)
-    group = heads // kv_heads
-    float8 = cache.scale is not None
+    group, float8 = heads // kv_heads, cache.scale is not None
+    per_sm = _per_sm(cache, plan, q_THE.device)
     config = _decode_config(
-        group, width, q_THE.dtype, few, plan.decode_query_len, float8, projection, bool(rule.window)
+        group, width, q_THE.dtype, per_sm, plan.decode_query_len, float8, projection, bool(rule.window)
     )
     return config, config.queries // group
 
@@ -260,7 +269,7 @@ def launch_decode(
         **_constants(q_THE, cache, plan, rule, config, tile),
         MERGED_AT_ONCE=_MERGED_AT_ONCE,
         LEAST_BLOCKS=config.least_blocks,
-        FILLED=0 if rule.window or plan.split_tokens else config.filled * _num_sms(q_THE.device),
+        FILLED=0 if rule.window or plan.split_tokens else config.filled * num_sms(q_THE.device),
     )
 
 
@@ -286,7 +295,7 @@ def _splits(plan: AttentionPlan, seen: int, pairs: int, config: _KernelConfig, d
     if plan.split_tokens:
         touched = triton.cdiv(seen - 1, plan.split_tokens) + 1  # a window may begin inside a split
         return min(touched, triton.cdiv(plan.max_context_len, plan.split_tokens))
-    wanted = config.programs * _num_sms(device) // pairs
+    wanted = config.programs * num_sms(device) // pairs
     least = config.tokens * config.least_blocks
     return max(1, min(wanted, triton.cdiv(min(seen, plan.max_context_len), least)))
 
@@ -342,10 +351,3 @@ def _constants(
 def _arrival_counters(device: torch.device) -> Tensor:
     """Finished splits of each (row, head); 0 between launches, which all use one stream."""
     return torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=device)
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # interpreted: enough for several splits
-    return torch.cuda.get_device_properties(device).multi_processor_count

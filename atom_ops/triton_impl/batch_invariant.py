@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from atom_ops.ops.linear import BATCH_INVARIANT, linear
 from atom_ops.triton_impl import INTERPRETED, NEEDS, is_hopper, runs_on
+from atom_ops.triton_impl.persistent import num_sms
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,8 @@ def multiply(
     out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype)
     tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs)
     # With many waves a persistent kernel, one program on each SM, is faster.
-    num_sms = _num_sms(x_TI.device)
-    persistent = described and tile.tokens >= _PERSISTENT_TOKENS and tiles > _PERSISTENT_WAVES * num_sms
+    sms = num_sms(x_TI.device)
+    persistent = described and tile.tokens >= _PERSISTENT_TOKENS and tiles > _PERSISTENT_WAVES * sms
     x_described = described and tokens >= tile.tokens
     out_described = described and out_TO.dtype == x_TI.dtype
     x, w, out = x_TI, weight, out_TO
@@ -139,7 +140,7 @@ def multiply(
         w = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs])
     if out_described:
         out = TensorDescriptor.from_tensor(out_TO, [tile.tokens, tile.outputs])
-    _gemm[(num_sms if persistent else tiles,)](
+    _gemm[(sms if persistent else tiles,)](
         x, w, bias, out, tokens, outputs, inputs,
         HAS_BIAS=bias is not None, DESCRIBED=described, X_DESCRIBED=x_described,
         OUT_DESCRIBED=out_described, PERSISTENT=persistent,
@@ -159,19 +160,14 @@ def _stages(tile: Tile, x_TI: Tensor, out_TO: Tensor) -> int:
 
 
 @cache
-def _fastest_tile(tokens: int, outputs: int, num_sms: int) -> Tile:
+def _fastest_tile(tokens: int, outputs: int, sms: int) -> Tile:
     """The fastest tile on Hopper, by the number of waves."""
 
     def cost(tile: Tile) -> float:
         tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs)
-        return triton.cdiv(tiles, num_sms) * tile.cost
+        return triton.cdiv(tiles, sms) * tile.cost
 
     return min(_HOPPER, key=cost)
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _tile(x_TI: Tensor, weight: Tensor, hopper: bool) -> Tile:
@@ -179,7 +175,7 @@ def _tile(x_TI: Tensor, weight: Tensor, hopper: bool) -> Tile:
         return _INTERPRETED
     if weight.dtype == torch.float32:
         return _FLOAT32
-    return _fastest_tile(len(x_TI), len(weight), _num_sms(weight.device)) if hopper else _ANYWHERE
+    return _fastest_tile(len(x_TI), len(weight), num_sms(weight.device)) if hopper else _ANYWHERE
 
 
 def _describable(*tensors: Tensor) -> bool:

@@ -77,15 +77,19 @@ class WgmmaPlan:
 
 @dataclass(frozen=True, slots=True)
 class PersistentPlan:
-    """Blocks of 128 pairs of one expert, for 16-bit weights on Hopper: see `hopper_experts`."""
+    """Blocks of 128 pairs of one expert, for 16-bit weights on Hopper: see `hopper_experts`.
+
+    4-bit weights are decoded before. With so many tokens that costs less than decoding them in each block.
+    """
 
     tokens: int
     """Most tokens."""
 
 
 ExpertPlan = VectorPlan | GroupedPlan | WgmmaPlan | PersistentPlan
-_WGMMA = (WgmmaPlan, PersistentPlan)
-"""Kernels in Gluon, which need Hopper and do not take every weight."""
+GluonPlans = tuple[type[WgmmaPlan | PersistentPlan], ...]
+GLUON: GluonPlans = (WgmmaPlan, PersistentPlan)
+"""Plans of kernels in Gluon, which need Hopper and do not take every weight."""
 Format = Literal["plain", "block_fp8", "channel_fp8", "int8", "mxfp4", "int4"]
 """Of the weights."""
 Shape = tuple[int, int, int]
@@ -121,6 +125,8 @@ _HOPPER_4BIT = (
     (4, WgmmaPlan(MANY, 8, 8, 2, 128)),
     (9, WgmmaPlan(MANY, 16, 8, 2, 128)),
     (24, WgmmaPlan(MANY, 32, 16, 2, 168)),
+    (900, WgmmaPlan(MANY, 64, 32, 1, 168)),
+    (MANY, PersistentPlan(MANY)),
     (MANY, WgmmaPlan(MANY, 64, 32, 1, 168)),
 )
 _FEWEST_WGMMA = 3
@@ -175,6 +181,8 @@ _GPT_OSS_20B_MXFP4 = (
     WgmmaPlan(24, 8, 8, 2, 128),
     WgmmaPlan(72, 16, 8, 2, 128),
     WgmmaPlan(160, 32, 16, 2, 168),
+    WgmmaPlan(7168, 64, 32, 1, 168),
+    PersistentPlan(MANY),
     WgmmaPlan(MANY, 64, 32, 1, 168),
 )
 _KIMI_K2_INT4 = (WgmmaPlan(384, 8, 8, 2, 168),)
@@ -197,14 +205,16 @@ def few(format: Format) -> VectorPlan:
     return _FEW_4BIT if format in ("mxfp4", "int4") else _FEW_QUANTIZED
 
 
-def default_plan(layer: Layer, tokens: int, chosen: int, hopper: bool, wgmma: bool = True) -> ExpertPlan:
+def default_plan(
+    layer: Layer, tokens: int, chosen: int, hopper: bool, gluon: GluonPlans = GLUON
+) -> ExpertPlan:
     """The plan of a layer that was not measured; each token has `chosen` experts.
 
-    `wgmma`: whether a `WgmmaPlan` or a `PersistentPlan` fits the weights and the activations.
+    `gluon`: those of `GLUON` that fit the weights and the activations.
     """
     format, shape = layer
     plan = few(format)
-    plans = [(most, plan) for most, plan in _plans(format, hopper) if wgmma or not isinstance(plan, _WGMMA)]
+    plans = [(most, plan) for most, plan in _plans(format, hopper) if _fits(plan, gluon)]
     most = _FEWEST_WGMMA - 1 if isinstance(plans[0][1], WgmmaPlan) else plan.tokens
     if tokens <= most and tokens * chosen <= 4 * shape[0]:
         return plan
@@ -220,8 +230,10 @@ def _plans(format: Format, hopper: bool) -> tuple[tuple[int, ExpertPlan], ...]:
     return _HOPPER_4BIT + _HOPPER_4BIT_ANY if format in ("mxfp4", "int4") else _HOPPER_8BIT
 
 
-def tuned_plan(plans: tuple[ExpertPlan, ...], tokens: int, wgmma: bool = True) -> ExpertPlan | None:
-    """The first plan for so many tokens; None if there is none."""
-    return next(
-        (plan for plan in plans if tokens <= plan.tokens and (wgmma or not isinstance(plan, _WGMMA))), None
-    )
+def tuned_plan(plans: tuple[ExpertPlan, ...], tokens: int, gluon: GluonPlans = GLUON) -> ExpertPlan | None:
+    """The first plan for so many tokens; None if there is none. `gluon`: as in `default_plan`."""
+    return next((plan for plan in plans if tokens <= plan.tokens and _fits(plan, gluon)), None)
+
+
+def _fits(plan: ExpertPlan, gluon: GluonPlans) -> bool:
+    return isinstance(plan, gluon) or not isinstance(plan, GLUON)

@@ -27,7 +27,7 @@ from atom_ops.triton_impl.persistent import programs_for
 from atom_ops.weights import MXFP4, GroupINT4, Weight
 from atom_ops.weights.four_bit_words import pack_words
 
-_SUMMED_AT_ONCE = 2048
+_SUMMED_AT_ONCE = 512
 _NOT_CLAMPED = ClampedSwiglu(0.0, 0.0)
 """In place of `silu_and_mul`, which has no parameters."""
 
@@ -187,19 +187,22 @@ def _plan(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
         plain = layer[0] == "plain"
         plans = expert_plans.INTERPRETED if plain else expert_plans.INTERPRETED_QUANTIZED
     hopper = is_hopper(device)
-    wgmma = hopper and _wgmma_takes(x_TD, weights)
-    return expert_plans.tuned_plan(plans, tokens, wgmma) or expert_plans.default_plan(
-        layer, tokens, chosen, hopper, wgmma
+    gluon = _gluon_plans(x_TD, weights) if hopper else ()
+    return expert_plans.tuned_plan(plans, tokens, gluon) or expert_plans.default_plan(
+        layer, tokens, chosen, hopper, gluon
     )
 
 
-def _wgmma_takes(x_TD: Tensor, weights: ExpertWeights) -> bool:
-    """Whether a kernel in Gluon takes these weights and activations, on Hopper."""
-    if not isinstance(weights.down_XDF, Tensor):
-        return x_TD.dtype == torch.bfloat16 and expert_quantized.wgmma_reads(weights)
+def _gluon_plans(x_TD: Tensor, weights: ExpertWeights) -> expert_plans.GluonPlans:
+    """The plans of kernels in Gluon that take these weights and activations, on Hopper."""
     from atom_ops.triton_impl import hopper_experts  # Gluon for Hopper is not in every Triton
 
-    return hopper_experts.fits(x_TD, weights) and _describable(weights)
+    persistent = hopper_experts.fits(x_TD, weights)
+    if isinstance(weights.down_XDF, Tensor):
+        return (PersistentPlan,) if persistent and _describable(weights) else ()
+    if x_TD.dtype != torch.bfloat16 or not expert_quantized.wgmma_reads(weights):
+        return ()
+    return (WgmmaPlan, PersistentPlan) if persistent else (WgmmaPlan,)
 
 
 def _plain(weights: ExpertWeights) -> tuple[Tensor, Tensor]:

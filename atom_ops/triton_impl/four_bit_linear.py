@@ -22,7 +22,7 @@ from atom_ops.triton_impl.quantized_plans import GemmPlan
 from atom_ops.triton_impl.split_k import partials_of, reduce_partials
 from atom_ops.weights import FourBitWords
 
-_DECODED_ROWS, _DECODED_CHUNKS = 8, 4
+_DECODED_ROWS, _DECODED_CHUNKS = 4, 8
 
 
 @triton.jit
@@ -131,13 +131,13 @@ def multiply(
 
 
 def dequantized(weight: FourBitWords, dtype: torch.dtype) -> Tensor:
-    """[O, I] in `dtype`."""
-    (outputs, inputs), device = weight.shape, weight.words.device
-    chunks = triton.cdiv(inputs, COLUMNS)
-    out_OI = torch.empty(outputs, inputs, dtype=dtype, device=device)
-    _dequantize[(triton.cdiv(outputs, _DECODED_ROWS), triton.cdiv(chunks, _DECODED_CHUNKS))](
-        weight.words, weight.scales, weight.zeros, out_OI, outputs, inputs, chunks, weight.scales.shape[1],
+    """[..., O, I] in `dtype`."""
+    inputs, device = weight.inputs, weight.words.device
+    out = torch.empty(weight.shape, dtype=dtype, device=device)
+    rows, chunks = out.numel() // inputs, triton.cdiv(inputs, COLUMNS)
+    _dequantize[(triton.cdiv(rows, _DECODED_ROWS), triton.cdiv(chunks, _DECODED_CHUNKS))](
+        weight.words, weight.scales, weight.zeros, out, rows, inputs, chunks, weight.scales.shape[-1],
         ROWS=_DECODED_ROWS, CHUNKS=_DECODED_CHUNKS, num_warps=4, **settings_of(weight),
         **launch_options(device),
     )  # fmt: skip
-    return out_OI
+    return out

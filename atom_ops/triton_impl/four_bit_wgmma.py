@@ -20,11 +20,12 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from atom_ops.triton_impl.four_bit import COLUMNS, E2M1_QUARTERS, INT4_QUARTERS, WORDS
 from atom_ops.triton_impl.gluon_pdl import pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.hopper_pipeline import load_tile, thread_barrier
 from atom_ops.triton_impl.pdl import launch_options
 from atom_ops.triton_impl.quantized_plans import WgmmaPlan
 from atom_ops.triton_impl.split_k import partials_of, reduce_partials
@@ -37,9 +38,6 @@ _E2M1 = gl.constexpr(E2M1_QUARTERS.value)
 _INT4 = gl.constexpr(INT4_QUARTERS.value)
 _WORDS = gl.constexpr(WORDS)
 _COLUMNS = gl.constexpr(COLUMNS)
-# These two have other names in later versions of Triton.
-_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _E2M1_SCALES = gl.constexpr(
     """{
     .reg .b32 t;
@@ -79,9 +77,9 @@ def words_layout(SPAN):
 def _load_words(weight, words, barrier, step, matrix, row, GATED: gl.constexpr):
     if GATED:
         halves = words.reshape([2, words.shape[0] // 2, words.shape[1]])
-        _load_tile(weight, [matrix, row, step * words.shape[1]], barrier, halves)
+        load_tile(weight, [matrix, row, step * words.shape[1]], barrier, halves)
     else:
-        _load_tile(weight, [row, step * words.shape[1]], barrier, words)
+        load_tile(weight, [row, step * words.shape[1]], barrier, words)
 
 
 @gluon.jit
@@ -159,7 +157,7 @@ def products(
     pdl_wait(PDL)
     for i in gl.static_range(STAGES):
         if i < steps:
-            _load_tile(x, [first_token, (first_step + i) * (SPAN * _COLUMNS)], ready.index(i), parts.index(i))
+            load_tile(x, [first_token, (first_step + i) * (SPAN * _COLUMNS)], ready.index(i), parts.index(i))
     total_RT = gl.zeros([ROWS, TOKENS], gl.float32, sums)
     for i in range(steps):
         slot = i % STAGES
@@ -181,11 +179,11 @@ def products(
                 multiplied_RC = numbers_RC
         total_RT, _ = warpgroup_mma_wait(0, deps=[total_RT, multiplied_RC])
         if i + STAGES < steps:
-            _thread_barrier()
+            thread_barrier()
             step = first_step + i + STAGES
             mbarrier.expect(ready.index(slot), size)
             _load_words(weight, words.index(slot), ready.index(slot), step, matrix, row, GATED)
-            _load_tile(x, [first_token, step * (SPAN * _COLUMNS)], ready.index(slot), parts.index(slot))
+            load_tile(x, [first_token, step * (SPAN * _COLUMNS)], ready.index(slot), parts.index(slot))
     return total_RT
 
 

@@ -27,7 +27,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -37,6 +36,7 @@ from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl import is_hopper
+from atom_ops.triton_impl.hopper_pipeline import load_tile, make_barriers, release
 from atom_ops.triton_impl.query_tiles import QueryTiles
 
 _TILE = 128
@@ -46,9 +46,6 @@ _STAGES = 2
 _ITEMS = 2
 _BLOCK_SIZES = (16, 32, 64, 128)
 _LOG2_E = gl.constexpr(1.4426950408889634)
-# These two have other names in later versions of Triton.
-_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # The running maximum before any score: finite, because inf - inf would be NaN.
 _LOWEST = gl.constexpr(-1.0e30)
 _PIECE = gl.constexpr(64)
@@ -87,21 +84,6 @@ def _heads_together(heads: int, kv_heads: int) -> int:
 
 
 @gluon.jit
-def _barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(made.index(slot), count=COUNT)
-    return made
-
-
-@gluon.jit
-def _release(barrier):
-    """Arrive at the barrier once all warps of the caller are done with what it guards."""
-    _thread_barrier()
-    mbarrier.arrive(barrier)
-
-
-@gluon.jit
 def _announce(items, barriers, number, fields, ITEMS: gl.constexpr):
     """Hand item `number` of this program, `fields`, to the other warps."""
     ready, free = barriers
@@ -110,7 +92,7 @@ def _announce(items, barriers, number, fields, ITEMS: gl.constexpr):
     for i in gl.static_range(_FIELDS):
         field = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         items.index(slot * _FIELDS + i).store(field)
-    _release(ready.index(slot))
+    release(ready.index(slot))
 
 
 @gluon.jit
@@ -128,7 +110,7 @@ def _receive(items, barriers, number, ITEMS: gl.constexpr):
     at = slot * _FIELDS
     head, row, token = _field(items, at), _field(items, at + 1), _field(items, at + 2)
     queries, position = _field(items, at + 3), _field(items, at + 4)
-    _release(free.index(slot))
+    release(free.index(slot))
     return head, row, token, queries, position
 
 
@@ -178,7 +160,7 @@ def _load_kv(
     for piece in gl.static_range(PIECES):
         for i in gl.static_range(BLOCKS):
             at = (stage * PIECES + piece) * BLOCKS + i
-            _load_tile(kv_desc, [slots[i], column + piece * _PIECE], barrier, tiles.index(at))
+            load_tile(kv_desc, [slots[i], column + piece * _PIECE], barrier, tiles.index(at))
 
 
 @gluon.jit
@@ -220,7 +202,7 @@ def _copy_keys(
         for half in gl.static_range(2):
             for piece in gl.static_range(PIECES):
                 where = [token + half * HALF, head, piece * _PIECE]
-                _load_tile(q_desc, where, q_ready, q.index(half * PIECES + piece))
+                load_tile(q_desc, where, q_ready, q.index(half * PIECES + piece))
         column = head // (HEADS // KV_HEADS) * WIDTH
         for _tile in range(num_tiles):
             stage = loaded % STAGES
@@ -292,7 +274,7 @@ def _copy_values(
                 if begins:
                     _zero(rows, 0, (oldest - at) // _ROWS + 1, at, oldest, stop, stage_row, PIECES, TILE)
                 fence_async_shared()
-                _release(values_ready.index(stage))
+                release(values_ready.index(stage))
             at -= TILE
             slots = _slots(own_table, token - position, at, stop, num_slots, PAGED, BLOCK_SIZE, TILE)
             loaded += 1
@@ -367,7 +349,7 @@ def _consume(
         mbarrier.wait(q_ready, number % 2)
         mbarrier.wait(keys_ready.index(stage), used // STAGES % 2)
         score_MN = warpgroup_mma(q_ME, keys.index(stage).permute((1, 0)), none_MN, use_acc=False)
-        _release(keys_free.index(stage))
+        release(keys_free.index(stage))
         score_MN = _hide(score_MN, token_N, seen_M, WINDOW)
         top_M, total_M, rescale_M, weight_MN = _softmax_step(score_MN, top_M, total_M, scale)
         weight_MN = gl.convert_layout(weight_MN.to(q.dtype), factor)
@@ -384,7 +366,7 @@ def _consume(
             mbarrier.wait(values_ready.index(before), before_phase)
             coming_ME = warpgroup_mma(weight_MN, values.index(before), sum_ME, is_async=True)
             score_MN = warpgroup_mma_wait(1, deps=[coming_MN])
-            _release(keys_free.index(stage))
+            release(keys_free.index(stage))
             hides = at + TILE > first_seen + 1
             if WINDOW > 0:
                 hides = hides | (at <= first_seen + OWN - 1 - WINDOW)
@@ -392,14 +374,14 @@ def _consume(
                 score_MN = _hide(score_MN, token_N, seen_M, WINDOW)
             top_M, total_M, rescale_M, next_weight_MN = _softmax_step(score_MN, top_M, total_M, scale)
             sum_ME = warpgroup_mma_wait(0, deps=[coming_ME])
-            _release(values_free.index(before))
+            release(values_free.index(before))
             sum_ME = sum_ME * gl.convert_layout(rescale_M, sum_rows)[:, None]
             weight_MN = gl.convert_layout(next_weight_MN.to(q.dtype), factor)
-        _release(q_free)
+        release(q_free)
         stage = used % STAGES
         mbarrier.wait(values_ready.index(stage), used // STAGES % 2)
         sum_ME = warpgroup_mma(weight_MN, values.index(stage), sum_ME)
-        _release(values_free.index(stage))
+        release(values_free.index(stage))
         used += 1
 
         if SINKS:
@@ -432,10 +414,10 @@ def _attend(
     items = gl.allocate_shared_memory(gl.int32, [ITEMS * _FIELDS, 1], _PLAIN)
     # An item is free once the values' warp and both consumers have arrived, the rest once both consumers
     # have. The last barrier of the values is for those that are zeroed after they arrived.
-    item_barriers = _barriers(ITEMS, 1), _barriers(ITEMS, 3)
-    q_barriers = _barriers(1, 1).index(0), _barriers(1, 2).index(0)
-    key_barriers = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    value_barriers = _barriers(STAGES + 1, 1), _barriers(STAGES, 2)
+    item_barriers = make_barriers(ITEMS, 1), make_barriers(ITEMS, 3)
+    q_barriers = make_barriers(1, 1).index(0), make_barriers(1, 2).index(0)
+    key_barriers = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    value_barriers = make_barriers(STAGES + 1, 1), make_barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -23,6 +23,7 @@ from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl import is_hopper
 from atom_ops.triton_impl.fp8 import PAIRS_F16
 from atom_ops.triton_impl.gluon_pdl import pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.hopper_pipeline import thread_barrier
 from atom_ops.triton_impl.pdl import launch_options
 
 QUERIES = 8
@@ -34,8 +35,6 @@ _PROGRAMS, _FILLED = 24, 8
 _LEAST_BLOCKS = 8
 _WIDTH = 128
 _LOG2_E = 1.4426950408889634
-# These have other names in later versions of Triton.
-_thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # The running maximum before any score: finite, because inf - inf would be NaN.
 _LOWEST = gl.constexpr(-1.0e30)
 _SMALLEST = gl.constexpr(1.0e-30)
@@ -288,9 +287,9 @@ def decode_attention(
         gl.store(partial_states + at_M * 2 + m_M, top_M, mask=wanted_M)
         gl.store(partial_states + at_M * 2 + M + m_M, total_M, mask=wanted_M)
         # The barriers order all threads' stores before the release, and the acquire before their loads.
-        _thread_barrier()
+        thread_barrier()
         before = gl.atomic_add(arrived + pair, 1, sem="acq_rel")
-        _thread_barrier()
+        thread_barrier()
         if before != splits - 1:
             return
         total_M, even_WM, odd_WM = _merge_splits(

@@ -1,4 +1,6 @@
-"""Grouped GEMMs of `experts` with 16-bit weights and many tokens on Hopper: WGMMA in persistent programs.
+"""Grouped GEMMs of `experts` with many tokens on Hopper: WGMMA in persistent programs.
+
+Weights have 16 bits, or 4 that are decoded to 16 first.
 
     gate and up    x [T, D]     -> inner [P, F], in the order of the experts; 128 rows of each in a tile
     down           inner [P, F] -> y [P, D], in the order of the pairs; 256 rows in a tile
@@ -14,6 +16,7 @@ Launched without PDL: with it, a layer of 16,384 tokens took 30 % longer.
 Written in Gluon, which has no interpreter.
 """
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -31,7 +33,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights
 from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.expert_wgmma import _gated
+from atom_ops.triton_impl.four_bit_linear import dequantized
+from atom_ops.triton_impl.hopper_pipeline import load_tile, make_barriers, release
 from atom_ops.triton_impl.persistent import programs_for
+from atom_ops.weights import FourBitWords, Weight
 
 BLOCK = 128
 """Pairs of a tile."""
@@ -42,6 +47,8 @@ _GROUP = 16
 """Blocks whose tiles of the same weight rows are neighbours, where an expert's matrix does not fit the L2
 cache beside the activations."""
 _CACHED_BYTES = 8 << 20
+_MOST_DECODED_BYTES = 2 << 30
+"""Of the larger of a layer's matrices."""
 _HALF = gl.constexpr(BLOCK // 2)
 _ROWS = gl.constexpr(256)
 """Weight rows of a tile."""
@@ -52,24 +59,6 @@ _SIDES_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, elem
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 _GATHERED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# These two have other names in later versions of Triton.
-_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-
-@gluon.jit
-def _barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(made.index(slot), count=COUNT)
-    return made
-
-
-@gluon.jit
-def _release(barrier, pred=True):
-    """Arrive at the barrier once all warps of the caller are done with what it guards."""
-    _thread_barrier()
-    mbarrier.arrive(barrier, pred=pred)
 
 
 @gluon.jit
@@ -111,14 +100,14 @@ def _copy(
             mbarrier.wait(free.index(slot), (loaded // STAGES & 1) ^ 1)
             if GATED:
                 mbarrier.expect(barrier, weight.block_type.nbytes)
-                _load_tile(weight, [expert * 2, first_output, start], barrier, weights.index(slot))
+                load_tile(weight, [expert * 2, first_output, start], barrier, weights.index(slot))
                 async_copy.async_copy_global_to_shared(halves.index(slot * 2), first_MC + start)
                 async_copy.async_copy_global_to_shared(halves.index(slot * 2 + 1), second_MC + start)
                 async_copy.mbarrier_arrive(barrier, increment_count=False)
             else:
                 mbarrier.expect(barrier, weight.block_type.nbytes + x.block_type.nbytes)
-                _load_tile(weight, [expert * outputs + first_output, start], barrier, weights.index(slot))
-                _load_tile(x, [first, start], barrier, x_tiles.index(slot))
+                load_tile(weight, [expert * outputs + first_output, start], barrier, weights.index(slot))
+                load_tile(x, [first, start], barrier, x_tiles.index(slot))
             loaded += 1
 
 
@@ -168,10 +157,10 @@ def _multiply(
                     is_async=True,
                 )  # fmt: skip
                 total_MN = warpgroup_mma_wait(1, deps=[total_MN])
-                _release(free.index((used + STAGES - 1) % STAGES), start > 0)
+                release(free.index((used + STAGES - 1) % STAGES), start > 0)
                 used += 1
             total_MN = warpgroup_mma_wait(0, deps=[total_MN])
-            _release(free.index((used + STAGES - 1) % STAGES))
+            release(free.index((used + STAGES - 1) % STAGES))
             left_MN, right_MN = total_MN.reshape([_HALF, 2, _SIDE]).permute((0, 2, 1)).split()
             output_N = first_output + gl.arange(0, _SIDE, gl.SliceLayout(0, left_MN.type.layout))
             right_N = output_N if GATED else output_N + _SIDE
@@ -189,7 +178,7 @@ def _multiply(
         else:
             for _ in range(0, inputs, _COLUMNS):
                 mbarrier.wait(ready.index(used % STAGES), used // STAGES & 1)
-                _release(free.index(used % STAGES))
+                release(free.index(used % STAGES))
                 used += 1
 
 
@@ -206,8 +195,8 @@ def _grouped(
     else:
         weights = gl.allocate_shared_memory(weight.dtype, [STAGES, _ROWS, _COLUMNS], weight.layout)
     # An arrival for what TMA loads, and one of each thread that gathers.
-    ready = _barriers(STAGES, 129 if GATED else 1)
-    free = _barriers(STAGES, 2)
+    ready = make_barriers(STAGES, 129 if GATED else 1)
+    free = make_barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -230,29 +219,39 @@ def _grouped(
 
 
 def fits(x_TD: Tensor, weights: ExpertWeights) -> bool:
-    """Whether all stages are whole, and rows of x begin at multiples of 16 bytes."""
-    _, hidden, features = weights.down_XDF.shape
+    """Whether stages are whole, rows of x begin at multiples of 16 bytes, and decoded matrices are small."""
+    experts, hidden, features = weights.down_XDF.shape
+    decoded = not isinstance(weights.down_XDF, Tensor)
+    if decoded and 2 * experts * features * hidden * x_TD.element_size() > _MOST_DECODED_BYTES:
+        return False
     return hidden % COLUMNS == features % COLUMNS == x_TD.data_ptr() % 16 == 0
 
 
 def by_expert(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights, activation: ExpertActivation) -> Tensor:
     """The rows of all pairs [P, D], in the order of the pairs; see `fits`."""
-    gate_up, down = weights.gate_up_XOD, weights.down_XDF
-    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "checked with the plan"
-    (experts_X, hidden, features), pairs = down.shape, ids_TJ.numel()
+    (experts_X, hidden, features), pairs = weights.down_XDF.shape, ids_TJ.numel()
     blocks = sort_by_expert(ids_TJ, experts_X, BLOCK, weights.first)
     inner_PF = x_TD.new_empty(pairs, features)
-    box = [2, _SIDE.value, COLUMNS]
-    sides = TensorDescriptor.from_tensor(gate_up.view(-1, features, hidden), box, _SIDES_SWIZZLED.value)
+    gate_up = _in_16_bits(weights.gate_up_XOD, x_TD.dtype).view(-1, features, hidden)
+    sides = TensorDescriptor.from_tensor(gate_up, [2, _SIDE.value, COLUMNS], _SIDES_SWIZZLED.value)
     _launch(
         x_TD, sides, weights.gate_up_bias_XO, blocks, inner_PF, hidden, ids_TJ.shape[1], activation,
         gated=True,
     )  # fmt: skip
+    del gate_up, sides  # a decoded matrix leaves its memory to the next one
     y_PD = x_TD.new_empty(pairs, hidden)
     rows = TensorDescriptor.from_tensor(inner_PF, [BLOCK, COLUMNS], _SWIZZLED.value)
-    matrix = TensorDescriptor.from_tensor(down.flatten(0, 1), [_ROWS.value, COLUMNS], _SWIZZLED.value)
+    down = _in_16_bits(weights.down_XDF, x_TD.dtype).flatten(0, 1)
+    matrix = TensorDescriptor.from_tensor(down, [_ROWS.value, COLUMNS], _SWIZZLED.value)
     _launch(rows, matrix, weights.down_bias_XD, blocks, y_PD, features, 1, None, gated=False)
     return y_PD
+
+
+def _in_16_bits(weight: Weight, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, FourBitWords):
+        return dequantized(weight, dtype)
+    assert isinstance(weight, Tensor), "checked with the plan"
+    return weight
 
 
 def _launch(

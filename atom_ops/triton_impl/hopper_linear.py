@@ -34,13 +34,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from atom_ops.triton_impl.gluon_pdl import pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.hopper_pipeline import load_tile, make_barriers, thread_barrier
 from atom_ops.triton_impl.pdl import launch_options
 from atom_ops.triton_impl.rounded_rows import RoundedRows
 from atom_ops.triton_impl.tuned import StreamKPlan
@@ -59,9 +59,6 @@ _MAX_PROGRAMS = 132
 _MAX_SUMS = 128 * 64
 """Elements of a tile."""
 _EMPTY = gl.constexpr(0x7FC0_5EED)
-# These two have other names in later versions of Triton.
-_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -74,12 +71,12 @@ def _copy(
     for i in range(early):
         row_tile, step = (first + i) // steps // token_tiles, (first + i) % steps
         mbarrier.expect(ready.index(i), size)
-        _load_tile(weight_desc, [row_tile * ROWS, step * COLUMNS], ready.index(i), weights.index(i))
+        load_tile(weight_desc, [row_tile * ROWS, step * COLUMNS], ready.index(i), weights.index(i))
     pdl_wait(PDL)
     for i in range(early):
         tile, step = (first + i) // steps, (first + i) % steps
         first_token = tile % token_tiles * TOKENS
-        _load_tile(x_desc, [first_token, step * COLUMNS], ready.index(i), x.index(i))
+        load_tile(x_desc, [first_token, step * COLUMNS], ready.index(i), x.index(i))
     for i in range(early, stop - first):
         slot = i % STAGES
         tile, step = (first + i) // steps, (first + i) % steps
@@ -87,8 +84,8 @@ def _copy(
         mbarrier.wait(free.index(slot), (i // STAGES & 1) ^ 1)
         mbarrier.expect(barrier, size)
         row_tile, first_token = tile // token_tiles, tile % token_tiles * TOKENS
-        _load_tile(weight_desc, [row_tile * ROWS, step * COLUMNS], barrier, weights.index(slot))
-        _load_tile(x_desc, [first_token, step * COLUMNS], barrier, x.index(slot))
+        load_tile(weight_desc, [row_tile * ROWS, step * COLUMNS], barrier, weights.index(slot))
+        load_tile(x_desc, [first_token, step * COLUMNS], barrier, x.index(slot))
     pdl_launch_dependents(PDL)
 
 
@@ -180,7 +177,7 @@ def _add_step(
 ):  # fmt: skip
     """Wait for a step, free its stage, and add it times its scale; ISSUED: steps issued after it."""
     part_RT = warpgroup_mma_wait(ISSUED, deps=[part_RT])
-    _thread_barrier()
+    thread_barrier()
     mbarrier.arrive(free.index(i % STAGES))
     return total_RT + part_RT * scale
 
@@ -222,10 +219,10 @@ def _multiply_accumulate(
                     is_async=True,
                 )  # fmt: skip
                 total_RT = warpgroup_mma_wait(1, deps=[total_RT])
-                _thread_barrier()
+                thread_barrier()
                 mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), pred=i > start)
             total_RT = warpgroup_mma_wait(0, deps=[total_RT])
-            _thread_barrier()
+            thread_barrier()
             mbarrier.arrive(free.index((end + STAGES - 1) % STAGES))
         else:
             block = scales + first_output // BLOCK_ROWS * steps + at - tile * steps - start
@@ -271,14 +268,6 @@ def _multiply_accumulate(
             )  # fmt: skip
 
 
-@gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(made.index(slot), count=1)
-    return made
-
-
 @gluon.jit(do_not_specialize=["tokens"])
 def _stream_k(
     weight_desc, x_desc, bias, out, x_scales, scales, partials, outputs, tokens, token_tiles,
@@ -292,7 +281,7 @@ def _stream_k(
     stop = (gl.program_id(0) + 1) * all_steps // gl.num_programs(0)
     weights = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, ROWS, COLUMNS], weight_desc.layout)
     x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, COLUMNS], x_desc.layout)
-    ready, free = _barriers(STAGES), _barriers(STAGES)
+    ready, free = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
     fence_async_shared()
     gl.warp_specialize(
         [

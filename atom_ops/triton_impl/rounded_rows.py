@@ -20,6 +20,8 @@ from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_
 Form = Literal["e4m3", "int8"]
 MOST_INPUTS = 32768
 """A program holds a row in registers."""
+_ROUNDED_AT_ONCE = 4096
+"""Inputs of a program, where each group is rounded on its own."""
 INTERPRETED = tl.constexpr(_INTERPRETED)
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _BOUNDS = {"e4m3": 448.0, "int8": 127.0}
@@ -46,14 +48,14 @@ def _to_e4m3(wide):
 
 @triton.jit
 def _store_rounded(
-    wide, column, inside, values, scales, row, padded,
+    wide, column, inside, values, scales, row, first_column, padded,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     first = row.to(tl.int64) * SIZE
     if GROUP:
         grouped = tl.reshape(wide, [BLOCK // GROUP, GROUP])
         most = tl.maximum(tl.max(tl.abs(grouped), 1), 1e-12)
-        group = tl.arange(0, BLOCK // GROUP)
+        group = first_column // GROUP + tl.arange(0, BLOCK // GROUP)
         tl.store(scales + group * padded + row, most / BOUND, mask=group * GROUP < SIZE)
         rounded = tl.reshape(grouped * (BOUND / most)[:, None], [BLOCK])
     else:
@@ -74,9 +76,10 @@ def _round_rows(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, FORM: tl.constexpr,
     GROUP: tl.constexpr, BOUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid (rows, parts of a row): one part, unless nothing depends on more than a group."""
     pdl_launch_dependents(PDL)
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
+    row, first_column = tl.program_id(0), tl.program_id(1) * BLOCK
+    column = first_column + tl.arange(0, BLOCK)
     inside = column < SIZE
     if norm_weight is not None:
         weight = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -97,7 +100,9 @@ def _round_rows(
         if norm_weight is not None:
             scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
             wide = (wide * scale * weight).to(dtype).to(tl.float32)
-    _store_rounded(wide, column, inside, values, scales, row, padded, SIZE, BLOCK, FORM, GROUP, BOUND)
+    _store_rounded(
+        wide, column, inside, values, scales, row, first_column, padded, SIZE, BLOCK, FORM, GROUP, BOUND
+    )
 
 
 def round_rows(
@@ -128,8 +133,10 @@ def round_rows(
     total = x if residual_TD is None else torch.empty_like(x)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     block = triton.next_power_of_2(size)
+    if group and norm_weight_D is None:
+        block = min(block, max(_ROUNDED_AT_ONCE, group))
     if tokens:
-        _round_rows[(tokens,)](
+        _round_rows[(tokens, triton.cdiv(size, block))](
             x, residual_TD, norm_weight_D, values, scales, total, eps, padded,
             SIZE=size, BLOCK=block, GATED=gated, FORM=form, GROUP=group, BOUND=_BOUNDS[form],
             num_warps=min(max(block // 512, 1), 16), **launch_options(x.device),

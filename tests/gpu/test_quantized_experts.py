@@ -83,7 +83,7 @@ def test_every_kind_of_plan(name: str) -> None:
 
     backend.resolve(GPU)
     format, hopper = layer(name)[0].format, is_hopper(GPU)
-    tables = *plans._plans(format, hopper), *plans._plans(format, hopper, wgmma=False), *plans._ANYWHERE
+    tables = *plans._plans(format, hopper), *plans._ANYWHERE
     tried = [plans.few(format), *(plan for _, plan in tables)]
     tried += [
         plan

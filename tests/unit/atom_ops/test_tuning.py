@@ -368,16 +368,18 @@ def test_valid_plans() -> None:
 @pytest.mark.parametrize("format", ["mxfp4", "int4"])
 @pytest.mark.parametrize("shape", [(32, 2880, 2880), (384, 7168, 2048), (128, 2880, 1440)], ids=str)
 def test_plans_of_four_bit_experts(format: expert_plans.Format, shape: expert_plans.Shape) -> None:
-    """WGMMA where it fits the weights, and never elsewhere; tiles are powers of two."""
+    """Kernels in Gluon where they fit the weights, and never elsewhere; tiles are powers of two."""
     layer = format, shape
     measured = expert_plans.TUNED["NVIDIA H200"].get(layer, ())
     for tokens in (1, 2, 3, 17, 64, 300, 1 << 16):
-        for wgmma in (False, True):
-            plan = expert_plans.tuned_plan(measured, tokens, wgmma)
-            plan = plan or expert_plans.default_plan(layer, tokens, 4, hopper=True, wgmma=wgmma)
+        for gluon in ((), (expert_plans.WgmmaPlan,), expert_plans.GLUON):
+            plan = expert_plans.tuned_plan(measured, tokens, gluon)
+            plan = plan or expert_plans.default_plan(layer, tokens, 4, hopper=True, gluon=gluon)
             assert tokens <= plan.tokens
             if tokens > 2:
-                assert isinstance(plan, expert_plans.WgmmaPlan) == wgmma
+                decoded_first = len(gluon) == 2 and tokens * 4 > 900 * shape[0]
+                wanted = expert_plans.PersistentPlan if decoded_first else gluon[:1]
+                assert isinstance(plan, wanted) or not (gluon or isinstance(plan, expert_plans.GLUON))
             if isinstance(plan, expert_plans.WgmmaPlan):
                 assert 8 <= plan.short <= plan.block <= 64
                 assert plan.short.bit_count() == plan.block.bit_count() == 1
@@ -391,9 +393,9 @@ def test_plans_of_plain_experts(shape: expert_plans.Shape) -> None:
     layer: expert_plans.Layer = "plain", shape
     measured = expert_plans.TUNED["NVIDIA H200"].get(layer, ())
     for tokens in (1, 64, 1 << 14, 1 << 16):
-        for wgmma in (False, True):
-            plan = expert_plans.tuned_plan(measured, tokens, wgmma)
-            plan = plan or expert_plans.default_plan(layer, tokens, 2, hopper=True, wgmma=wgmma)
+        for gluon in ((), expert_plans.GLUON):
+            plan = expert_plans.tuned_plan(measured, tokens, gluon)
+            plan = plan or expert_plans.default_plan(layer, tokens, 2, hopper=True, gluon=gluon)
             assert tokens <= plan.tokens
-            many = wgmma and tokens >= 1 << 14
+            many = bool(gluon) and tokens >= 1 << 14
             assert isinstance(plan, expert_plans.PersistentPlan) == many
