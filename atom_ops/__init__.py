@@ -16,7 +16,7 @@ from atom_ops.attention_backend import (
 )
 from atom_ops.ops.activation import clamped_swiglu, sigmoid_and_mul, silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
-from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, empty_attention
+from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, NoHostRowsError, empty_attention
 from atom_ops.ops.causal_conv import causal_conv
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
@@ -140,6 +140,7 @@ __all__ = [
     "LatentNorms",
     "LogitsProcessorBatch",
     "NgramRule",
+    "NoHostRowsError",
     "Packed",
     "PackedINT4",
     "PackedInts",

@@ -209,10 +209,11 @@ class DecodeGraphs:
         rows_R = torch.full_like(self._starts[:size], self._inputs.limits.padding_row, dtype=torch.int64)
         name = f"bs_{size}" if not self._num_drafts else f"bs_{size}x{self.tokens_per_row}"
         forward, output = self._record(partial(self._forward, rows_R), name)
-        # Capturing computes nothing, but recording a sampler runs it once. Without this replay it would
-        # store uninitialised memory as the padding row's position, and a padding row with a position
-        # writes to block 0.
-        forward()
+        if self._record.runs_first:
+            # Capturing computes nothing, but recording a sampler runs it once. Without this replay it would
+            # store uninitialised memory as the padding row's position, and a padding row with a position
+            # writes to block 0.
+            forward()
         samplers = {}
         for kind in _sampling_kinds():
             body = partial(self._sample, rows_R, output, kind)

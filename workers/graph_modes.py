@@ -9,7 +9,7 @@
 | NONE               | eager        | eager                   |
 
 Whole steps are fastest: attention is in the graph, with kernels that suit any row. In pieces attention
-chooses its kernels by the step.
+chooses its kernels by the step. A CPU has FULL_DECODE_ONLY, with recordings in place of graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from atom.config.device import GraphMode
+from atom.utils.logger import get_logger
+from workers.call_recorder import CallRecorder, NotRecordableError
 from workers.decode_graphs import DecodeGraphs
 from workers.graph_recorder import GraphRecorder
 from workers.input_batch import InputBatch
@@ -26,7 +28,7 @@ from workers.layers.context import CacheLayer
 from workers.marks import MarkedRecorder
 from workers.model_runner import Graphs
 from workers.piece_graphs import PieceGraphs
-from workers.piece_recorder import PieceRecorder, borrowed
+from workers.piece_recorder import PieceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 
 
@@ -65,11 +67,11 @@ def capture_graphs(
 ) -> Graphs:
     """Capture the graphs of one model; `progress` is called with (done, total).
 
-    Raises torch.OutOfMemoryError.
+    None, with a line in the log, if a CPU cannot record the model. Raises torch.OutOfMemoryError.
     """
     if not settings.rows or settings.mode == "NONE":
         return Graphs()
-    recorder = GraphRecorder()
+    recorder = CallRecorder() if device.type == "cpu" else GraphRecorder()
     record = MarkedRecorder(recorder) if settings.marked else recorder
     decode: DecodeGraphs | None = None
     prompts: PromptGraphs | PieceGraphs | None = None
@@ -79,7 +81,7 @@ def capture_graphs(
         prompts = PromptGraphs(model, kv_layers, inputs, settings.prompt_tokens, record, device)
     elif settings.mode != "FULL_DECODE_ONLY":
         sizes = settings.piece_tokens(1 + inputs.limits.num_drafts)
-        prompts = PieceGraphs(model, kv_layers, inputs, sizes, PieceRecorder(recorder, borrowed), device)
+        prompts = PieceGraphs(model, kv_layers, inputs, sizes, PieceRecorder(recorder), device)
     graphs = Graphs(decode, prompts)
     total = len(graphs.sizes.decode_rows) + len(graphs.sizes.prompt_tokens)
     done = 0
@@ -90,7 +92,12 @@ def capture_graphs(
         done += 1
         progress(done, total)
 
-    for each in (prompts, decode):
-        if each is not None:
-            each.capture(one_more)
+    try:
+        for each in (graphs.prompts, graphs.decode):
+            if each is not None:
+                each.capture(one_more)
+    except NotRecordableError as error:
+        get_logger().info("decode steps are not recorded: %s", error)
+        progress(total, total)
+        return Graphs()
     return graphs

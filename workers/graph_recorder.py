@@ -15,6 +15,9 @@ class Recorder(Protocol):
     `name` names the graph in traces.
     """
 
+    runs_first: bool
+    """Whether a function runs before its capture: what it reads must have been computed then."""
+
     def __call__(self, body: Callable[[], Any], name: str) -> tuple[Replay, Any]: ...
 
 
@@ -24,6 +27,8 @@ class GraphRecorder:
     Replays must not overlap. A replay may overwrite what other graphs computed, except for results
     that are still referenced. Nothing else may run on the device during a capture.
     """
+
+    runs_first = True
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -67,8 +72,37 @@ class GraphRecorder:
         graph.capture_end()
         return graph.replay
 
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same GPU memory that does not keep it: the pool of the graphs does."""
+        if not tensor.numel():
+            return tensor
+        memory = _Memory(tensor.data_ptr(), used_bytes(tensor))
+        return placed(torch.as_tensor(memory, device=tensor.device), tensor)
+
     def _abandon(self) -> None:
         if self._graph is not None:
             with contextlib.suppress(RuntimeError):  # it says no more than the error that interrupted it
                 self._graph.capture_end()
             self._graph = None
+
+
+def used_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last value of a tensor, which has some."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def placed(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one in `memory`, its `used_bytes`."""
+    return memory.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+class _Memory:
+    """Bytes of GPU memory, for torch."""
+
+    def __init__(self, address: int, size: int):
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip

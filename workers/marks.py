@@ -32,6 +32,7 @@ class MarkedRecorder:
 
     def __init__(self, record: Recorder):
         self._record = record
+        self.runs_first = record.runs_first
 
     def __call__(self, body: Callable[[], Any], name: str) -> tuple[Replay, Any]:
         replay, result = self._record(_named(f"capture_graph_{name}", body), name)

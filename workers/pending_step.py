@@ -184,9 +184,9 @@ class _Columns:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor as it is; of a GPU tensor, a pinned copy that is filled asynchronously."""
+    """A copy, which the next step does not overwrite; of a GPU tensor pinned, and filled asynchronously."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

@@ -22,13 +22,15 @@ ReplayPieces = Callable[[ForwardContext], None]
 
 
 class Capture(Protocol):
-    """Captures of one device, as `GraphRecorder` makes them."""
+    """Captures of one device, as `GraphRecorder` and `CallRecorder` make them."""
 
     def capturing(self) -> AbstractContextManager[None]: ...
 
     def begin(self) -> None: ...
 
     def end(self) -> Replay: ...
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
 
 class MixerOutputs:
@@ -61,9 +63,8 @@ class _Mixer:
 class PieceRecorder:
     """Captures forward passes in pieces; implements `Splitter` for the one that it captures."""
 
-    def __init__(self, capture: Capture, borrow: Callable[[torch.Tensor], torch.Tensor]):
-        """`borrow` returns a tensor of the same memory that does not keep it."""
-        self._capture, self._borrow = capture, borrow
+    def __init__(self, capture: Capture):
+        self._capture = capture
         self._outputs = MixerOutputs()
         self._pieces: list[Replay] = []
         self._mixers: list[_Mixer] = []
@@ -88,7 +89,7 @@ class PieceRecorder:
         self._pieces.append(self._capture.end())
         result = mix(ctx, replace(rotation), *tensors)
         out = self._outputs.like(result).copy_(result)
-        self._mixers.append(_Mixer(mix, [self._borrow(tensor) for tensor in tensors], out))
+        self._mixers.append(_Mixer(mix, [self._capture.borrow(tensor) for tensor in tensors], out))
         self._capture.begin()
         return out
 
@@ -103,23 +104,3 @@ def _replay_of(pieces: Sequence[Replay], mixers: Sequence[_Mixer], rotation: Rot
         pieces[-1]()
 
     return replay
-
-
-def borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same GPU memory that does not keep it: a captured graph's pool does."""
-    if not tensor.numel():
-        return tensor
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    raw = torch.as_tensor(
-        _Memory(tensor.data_ptr(), (last + 1) * tensor.element_size()), device=tensor.device
-    )
-    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
-class _Memory:
-    """Bytes of GPU memory, for torch."""
-
-    def __init__(self, address: int, size: int):
-        self.__cuda_array_interface__ = {
-            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip

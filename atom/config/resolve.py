@@ -64,8 +64,9 @@ _DEFAULTS: dict[Device, _DeviceDefaults] = {
     "cuda": _DeviceDefaults(max_num_batched_tokens=16384, max_num_seqs=512),
 }
 
-_GRAPH_FLAGS = ("enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes")
 _MOST_CAPTURED = 512
+_MOST_RECORDED = 64
+"""Rows of a decode step that a CPU records."""
 _GRAPHS = 3
 """The --level that captures graphs."""
 # Features of a model from which operators on a CPU take longer than handing their parts to threads.
@@ -121,7 +122,7 @@ def resolve(
         scheduler=scheduler,
         speculative=speculative,
         device=_threads(
-            _graphs(replace(config.device, device=device), scheduler, explicit),
+            _graphs(replace(config.device, device=device), scheduler, config.parallel, explicit),
             config,
             capabilities,
             checkpoint,
@@ -392,18 +393,38 @@ def _check_level(config: EngineConfig) -> None:
         raise ConfigError(f"--mark-trace: --level {device.level} compiles modules together; use --level 3")
 
 
-def _graphs(device: DeviceConfig, scheduler: SchedulerConfig, explicit: set[str]) -> DeviceConfig:
-    """Sets the mode, by --level, and the batch sizes to capture; none on a CPU or without graphs."""
+def _graphs(
+    device: DeviceConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, explicit: set[str]
+) -> DeviceConfig:
+    """Sets the mode, by --level, and the batch sizes to capture; none without graphs.
+
+    A CPU records decode steps; not those with collectives or compiled code, whose calls torch does not show.
+    """
     if device.level < _GRAPHS and "cudagraph_mode" not in explicit:
         device = replace(device, cudagraph_mode="NONE")
-    if device.device == "cpu" or device.enforce_eager or device.cudagraph_mode == "NONE":
+    if device.device == "cpu" and device.cudagraph_mode != "NONE":
+        is_hidden = parallel.workers_in_mesh > 1 or device.level in COMPILERS
+        device = replace(device, cudagraph_mode="NONE" if is_hidden else "FULL_DECODE_ONLY")
+    if device.enforce_eager or device.cudagraph_mode == "NONE":
         return replace(device, cudagraph_capture_sizes="[]")
     if device.cudagraph_capture_sizes is not None:
         return device
     assert scheduler.max_num_seqs is not None
-    most = min(scheduler.max_num_seqs, _MOST_CAPTURED)
+    sizes = _cpu_sizes(scheduler.max_num_seqs) if device.device == "cpu" else _sizes(scheduler.max_num_seqs)
+    return replace(device, cudagraph_capture_sizes=str(sizes))
+
+
+def _sizes(max_num_seqs: int) -> list[int]:
+    most = min(max_num_seqs, _MOST_CAPTURED)
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, _MOST_CAPTURED, 16), most}
-    return replace(device, cudagraph_capture_sizes=str(sorted(size for size in sizes if size <= most)))
+    return sorted(size for size in sizes if size <= most)
+
+
+def _cpu_sizes(max_num_seqs: int) -> list[int]:
+    """Close to each other, since a padding row takes as long as another; of more rows Python takes little."""
+    most = min(max_num_seqs, _MOST_RECORDED)
+    sizes = {*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, _MOST_RECORDED, 8), most}
+    return sorted(size for size in sizes if size <= most)
 
 
 def _threads(
@@ -432,9 +453,11 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
     )
     if device == "cpu":
         reasons["gpu_memory_utilization"] = "on a CPU, --kv-cache-memory-bytes sets the KV cache"
-        reasons |= dict.fromkeys(_GRAPH_FLAGS, "graphs are captured on GPUs only")
-        if config.device.level == _GRAPHS:
-            reasons["level"] = "graphs are captured on GPUs only"
+        if config.device.cudagraph_mode in ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE"):
+            reasons["cudagraph_mode"] = "a CPU records decode steps, as FULL_DECODE_ONLY does, or NONE"
+        if config.parallel.workers_in_mesh > 1 or config.device.level in COMPILERS:
+            unrecorded = "a CPU does not record steps with collectives or compiled code"
+            reasons |= dict.fromkeys(("cudagraph_mode", "cudagraph_capture_sizes"), unrecorded)
     else:
         reasons["cpu_threads"] = "the workers run on GPUs"
         if memory_given:

@@ -4,15 +4,14 @@ Each module registers the provider `native` for the op file of the same name. Wh
 functions for an op, each of which costs more than its work on a few rows, this is one call.
 """
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 
 from atom_ops.native_impl.build import BuildError, library
+from atom_ops.native_impl.calls import DTYPES, call, has
+
+__all__ = ["NEEDS", "call", "has", "load", "problem", "runs_on", "takes"]
 
 NEEDS = "a CPU and a C++ compiler"
-_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def runs_on(device: torch.device) -> bool:
@@ -31,26 +30,10 @@ def problem(device: torch.device) -> str | None:
     return None
 
 
-def has(name: str, dtype: torch.dtype) -> bool:
-    """Whether the kernel exists for this CPU's instructions."""
-    return hasattr(library(), f"atom_{name}_{_SUFFIXES[dtype]}")
-
-
 def takes(*tensors: torch.Tensor) -> bool:
     """Whether they are contiguous and have one dtype of the kernels."""
     dtype = tensors[0].dtype
-    return dtype in _SUFFIXES and all(each.dtype == dtype and each.is_contiguous() for each in tensors)
-
-
-def call(name: str, dtype: torch.dtype, *args: torch.Tensor | float | None) -> None:
-    """Call a kernel; tensors are passed by their addresses."""
-    _function(name, dtype)(*[arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args])
-
-
-@cache
-def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    function: Callable[..., None] = getattr(library(), f"atom_{name}_{_SUFFIXES[dtype]}")
-    return function
+    return dtype in DTYPES and all(each.dtype == dtype and each.is_contiguous() for each in tensors)
 
 
 def load() -> None:
@@ -60,4 +43,5 @@ def load() -> None:
     import atom_ops.native_impl.fused_linear
     import atom_ops.native_impl.linear
     import atom_ops.native_impl.norm
+    import atom_ops.native_impl.philox
     import atom_ops.native_impl.qkv  # noqa: F401

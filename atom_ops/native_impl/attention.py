@@ -28,10 +28,10 @@ def _supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: Attentio
 @paged_attention.provider("native", needs=NEEDS, supported=runs_on, supports=_supports)
 def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
     _, block_size, _, kv_heads, width = cache.kv.shape
-    out_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
+    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     call(
         "attend", q_THE.dtype, q_THE, q_THE.stride(0), cache.kv, plan.block_table_RW,
         plan.block_table_RW.stride(0), plan.context_lens_R, plan.query_starts_R1, rule.sinks_H, out_THE,
-        len(plan.context_lens_R), q_THE.shape[1], kv_heads, width, block_size, rule.window, rule.scale,
+        len(plan.context_lens_R), *q_THE.shape[:2], kv_heads, width, block_size, rule.window, rule.scale,
     )  # fmt: skip
     return out_THE

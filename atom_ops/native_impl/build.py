@@ -29,26 +29,10 @@ _FLAGS = (
     "-fno-strict-aliasing",  # the same memory is read as values, pairs and vectors
     *("-fopenmp", "-fPIC"),
 )
-_DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
+"""Of the values of kernels, each compiled on its own."""
 _COMPILERS = ("c++", "g++", "clang++")
-_DEADLINE_S = 60.0
-_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_PARAMETERS = {
-    "rms_norm": (*[_POINTER] * 5, *[_INTEGER] * 2, _FLOAT),
-    "silu_and_mul": (*[_POINTER] * 2, *[_INTEGER] * 2),
-    "rotate_and_write": (
-        *(_POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER, _INTEGER),
-        *(*[_POINTER] * 5, *[_INTEGER] * 5, _FLOAT),
-    ),
-    "linear": (*[_POINTER] * 4, *[_INTEGER] * 4),
-    "linear_ints": (*[_POINTER] * 6, *[_INTEGER] * 9),
-    "norm_linear": (*[_POINTER] * 8, *[_INTEGER] * 3, _FLOAT),
-    "silu_linear": (*[_POINTER] * 5, *[_INTEGER] * 3),
-    "attend": (
-        *(_POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER),
-        *(*[_POINTER] * 4, *[_INTEGER] * 6, _FLOAT),
-    ),
-}
+_DEADLINE_S = 180.0
 
 
 class BuildError(Exception):
@@ -89,13 +73,9 @@ def _loaded(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}") from None
-    library.atom_lanes.argtypes, library.atom_lanes.restype = (), _INTEGER
-    for name, parameters in _PARAMETERS.items():
-        for dtype in _DTYPES:
-            symbol = f"atom_{name}_{dtype}"
-            if hasattr(library, symbol):  # some need instructions that not all CPUs have
-                function = getattr(library, symbol)
-                function.argtypes, function.restype = parameters, None
+    for function in (library.atom_lanes, library.atom_has_tiles):
+        function.argtypes, function.restype = (), ctypes.c_int64
+    library.atom_run.argtypes, library.atom_run.restype = (ctypes.c_void_p, ctypes.c_int64), None
     return library
 
 
@@ -148,11 +128,11 @@ def _built(compiler: list[str], path: Path) -> Path:
     """Compile to `path`; other processes may do the same."""
     get_logger().info("compiling kernels for this CPU, once")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        objects = [f"{scratch}/{dtype}.o" for dtype in _DTYPES]
+        objects = [f"{scratch}/{dtype}.o" for dtype in DTYPES]
         made, digest = Path(scratch) / "kernels.so", Path(scratch) / "kernels.sha256"
         compiling = [
             [compiler[0], *_FLAGS, *compiler[1:], f"-DATOM_DTYPE={dtype}", "-c", str(_SOURCE), "-o", each]
-            for dtype, each in zip(_DTYPES, objects, strict=True)
+            for dtype, each in zip(DTYPES, objects, strict=True)
         ]
         _run(compiling)
         _run([[*compiler, "-fopenmp", "-shared", *objects, "-o", str(made)]])

@@ -6,8 +6,10 @@
 
 #include "attention_few.h"
 #include "attention_many.h"
+#include "calls.h"
 #include "linear.h"
 #include "linear_ints.h"
+#include "random_words.h"
 #include "values.h"
 
 #include <omp.h>
@@ -129,8 +131,10 @@ inline std::vector<Task> attention_tasks(const int32_t* starts, int64_t rows, in
 template <typename T, int WIDTH>
 void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table, int64_t table_stride,
                  const int32_t* contexts, const int32_t* starts, const T* sinks, T* out, int64_t rows,
-                 int64_t heads, int64_t kv_heads, int64_t block_size, int64_t window, float scale) {
+                 int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t window,
+                 float scale) {
     const int64_t group = heads / kv_heads;
+    std::memset(out, 0, tokens * heads * WIDTH * sizeof(T));  // of padding nothing is computed
     const std::vector<Task> tasks = attention_tasks(starts, rows, kv_heads, group);
 #pragma omp parallel for schedule(dynamic, 1)
     for (size_t number = 0; number < tasks.size(); ++number) {
@@ -157,13 +161,13 @@ void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table
 
 }  // namespace
 
-// Compiled once for each type of values, ATOM_DTYPE: `atom_<name>_float32` and `atom_<name>_bfloat16`.
+// Compiled once for each type of values, ATOM_DTYPE.
 typedef float float32;
 typedef BFloat16 bfloat16;
 typedef ATOM_DTYPE T;
 #define JOINED(one, other) one##_##other
 #define JOIN(one, other) JOINED(one, other)
-#define KERNEL(name) extern "C" void JOIN(atom_##name, ATOM_DTYPE)
+#define KERNEL(name) static void run_##name
 #define IS_BFLOAT16_float32 0
 #define IS_BFLOAT16_bfloat16 1
 
@@ -187,23 +191,26 @@ KERNEL(rotate_and_write)(const void* qkv, int64_t qkv_stride, const float* cos, 
 #define ATTEND(WIDTH)                                                                                      \
     case WIDTH:                                                                                            \
         return attend_rows<T, WIDTH>((const T*)q, q_stride, (const T*)kv, table, table_stride, contexts,   \
-                                     starts, (const T*)sinks, (T*)out, rows, heads, kv_heads, block_size,  \
-                                     window, scale);
+                                     starts, (const T*)sinks, (T*)out, rows, tokens, heads, kv_heads,      \
+                                     block_size, window, scale);
 
 KERNEL(attend)(const void* q, int64_t q_stride, const void* kv, const int32_t* table, int64_t table_stride,
                const int32_t* contexts, const int32_t* starts, const void* sinks, void* out, int64_t rows,
-               int64_t heads, int64_t kv_heads, int64_t width, int64_t block_size, int64_t window,
-               float scale) {
+               int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t block_size,
+               int64_t window, float scale) {
     switch (width) { ATTEND(16) ATTEND(64) ATTEND(80) ATTEND(128) ATTEND(256) }
 }
+
+#if !JOIN(IS_BFLOAT16, ATOM_DTYPE)
+KERNEL(random_words)(const int64_t* seeds, const int64_t* sequences, const int64_t* positions,
+                     int64_t purpose, const void* needed, float* out, int64_t rows, int64_t blocks) {
+    random_words(seeds, sequences, positions, purpose, (const uint32_t*)needed, out, rows, blocks);
+}
+#endif
 
 // Plain bfloat16 matrices are torch's without AVX-512's instruction, and with AMX, where oneDNN is faster.
 #if JOIN(IS_BFLOAT16, ATOM_DTYPE) && (!defined(__AVX512BF16__) || defined(__AMX_BF16__))
 #define HAS_NO_LINEAR
-#endif
-
-#if JOIN(IS_BFLOAT16, ATOM_DTYPE)
-extern "C" int64_t atom_lanes() { return LANES; }
 #endif
 
 #ifndef HAS_NO_LINEAR
@@ -217,22 +224,22 @@ KERNEL(norm_linear)(const void* x, const void* residual, const void* weight, voi
                     const void* panels, const void* bias, void* out, int64_t rows, int64_t outputs,
                     int64_t inputs, float eps) {
     rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)normed, (T*)total, rows, inputs, eps);
-    JOIN(atom_linear, ATOM_DTYPE)(normed, panels, bias, out, rows, outputs, inputs, false);
+    run_linear(normed, panels, bias, out, rows, outputs, inputs, false);
 }
 
 KERNEL(silu_linear)(const void* x, void* gated, const void* panels, const void* bias, void* out,
                     int64_t rows, int64_t outputs, int64_t inputs) {
     silu_and_mul((const T*)x, (T*)gated, rows, inputs);
-    JOIN(atom_linear, ATOM_DTYPE)(gated, panels, bias, out, rows, outputs, inputs, false);
+    run_linear(gated, panels, bias, out, rows, outputs, inputs, false);
 }
 #endif
 
 KERNEL(linear_ints)(const void* x, const void* words, const void* terms, const void* units,
                     const void* bias, void* out, int64_t rows, int64_t outputs, int64_t inputs,
-                    int64_t in_float32, int64_t bits, int64_t group, int64_t block, int64_t has_offsets,
-                    int64_t wide_terms) {
+                    int64_t bits, int64_t group, int64_t block, int64_t has_offsets, int64_t wide_terms,
+                    int64_t in_float32) {
     linear_ints(
-        IntLinear<T>{{(const Pair<T>*)x, (const T*)bias, out, in_float32 != 0, rows, outputs, inputs / 2},
+        IntLinear<T>{{nullptr, (const T*)bias, out, in_float32 != 0, rows, outputs, inputs / 2},
                      (const Words*)words,
                      terms,
                      (const uint16_t*)units,
@@ -241,5 +248,53 @@ KERNEL(linear_ints)(const void* x, const void* words, const void* terms, const v
                      units != nullptr ? block / group : 0,
                      int(bits),
                      has_offsets != 0,
-                     wide_terms != 0});
+                     wide_terms != 0},
+        (const T*)x);
 }
+
+KERNEL(norm_linear_ints)(const void* x, const void* residual, const void* weight, void* normed, void* total,
+                         const void* words, const void* terms, const void* units, const void* bias, void* out,
+                         int64_t rows, int64_t outputs, int64_t inputs, int64_t bits, int64_t group,
+                         int64_t block, int64_t has_offsets, int64_t wide_terms, float eps) {
+    rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)normed, (T*)total, rows, inputs, eps);
+    run_linear_ints(normed, words, terms, units, bias, out, rows, outputs, inputs, bits,
+                                       group, block, has_offsets, wide_terms, false);
+}
+
+KERNEL(silu_linear_ints)(const void* x, void* gated, const void* words, const void* terms, const void* units,
+                         const void* bias, void* out, int64_t rows, int64_t outputs, int64_t inputs,
+                         int64_t bits, int64_t group, int64_t block, int64_t has_offsets, int64_t wide_terms) {
+    silu_and_mul((const T*)x, (T*)gated, rows, inputs);
+    run_linear_ints(gated, words, terms, units, bias, out, rows, outputs, inputs, bits,
+                                       group, block, has_offsets, wide_terms, false);
+}
+
+#define ENTRY(name) Kernel{#name, Packed<&run_##name>::LETTERS, Packed<&run_##name>::run}
+
+// The kernels for these values; one without a name ends them.
+extern "C" const Kernel JOIN(atom_kernels, ATOM_DTYPE)[] = {
+    ENTRY(rms_norm),
+    ENTRY(silu_and_mul),
+    ENTRY(rotate_and_write),
+    ENTRY(attend),
+    ENTRY(linear_ints),
+    ENTRY(norm_linear_ints),
+    ENTRY(silu_linear_ints),
+#ifndef HAS_NO_LINEAR
+    ENTRY(linear),
+    ENTRY(norm_linear),
+    ENTRY(silu_linear),
+#endif
+#if !JOIN(IS_BFLOAT16, ATOM_DTYPE)
+    ENTRY(random_words),
+#endif
+    Kernel{},
+};
+
+#if JOIN(IS_BFLOAT16, ATOM_DTYPE)
+extern "C" int64_t atom_lanes() { return LANES; }
+extern "C" int64_t atom_has_tiles() { return has_tiles(); }
+extern "C" void atom_run(const Call* calls, int64_t count) {
+    for (const Call* call = calls; call < calls + count; ++call) call->run(call->words);
+}
+#endif

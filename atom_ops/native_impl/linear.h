@@ -34,6 +34,7 @@ template <typename T> struct Pair {
     static constexpr int ROWS = 4, PANELS = 2;
 #endif
 
+    typedef Vector Packed, Sum;  // pairs of a panel, and sums of products
     struct Right {
         Vector even, odd;
     };
@@ -43,7 +44,8 @@ template <typename T> struct Pair {
         return {(Vector)((Bits)pairs << 16), (Vector)((Bits)pairs & 0xFFFF0000u)};
     }
     Vector add(Vector sum, const Right& right) const {
-        return sum + number(even) * right.even + number(odd) * right.odd;
+        sum = multiply_add(in_all_lanes(number(even)), right.even, sum);
+        return multiply_add(in_all_lanes(number(odd)), right.odd, sum);
     }
 };
 
@@ -52,7 +54,7 @@ template <> struct Pair<BFloat16> {
     uint32_t bits;
 
     static constexpr int ROWS = 6, PANELS = 4;
-    typedef Vector Right;
+    typedef Vector Packed, Sum, Right;
 
     static Right read(Vector pairs) { return pairs; }
     Vector add(Vector sum, Vector right) const { return add_pairs(sum, in_all_lanes(bits), right); }
@@ -70,9 +72,9 @@ inline void put_vector(BFloat16* out, Vector x, int count) {
 #endif
 }
 
-// Rows of T and a bias; the result is of T too, or of float32.
-template <typename T> struct Rows {
-    typedef Pair<T> X;
+// Rows of T, in pairs, and a bias; the result is of T too, or of float32.
+template <typename T, typename InputPair = Pair<T>> struct Rows {
+    typedef InputPair X;
 
     const X* x;
     const T* bias;
@@ -134,8 +136,8 @@ struct Later {
 // Adds the products of `depth` pairs to ROWS x PANELS vectors of sums. Rows are x_stride pairs apart, panels
 // `stride` vectors.
 template <Fetch FETCH, int ROWS, int PANELS, typename X>
-inline void multiply_block(const X* x, int64_t x_stride, const Vector* panels, int64_t stride,
-                           int64_t depth, Later& later, Vector (&sums)[ROWS][PANELS]) {
+inline void multiply_block(const X* x, int64_t x_stride, const typename X::Packed* panels, int64_t stride,
+                           int64_t depth, Later& later, typename X::Sum (&sums)[ROWS][PANELS]) {
     for (const X* end = x + depth; x < end; ++x, ++panels) {
         typename X::Right right[PANELS];
         for (int p = 0; p < PANELS; ++p) right[p] = X::read(panels[p * stride]);
@@ -229,17 +231,27 @@ inline std::vector<LinearTask> linear_tasks(int64_t rows, int64_t panels, int64_
     return tasks;
 }
 
+// Tasks that a thread takes together: neighbours, since threads wait for each other that write the same line of
+// a cache.
+inline int64_t taken_together(int64_t tasks, int64_t threads) {
+    return tasks < 16 * threads ? 1 : tasks / (8 * threads);
+}
+
+// The task that a thread is likely to compute after one.
+inline int64_t task_after(int64_t number, int64_t tasks, int64_t threads, int64_t together) {
+    const int64_t next = number + (together > 1 ? 1 : threads);
+    return next < tasks ? next : number;
+}
+
 template <typename T> void linear(const Linear<T>& layer) {
     const int64_t threads = omp_get_max_threads();
     const std::vector<LinearTask> tasks =
         linear_tasks(layer.rows, layer.num_panels(), Pair<T>::PANELS, threads, 2);
     const int64_t count = int64_t(tasks.size());
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t number = 0; number < count; ++number) {
-        const LinearTask& task = tasks[number];
-        const LinearTask& next = tasks[number + threads < count ? number + threads : number];
-        task_of<Pair<T>::PANELS>(layer, task, next);
-    }
+    const int64_t together = taken_together(count, threads);
+#pragma omp parallel for schedule(dynamic, together)
+    for (int64_t i = 0; i < count; ++i)
+        task_of<Pair<T>::PANELS>(layer, tasks[i], tasks[task_after(i, count, threads, together)]);
 }
 
 }  // namespace

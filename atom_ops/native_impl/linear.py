@@ -17,9 +17,11 @@ _AT_ONCE = 1 << 16
 """Numbers that are looked at together."""
 
 
-def fits(x_TI: Tensor, weight: PackedPanels, bias: Tensor | None, parts: int = 1) -> bool:
+def fits(x_TI: Tensor, weight: PackedPanels | PackedInts, bias: Tensor | None, parts: int = 1) -> bool:
     """Whether the kernels can multiply them; x has the inputs of so many parts side by side."""
-    return _fit(x_TI, weight.dtype, weight.shape, bias, parts)
+    if isinstance(weight, PackedPanels):
+        return _fit(x_TI, weight.dtype, weight.shape, bias, parts)
+    return x_TI.dtype in (torch.bfloat16, torch.float32) and _fit(x_TI, x_TI.dtype, weight.shape, bias, parts)
 
 
 def _fit(x_TI: Tensor, dtype: torch.dtype, shape: tuple[int, ...], bias: Tensor | None, parts: int) -> bool:
@@ -68,6 +70,7 @@ def _supports(
     supports=_supports,
     prepare=with_packed_weight,
     pack=_pack,
+    rounds_activations=True,
 )
 def _linear(
     x_TI: Tensor,
@@ -85,7 +88,7 @@ def _linear(
             + ("" if bias is None else f", the bias {bias.dtype} {list(bias.shape)}")
         )
     is_known = wanted in (dtype, torch.float32)
-    rows, (outputs, inputs) = len(x_TI), weight.shape
+    rows, (outputs, inputs) = x_TI.shape[0], weight.shape
     out_TO = x_TI.new_empty(rows, outputs, dtype=wanted if is_known else torch.float32)
     if isinstance(weight, PackedInts):
         linear_ints.multiply(x_TI, weight, bias, out_TO)

@@ -141,11 +141,19 @@ def _fill(panels_PCL: Tensor, rows_OC: Tensor, first: int) -> None:
         panels_PCL[first + whole, :, :left] = rows_OC[whole * lanes :].t()
 
 
+def tensors(weight: PackedInts) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The weight's own arguments of the kernels that are pointers."""
+    return weight.words, weight.terms, weight.units
+
+
+def numbers(weight: PackedInts) -> tuple[int, ...]:
+    """Those that are integers, from the number of outputs on."""
+    outputs, inputs = weight.shape
+    has_offsets, is_wide = weight.terms.shape[2] > 1, weight.terms.dtype == torch.float32
+    return outputs, inputs, weight.bits, weight.group, weight.block, has_offsets, is_wide
+
+
 def multiply(x_TI: Tensor, weight: PackedInts, bias: Tensor | None, out_TO: Tensor) -> None:
     """Fill `out_TO`, which has the dtype of x or float32; x and the bias are contiguous, of one dtype."""
-    outputs, inputs = weight.shape
-    call(
-        "linear_ints", x_TI.dtype, x_TI, weight.words, weight.terms, weight.units, bias, out_TO, len(x_TI),
-        outputs, inputs, out_TO.dtype == torch.float32, weight.bits, weight.group, weight.block,
-        weight.terms.shape[2] > 1, weight.terms.dtype == torch.float32,
-    )  # fmt: skip
+    rows, in_float32 = x_TI.shape[0], out_TO.dtype == torch.float32
+    call("linear_ints", x_TI.dtype, x_TI, *tensors(weight), bias, out_TO, rows, *numbers(weight), in_float32)

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __F16C__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -78,6 +78,20 @@ inline Vector vector_at(const BFloat16* x) {
     Bits bits;
     std::memcpy(&bits, x, sizeof bits);
     return (Vector)(__builtin_convertvector(bits, Wide) << 16);
+}
+
+inline Vector in_all_lanes(float x) { return x - Vector{}; }
+
+// Rounded once, where the CPU can. Compilers choose that for each loop, and so the bits of a row might depend on
+// how many rows there are.
+inline Vector multiply_add(Vector one, Vector other, Vector sum) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_fmadd_ps((__m512)one, (__m512)other, (__m512)sum);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (Vector)_mm256_fmadd_ps((__m256)one, (__m256)other, (__m256)sum);
+#else
+    return one * other + sum;
+#endif
 }
 
 // The sums of four vectors.

@@ -53,6 +53,10 @@ _PREFILL_LIMIT = 1 << 18
 _DECODE_LIMIT = 1 << 20
 
 
+class NoHostRowsError(ValueError):
+    """The attention plan of a captured step was given to a function that needs the rows on the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkItems:
     """N items of M tiles, computed by one attention call.
@@ -195,7 +199,7 @@ class AttentionPlan:
     def _made(self, key: _WorkKey) -> tuple[WorkItems, ...]:
         if key not in self._work:
             if self.host is None or not self.host.exact:
-                raise ValueError("this attention plan has no host rows: only a paged kernel can run it")
+                raise NoHostRowsError("this attention plan has no host rows: only a paged kernel can run it")
             device = self.context_lens_R.device
             self._work[key] = _work_items(self.host, key, self.num_tokens, device)
         return self._work[key]

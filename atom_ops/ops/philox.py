@@ -13,12 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atom_ops.op import Case, op
+from atom_ops.tolerances import EXACT
+
 ROUNDS = 7
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
-_LANES = 4  # tokens of one counter
+LANES = 4
+"""Tokens of one counter."""
 
 Words = TypeVar("Words", bound=Any)  # int64 Tensor or uint64 array
 
@@ -63,6 +67,16 @@ def token_words(
     return philox((position_R1, position_R1 * 0 + purpose, sequence_R1, block), key)
 
 
+def _words_case(rows: int, width: int) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor | int, ...]:
+        columns = torch.randint(-(1 << 62), 1 << 62, (3, rows), generator=generator)
+        needed_RW = torch.ones(rows, width, dtype=torch.bool)
+        return *columns, 3, needed_RW, torch.empty(rows, width)
+
+    return Case(f"{rows}x{width}", make)
+
+
+@op([_words_case(1, 4), _words_case(3, 1_300), _words_case(2, 20_480)], EXACT)
 def store_words(
     seed_R: Tensor,
     sequence_R: Tensor,
@@ -76,13 +90,13 @@ def store_words(
     Tokens that are not needed (bool) may get 0. On a CPU numpy computes row by row, so that the
     words stay in the cache. Python threads do not make it faster: the operations are too short.
     """
-    rows, blocks = len(out_RW), out_RW.shape[1] // _LANES
+    rows, blocks = len(out_RW), out_RW.shape[1] // LANES
     if out_RW.device.type != "cpu":
         every = torch.arange(blocks, device=out_RW.device)
         lanes = token_words(seed_R, sequence_R, position_R, every, purpose)
         return out_RW.copy_(torch.stack(lanes, -1).flatten(1))
     columns = [column.numpy().view(np.uint64) for column in (seed_R, sequence_R, position_R)]
-    every_N, out = np.arange(blocks, dtype=np.uint64), out_RW.numpy().reshape(rows, blocks, _LANES)
+    every_N, out = np.arange(blocks, dtype=np.uint64), out_RW.numpy().reshape(rows, blocks, LANES)
     needed_RN = needed_RW.numpy().view(np.uint32)  # the four flags of a block are one number
 
     for row in range(rows):

@@ -1,12 +1,12 @@
 """Random weights of every type, for the cases of the ops."""
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from atom_ops.tolerances import FP8_ACTIVATIONS, INT8_ACTIVATIONS, Tolerances
+from atom_ops.tolerances import FP8_ACTIVATIONS, INT8_ACTIVATIONS, INT16_ACTIVATIONS, Tolerances
 from atom_ops.weights.affine_ints import AffineInts
 from atom_ops.weights.block_fp8 import BlockFP8
 from atom_ops.weights.channel_fp8 import ChannelFP8
@@ -25,6 +25,7 @@ Format = Literal[
 offsets, and integer scales with units."""
 
 ROUNDED: dict[Format, Tolerances] = {
+    **{name: INT16_ACTIVATIONS for name in get_args(Format) if name.startswith(("int4", "affine"))},
     "block_fp8": FP8_ACTIVATIONS,
     "channel_fp8": FP8_ACTIVATIONS,
     "static_fp8": FP8_ACTIVATIONS,

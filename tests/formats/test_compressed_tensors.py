@@ -66,5 +66,5 @@ def test_logits_equal_those_of_the_library(
     with caplog.at_level("INFO", "atom"):
         for size in (1, 2):
             for found in logits(tmp_path / "packed", size):
-                torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+                torch.testing.assert_close(found, expected, atol=3e-3, rtol=1e-3)
     assert any(line.startswith(f"quantization: layers in {scheme}: ") for line in caplog.messages)

@@ -34,7 +34,7 @@ class TinyWorker:
         graph_mode: GraphMode = "FULL",
         level: int = 3,
     ):
-        """With `capture_sizes`, a test replaces the recorder, since a CPU captures no graphs."""
+        """`capture_sizes`: rows of the decode steps that are captured."""
         tp, dcp = tp or Communicator(), dcp or Communicator()
         config = engine_config(tp.size, BLOCK_SIZE, kv_cache_dtype, dtype=dtype)
         device = replace(

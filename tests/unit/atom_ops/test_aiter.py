@@ -219,8 +219,9 @@ def test_a_float8_cache_of_latents(
     assert calls[_KEEP] > 0 and calls[_DECODE] > 0
     for op in LATENT_OPS[:3]:
         REGISTRY[op].use([])
-    # Rounding may move a number to the next float8.
-    torch.testing.assert_close(found_TV, logprobs(worker), atol=0.02, rtol=0)
+    # Rounding may move a number to the next float8, which the tokens behind it see.
+    difference_TV = (found_TV - logprobs(worker)).abs()
+    assert difference_TV.max() < 0.1 and difference_TV.mean() < 0.002
     assert error(found_TV) < 1.5 * error(scale_of_each_token_TV)
 
 

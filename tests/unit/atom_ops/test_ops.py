@@ -19,5 +19,5 @@ def test_agrees_with_reference(op: Op[..., Any], provider: Provider, dtype: torc
 
 def test_every_public_op_is_in_the_table() -> None:
     public = {name for name in atom_ops.__all__ if isinstance(getattr(atom_ops, name), Op)}
-    assert public | {"masked_attention"} == set(REGISTRY)
+    assert public | {"masked_attention", "store_words"} == set(REGISTRY)
     assert all(op.cases and op.__doc__ for op in REGISTRY.values())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atom_ops import SamplingBatch, backend, sample
 from atom_ops.ops import sampling
-from atom_ops.ops.philox import exponential_, philox, token_words, uniform_
+from atom_ops.ops.philox import exponential_, philox, store_words, token_words, uniform_
 from atom_ops.triton_impl import INTERPRETED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -146,6 +146,19 @@ def test_words_depend_on_seed_sequence_position_purpose_and_token() -> None:
     one = [torch.tensor([number]) for number in (seed - 2**64, sequence, position)]
     found = token_words(*one, torch.tensor([2**20, 2**20 + 1]), purpose)
     assert found[token % 4][0, 1].item() == words[token % 4].item()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
+def test_every_provider_has_the_words_of_needed_tokens(share: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    columns = torch.randint(-(1 << 62), 1 << 62, (3, 4), generator=generator)
+    needed_RW = torch.rand(4, 5_000, generator=generator) < share
+    words = torch.stack(token_words(*columns, torch.arange(1_250), 3), -1).flatten(1).float()
+    for provider in store_words.providers.values():
+        if provider.supported(CPU):
+            found_RW = provider.function(*columns, 3, needed_RW, torch.full((4, 5_000), torch.nan))
+            assert torch.equal(found_RW[needed_RW], words[needed_RW]), provider.name
+            assert found_RW.isfinite().all()
 
 
 def test_uniforms_lie_strictly_between_0_and_1() -> None:

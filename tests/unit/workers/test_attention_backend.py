@@ -13,7 +13,7 @@ from tests.helpers.core_side import generate
 from tests.helpers.heads_first import Cache, HeadsFirst
 from tests.helpers.teacher_forcing import TinyWorker
 from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
-from tests.unit.workers.test_step_graphs import rerun
+from tests.unit.workers.test_step_graphs import Rerun
 from tests.unit.workers.test_step_shape import Agreement, state_of
 from workers.kv_cache import kv_specs
 from workers.layers.attention import KVGroup
@@ -87,7 +87,7 @@ def test_captured_steps_and_dummy_steps(
     """Plans of captured steps have no host rows; dummy steps of every mode write nothing."""
     save_tiny(tiny(name), tmp_path)
     _, plain = outputs(tmp_path)
-    monkeypatch.setattr("workers.graph_modes.GraphRecorder", lambda: rerun)
+    monkeypatch.setattr("workers.graph_modes.CallRecorder", Rerun)
     monkeypatch.setattr("workers.graph_modes.PROMPT_SIZES", (16, 64))
     worker = TinyWorker(tmp_path, capture_sizes="[1,4]")
     runner = worker.worker._runner

@@ -1,6 +1,5 @@
 """Steps in pieces: the modes' graphs, and the same tokens as without graphs."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,12 @@ import pytest
 
 from atom.config.device import GraphMode
 from tests.helpers.core_side import generate
-from tests.helpers.op_recorder import OpRecorder
 from tests.helpers.teacher_forcing import TinyWorker
 from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
 from tests.unit.workers.test_step_shape import Agreement, state_of
+from workers.call_recorder import CallRecorder
 from workers.decode_graphs import DecodeGraphs
+from workers.graph_recorder import Replay
 from workers.prompt_graphs import PromptGraphs
 from workers.step_shape import StepMode, StepShape
 from workers.worker import Worker
@@ -27,13 +27,22 @@ DENSE: dict[str, dict[str, Any]] = {
 """Without experts: their torch function has results of other shapes at each call."""
 
 
+class Counting(CallRecorder):
+    """Counts its recordings."""
+
+    count = 0
+
+    def end(self) -> Replay:
+        self.count += 1
+        return super().end()
+
+
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch, torch_ops: None) -> Iterator[OpRecorder]:
-    made = OpRecorder()
-    monkeypatch.setattr("workers.graph_modes.GraphRecorder", lambda: made)
-    monkeypatch.setattr("workers.graph_modes.borrowed", lambda tensor: tensor)
+def recorder(monkeypatch: pytest.MonkeyPatch, torch_ops: None) -> Counting:
+    made = Counting()
+    monkeypatch.setattr("workers.graph_modes.CallRecorder", lambda: made)
     monkeypatch.setattr("workers.graph_modes.PROMPT_SIZES", (16, 64))
-    yield made
+    return made
 
 
 def tokens(worker: TinyWorker) -> list[list[int]]:
@@ -42,7 +51,7 @@ def tokens(worker: TinyWorker) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_pieces_change_no_token(name: str, recorder: OpRecorder, tmp_path: Path) -> None:
+def test_pieces_change_no_token(name: str, recorder: Counting, tmp_path: Path) -> None:
     model = tiny(name)
     save_tiny(replace(model, config=model.config | DENSE[name]), tmp_path)
     wanted = tokens(TinyWorker(tmp_path))
@@ -50,8 +59,7 @@ def test_pieces_change_no_token(name: str, recorder: OpRecorder, tmp_path: Path)
     runner = worker.worker._runner
     assert runner._sizes.prompt_tokens == [1, 4, 16, 64]
     layers = len(runner._kv_layers)
-    assert len(recorder.sizes) == 4 * (layers + 1), "a piece before, between and behind the layers' attention"
-    assert all(recorder.sizes)
+    assert recorder.count == 4 * (layers + 1), "a piece before, between and behind the layers' attention"
     runner._agree = agreement = Agreement(runner._sizes)
     before = state_of(runner)
     runner.dummy_step(StepShape(StepMode.PROMPT_GRAPH, 64, runner._sizes.prompt_rows[-1]))
@@ -74,7 +82,7 @@ def test_what_each_mode_captures(
     mode: GraphMode,
     decode: bool,
     others: bool,
-    recorder: OpRecorder,
+    recorder: Counting,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,6 +18,7 @@ from atom.traces.events import read_events
 from atom.traces.steps import captures_of, read_steps, steps_of
 from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
+from tests.unit.workers.test_step_graphs import Rerun
 from workers import profiler
 from workers.marks import MarkedRecorder
 from workers.profiler import TraceRecorder
@@ -189,22 +190,18 @@ def test_a_directory_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 def test_captures_and_replays_are_named(tmp_path: Path) -> None:
     traces = TraceRecorder(str(tmp_path), "m", 0, CPU)
 
-    def record(body, name):  # type: ignore[no-untyped-def]
-        body()
-        return body, body()
-
     with traces.capture():
-        replay, result = MarkedRecorder(record)(lambda: 7, "bs_4")
-    assert result == 7
+        replay, result = MarkedRecorder(Rerun())(lambda: torch.tensor(7), "bs_4")
     (path,) = (tmp_path / "rank_0").glob("capture_graph_m_ts_*.pt.trace.json.gz")
     assert captures_of(read_events(path)) == {"bs_4": []}
     traces.switch(True)
     with traces.step("decode[bs=4 tok=4 d=4]"):
         replay()
+    assert result == 7
     traces.switch(False)
     assert result_of(traces).on
-    result = result_of(traces)
-    events = read_events(Path(result.directory, result.file))
+    trace = result_of(traces)
+    events = read_events(Path(trace.directory, trace.file))
     assert "replay_graph_bs_4" in {event.name for event in events}
     assert [step.kind for step in steps_of(events, {})] == ["decode"]
 

@@ -12,7 +12,7 @@ from atom.messages.engine import LogitsProcessors, Sampling, pack_ids
 from atom.messages.worker import ScheduledBatch
 from atom_ops import NgramRule, StatePlan
 from tests.helpers.core_side import GREEDY, CoreSide
-from tests.unit.workers.test_step_graphs import rerun
+from tests.unit.workers.test_step_graphs import Rerun
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
 from workers.input_batch import InputBatch
@@ -74,8 +74,8 @@ def runner(num_drafts: int, exact: bool = False, sizes: list[int] | None = None)
     sampler = Sampler(limits, VOCAB, CPU, memory)
     graphs = None
     if sizes is not None:
-        decode = DecodeGraphs(model, [], inputs, sizes, rerun, CPU)
-        prompts = PromptGraphs(model, [], inputs, [3, 8, 40], rerun, CPU)
+        decode = DecodeGraphs(model, [], inputs, sizes, Rerun(), CPU)
+        prompts = PromptGraphs(model, [], inputs, [3, 8, 40], Rerun(), CPU)
         for captured in (prompts, decode):
             captured.capture(lambda: None)
         graphs = Graphs(decode, prompts)

@@ -63,17 +63,21 @@ class Footprint:
         return torch.nn.functional.one_hot(hidden_RD[:, 0].long() % VOCAB, VOCAB).float() * 9
 
 
-def rerun(body: Callable[[], Any], name: str) -> tuple[Callable[[], object], Any]:
+class Rerun:
     """A recorder without graphs: a replay runs the function again and writes the same tensors."""
-    first = body()
-    for result in tensors(first):
-        result.fill_(NOT_COMPUTED)
 
-    def replay() -> None:
-        for old, new in zip(tensors(first), tensors(body()), strict=True):
-            old.copy_(new)
+    runs_first = True
 
-    return replay, first
+    def __call__(self, body: Callable[[], Any], name: str) -> tuple[Callable[[], object], Any]:
+        first = body()
+        for result in tensors(first):
+            result.fill_(NOT_COMPUTED)
+
+        def replay() -> None:
+            for old, new in zip(tensors(first), tensors(body()), strict=True):
+                old.copy_(new)
+
+        return replay, first
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -93,8 +97,8 @@ def runner(
     sampler = Sampler(LIMITS, VOCAB, CPU, memory)
     if sizes is None:
         return ModelRunner(model, kv_layers, inputs, sampler, memory, lambda: None)
-    graphs = DecodeGraphs(model, kv_layers, inputs, sizes, rerun, CPU)
-    prompts = PromptGraphs(model, kv_layers, inputs, [3, 8, 20], rerun, CPU)
+    graphs = DecodeGraphs(model, kv_layers, inputs, sizes, Rerun(), CPU)
+    prompts = PromptGraphs(model, kv_layers, inputs, [3, 8, 20], Rerun(), CPU)
     for captured in (graphs, prompts):
         captured.capture(lambda: None)
     return ModelRunner(model, kv_layers, inputs, sampler, memory, lambda: None, Graphs(graphs, prompts))
