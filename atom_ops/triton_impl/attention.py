@@ -49,10 +49,7 @@ class _KernelConfig:
     """Programs per SM that use all of the memory's bandwidth, for `decode_attention`; 0: not measured."""
 
 
-NewToken = tuple[Tensor | float | None, ...]
-# The decode kernel's parameters from `cos` on.
-_NO_TOKEN: NewToken = (None, None, None, None, None, 0.0, 0, 0)
-_MERGED_AT_ONCE = 8
+MERGED_AT_ONCE = 8
 _MAX_DECODE_QUERIES = 64
 """Query heads x tokens of a decoding row with drafts: with more, its row is computed like a prompt."""
 _MAX_PAIRS = 1 << 18
@@ -74,7 +71,6 @@ def _decode_config(
     per_sm: float,
     tokens: int = 1,
     float8: bool = False,
-    projection: bool = False,
     window: bool = False,
 ) -> _KernelConfig:
     """`per_sm`: rows x key/value heads for each SM; with few, each needs more loads in flight.
@@ -82,8 +78,7 @@ def _decode_config(
     Elsewhere a split has at least 256 tokens, so that merging pays; float8, whose bytes need more
     instructions each, takes larger tiles or fewer warps, which wait less for one another.
 
-    All `tokens` of a decoding row are queries of one program, as far as registers allow. From the
-    `projection`, which takes registers of its own, more warps share a tile.
+    All `tokens` of a decoding row are queries of one program, as far as registers allow.
     """
     few = _is_few(per_sm)
     narrow = width <= 128 and dtype != torch.float32 and torch.version.hip is None
@@ -105,8 +100,6 @@ def _decode_config(
         if width <= 64:
             return _KernelConfig(queries, 128, 2, 2, 8, 2)
         return _KernelConfig(queries, 32, 1, 3, 16, 4)
-    if projection and width > 64:
-        return _KernelConfig(queries, 32, 4, 4, 4)
     return _KernelConfig(queries, 64, 2, 2, 16, 4, filled=3 if width > 64 else 6)
 
 
@@ -148,12 +141,12 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: A
     if plan.split_tokens:
         decode, decode_tile = prefill, 1
     else:
-        decode, decode_tile = decode_config(q_THE, cache, plan, rule)
+        decode, decode_tile = _config_of(q_THE, cache, plan, rule)
     hopper_tile = _attend_float8_decodes(out_THE, q_THE, cache, plan, rule)
     if hopper_tile:
         decode_tile = hopper_tile
     elif plan.min_query_len <= decode_tile:
-        launch_decode(out_THE, q_THE, cache, plan, rule, decode, decode_tile)
+        _launch_decode(out_THE, q_THE, cache, plan, rule, decode, decode_tile)
     longest, whole_prompt = _attend_prompts(out_THE, q_THE, cache, plan, rule, decode_tile + 1)
     if longest > decode_tile:
         _launch_prefill(out_THE, q_THE, cache, plan, rule, prefill, decode_tile + 1, whole_prompt)
@@ -171,7 +164,7 @@ def _attend_float8_decodes(
 
     if not hopper_decode.supports(q_THE, cache, plan, rule):
         return 0
-    arrived = _arrival_counters(q_THE.device)
+    arrived = arrival_counters(q_THE.device)
     return hopper_decode.attend(out_THE, q_THE, cache, plan, rule, arrived, num_sms(q_THE.device))
 
 
@@ -226,23 +219,20 @@ def _longest_not_gathered(plan: AttentionPlan) -> int | None:
     return int(query_lens[~gathered].max(initial=0))
 
 
-def decode_config(
-    q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule, projection: bool = False
+def _config_of(
+    q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule
 ) -> tuple[_KernelConfig, int]:
-    """The decode kernel's config, and the most tokens of a row that it computes.
-
-    `projection`: it reads the QKV projection, as in `fused_attention`.
-    """
+    """The decode kernel's config, and the most tokens of a row that it computes."""
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
     group, float8 = heads // kv_heads, cache.scale is not None
     per_sm = _per_sm(cache, plan, q_THE.device)
     config = _decode_config(
-        group, width, q_THE.dtype, per_sm, plan.decode_query_len, float8, projection, bool(rule.window)
+        group, width, q_THE.dtype, per_sm, plan.decode_query_len, float8, bool(rule.window)
     )
     return config, config.queries // group
 
 
-def launch_decode(
+def _launch_decode(
     out_THE: Tensor,
     q_THE: Tensor,
     cache: KVLayer,
@@ -250,7 +240,6 @@ def launch_decode(
     rule: AttentionRule,
     config: _KernelConfig,
     tile: int,
-    token: NewToken = _NO_TOKEN,
 ) -> None:
     """Attention of the rows of at most `tile` tokens, split over the context where that helps."""
     kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
@@ -262,12 +251,11 @@ def launch_decode(
         *_tensors(q_THE, out_THE, cache, plan, rule),
         torch.empty(partials * padded, dtype=torch.float32, device=q_THE.device),
         torch.empty(partials * 2, dtype=torch.float32, device=q_THE.device),
-        _arrival_counters(q_THE.device),
+        arrival_counters(q_THE.device),
         *_strides(q_THE, cache, plan),
         rule.scale * LOG2_E.value,
-        *token,
         **_constants(q_THE, cache, plan, rule, config, tile),
-        MERGED_AT_ONCE=_MERGED_AT_ONCE,
+        MERGED_AT_ONCE=MERGED_AT_ONCE,
         LEAST_BLOCKS=config.least_blocks,
         FILLED=0 if rule.window or plan.split_tokens else config.filled * num_sms(q_THE.device),
     )
@@ -348,6 +336,6 @@ def _constants(
 
 
 @cache
-def _arrival_counters(device: torch.device) -> Tensor:
+def arrival_counters(device: torch.device) -> Tensor:
     """Finished splits of each (row, head); 0 between launches, which all use one stream."""
     return torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=device)

@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 
 from atom_ops.triton_impl.fp8 import SMALLEST, decode_fp8_pairs, in_float16, larger_of_both, largest_of
-from atom_ops.triton_impl.new_token import rope_heads, write_new_token
 from atom_ops.triton_impl.pdl import pdl_begin
 from atom_ops.triton_impl.tiles import is_padding, row_of_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales", "sinks"]
 # The running maximum before any score: finite, because inf - inf would be NaN.
-_LOWEST = tl.constexpr(-1.0e30)
+LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
@@ -123,7 +122,7 @@ def _attend(
     Every query sees all tokens before `seen_by_all`, a multiple of BLOCK_N (with a window it is
     `first`). No query sees a token before `oldest`.
     """
-    top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+    top_M = tl.full((BLOCK_M,), LOWEST, tl.float32)
     unit_M = tl.full((BLOCK_M,), SMALLEST, tl.float32)
     total_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # added up once, at the end
     # Float8: even and odd features apart, as words hold them.
@@ -172,14 +171,14 @@ def _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME):
 
 
 @triton.jit
-def _merge_splits(
+def merge_splits(
     partial_sums, partial_states, first_partial, splits, wanted_M, wanted_ME,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, MERGED_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Maximum score, sum of weights and weighted sum of values over all splits of a row, in order."""
     m = tl.arange(0, BLOCK_M)
     partial_ME = m[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
-    top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+    top_M = tl.full((BLOCK_M,), LOWEST, tl.float32)
     total_M = tl.zeros((BLOCK_M,), tl.float32)
     sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     for first_split in range(0, splits, MERGED_AT_ONCE):
@@ -188,7 +187,7 @@ def _merge_splits(
             there = first_split + next_split < splits
             partial_at = (first_partial + first_split + next_split) * BLOCK_M
             states = partial_states + partial_at * 2 + m
-            more_top_M = tl.load(states, mask=wanted_M & there, other=_LOWEST, cache_modifier=".cg")
+            more_top_M = tl.load(states, mask=wanted_M & there, other=LOWEST, cache_modifier=".cg")
             more_total_M = tl.load(states + BLOCK_M, mask=wanted_M & there, other=0.0, cache_modifier=".cg")
             more_sum_ME = tl.load(
                 partial_sums + partial_at * BLOCK_E + partial_ME,
@@ -201,7 +200,7 @@ def _merge_splits(
 
 
 @triton.jit
-def _store_output(out, at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M):
+def store_output(out, at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M):
     if sinks is not None:
         sink_M = tl.load(sinks + head_M).to(tl.float32) * LOG2_E
         top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, sink_M, 1.0, tl.zeros_like(sum_ME))
@@ -246,7 +245,7 @@ def _blocks_of_split(
 
 
 @triton.jit
-def _store_partial(
+def store_partial(
     partial_sums, partial_states, at, top_M, total_M, sum_ME, wanted_M, wanted_ME,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -258,21 +257,17 @@ def _store_partial(
     tl.store(partial_states + at * BLOCK_M * 2 + BLOCK_M + m, total_M, mask=wanted_M)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_ANY_ALIGNMENT, "slots"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def decode_attention(
     q, out, kv, scales, table, contexts, starts, sinks, partial_sums, partial_states, arrived,
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
-    score_scale, cos, sin, slots, q_weight, k_weight, eps, cos_stride, sin_stride,
+    score_scale,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
     MERGED_AT_ONCE: tl.constexpr, LEAST_BLOCKS: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (K, R, splits), for rows of at most TILE tokens. Programs without a split come last.
-
-    With `slots`, rows have one token and `q` is the fused projection: queries are normalised and
-    get RoPE as they are loaded, and the program of the last split first writes key and value.
-    """
+    """Grid (K, R, splits), for rows of at most TILE tokens. Programs without a split come last."""
     pdl_begin(PDL)
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(starts + row)
@@ -295,18 +290,7 @@ def decode_attention(
     token_M = (first_token + m // GROUP).to(tl.int64)
     head_M = head * GROUP + m % GROUP
     q_at_M = token_M * q_token_stride + head_M * q_head_stride
-    if slots is None:
-        q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
-    else:
-        at = first_token.to(tl.int64)
-        cos += at * cos_stride
-        sin += at * sin_stride
-        if split == splits - 1:
-            write_new_token(
-                q + at * q_token_stride, tl.load(slots + at), kv, head, token_stride, half_stride,
-                head_stride, cos, sin, k_weight, eps, GROUP, WIDTH, BLOCK_E,
-            )  # fmt: skip
-        q_ME = rope_heads(q + q_at_M, wanted_M, cos, sin, q_weight, eps, WIDTH, BLOCK_E)
+    q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
     first = origin + split * blocks_each * BLOCK_N
     stop = tl.minimum(context, first + blocks_each * BLOCK_N)
     top_M, total_M, sum_ME = _attend(
@@ -319,12 +303,12 @@ def decode_attention(
     heads = tl.num_programs(0)
     out_at_ME = ((token_M * heads * GROUP + head_M) * WIDTH)[:, None] + feature_E[None, :]
     if splits == 1:
-        _store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
+        store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
         return
 
     pair = row * heads + head
     first_partial = pair.to(tl.int64) * tl.num_programs(2)
-    _store_partial(
+    store_partial(
         partial_sums, partial_states, first_partial + split, top_M, total_M, sum_ME, wanted_M, wanted_ME,
         BLOCK_M, BLOCK_E,
     )  # fmt: skip
@@ -333,11 +317,11 @@ def decode_attention(
     before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
     tl.debug_barrier()
     if before == splits - 1:
-        top_M, total_M, sum_ME = _merge_splits(
+        top_M, total_M, sum_ME = merge_splits(
             partial_sums, partial_states, first_partial, splits, wanted_M, wanted_ME,
             BLOCK_M, BLOCK_E, MERGED_AT_ONCE,
         )  # fmt: skip
-        _store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
+        store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
         tl.store(arrived + pair, 0)
 
 
@@ -387,7 +371,7 @@ def prefill_attention(
     row_table = table + row.to(tl.int64) * table_stride
 
     if SPLIT_TOKENS > 0:
-        top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+        top_M = tl.full((BLOCK_M,), LOWEST, tl.float32)
         total_M = tl.zeros((BLOCK_M,), tl.float32)
         sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
         for first in range(origin, stop, SPLIT_TOKENS):
@@ -406,4 +390,4 @@ def prefill_attention(
             WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, PTX,
         )  # fmt: skip
     out_at_ME = ((token_M * tl.num_programs(1) * GROUP + head_M) * WIDTH)[:, None] + feature_E[None, :]
-    _store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
+    store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)

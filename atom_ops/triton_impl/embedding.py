@@ -6,7 +6,7 @@ from torch import Tensor
 
 from atom_ops.ops.embedding import embedding
 from atom_ops.triton_impl import NEEDS, runs_on
-from atom_ops.triton_impl.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 
 _BLOCK = 1024
 
@@ -17,7 +17,9 @@ def _gather(
     ids_ptr, weight_ptr, out_ptr, first_id,
     ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_begin(PDL)
+    # In this order: no kernel behind it starts before the step's inputs are complete.
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

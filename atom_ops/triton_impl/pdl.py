@@ -17,6 +17,11 @@ is read too early, and reused memory (a freed tensor, a workspace) is not writte
 kernel reads it. That also holds for a kernel without PDL, which waits for its predecessor to end.
 Weights are tensors that no kernel of a step writes; after loading them the host synchronises.
 
+What was complete before a step's first layer may also be read before `pdl_wait`: the step's inputs (block
+tables, contexts, slots), and what earlier steps wrote to the cache. The kernel of the embedding, which is
+behind those that make the inputs, waits before it lets the next one start, so that no kernel of a layer
+starts before they have ended. Such reads go past the L1 cache, which may hold older bytes (`.cg`).
+
 Elsewhere (PDL false) these functions compile to nothing.
 """
 

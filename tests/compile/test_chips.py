@@ -95,6 +95,11 @@ def attention(heads: int, kv_heads: int, width: int, rule: AttentionRule, split_
                 ints(rows, 64), ints(rows), ints(rows + 1), rows * longest, 1, longest, 1024, split_tokens
             )
             run("paged_attention", tensor(rows * longest, heads, width), cache, plan, rule)
+            if dtype == BF16 and longest == 1 and not split_tokens:
+                qkv, turn = tensor(rows, (heads + 2 * kv_heads) * width), tensor(2, rows, 1, width)
+                norms = HeadNorms(tensor(width), tensor(width), 1e-6)
+                slots = ints(rows, dtype=torch.int64)
+                run("attend_projection", qkv, *turn.float(), cache, slots, norms, plan, rule)
 
 
 def prompts(heads: int, kv_heads: int, width: int, rule: AttentionRule) -> None:
