@@ -236,7 +236,7 @@ def _config(width: int, dtype: torch.dtype, pairs: int) -> _Config:
 
 _MAX_GROUP = 16
 """Query heads of a key/value head; more take too many registers."""
-_ONE_WAVE = 16
+_ONE_WAVE = 8
 """Pairs that leave most SMs idle unless contexts are long: more warps for each."""
 
 
