@@ -11,6 +11,7 @@ from atom_ops.triton_impl.quantized_plans import (
     MmaPlan,
     PersistentGemvPlan,
     QuantizedPlan,
+    RingPlan,
     WgmmaPlan,
 )
 from atom_ops.triton_impl.tuned import StreamKPlan
@@ -47,6 +48,7 @@ _FEW_WORDS = ((64, 128, 3), (64, 128, 4), (64, 256, 3))
 """(rows, columns, stages) of the GEMM of 4-bit weights for up to 64 tokens."""
 _MMA = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2), (16, 1))
 """(warps, tiles) of `MmaPlan`."""
+_RING_STAGES = (4, 6)
 _WGMMA = (
     *((16, 1, 128), (16, 2, 168), (32, 1, 128), (32, 2, 168)),
     *((64, 1, 168), (64, 2, 168), (128, 1, 255)),
@@ -121,6 +123,8 @@ def _four_bit(outputs: int, inputs: int, tokens: int) -> Iterator[QuantizedPlan]
     if tokens == 1:
         yield from _vectors(inputs, 32)
         yield from (MmaPlan(1, *each) for each in _MMA)
+        if inputs % 4096 == 0 and outputs % 16 == 0:
+            yield from (RingPlan(1, stages) for stages in _RING_STAGES)
         return
     limit, tile = (tokens if tokens <= 256 else MANY), max(tokens, 16)
     if tokens <= 256:

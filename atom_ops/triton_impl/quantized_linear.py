@@ -2,7 +2,7 @@
 
     1 token          `quantized_gemv`, `hopper_gemv`, `four_bit_gemv`: weights decoded in registers,
                      activations not rounded
-    few, 4-bit       `four_bit_mma`: the same on tensor cores
+    few, 4-bit       `four_bit_mma`, `four_bit_ring`: the same on tensor cores
     several, 8-bit   activations rounded to 8 bits as well, by the kernel of the norm or the activation
                      before (`rounded_rows`); then `eight_bit_linear` or torch._scaled_mm
     several, 4-bit   `four_bit_linear`, activations not rounded; many: the weight decoded, and plain GEMM
@@ -36,6 +36,7 @@ from atom_ops.triton_impl.quantized_plans import (
     Packed,
     PersistentGemvPlan,
     QuantizedPlan,
+    RingPlan,
     WgmmaPlan,
     plans_of,
 )
@@ -101,13 +102,13 @@ def takes(plan: QuantizedPlan, weight: FourBitWords, bfloat16: bool) -> bool:
     """Whether the plan's kernel multiplies by this weight; `bfloat16`: activations and result."""
     if isinstance(plan, MmaPlan):
         return bfloat16
-    if not isinstance(plan, WgmmaPlan):
+    if not isinstance(plan, WgmmaPlan | RingPlan):
         return True
     if not bfloat16 or not is_hopper(weight.words.device):
         return False
-    from atom_ops.triton_impl import four_bit_wgmma  # Gluon for Hopper is not in every Triton
+    from atom_ops.triton_impl import four_bit_ring, four_bit_wgmma  # Gluon for Hopper is not in every Triton
 
-    return four_bit_wgmma.reads(weight)
+    return four_bit_ring.reads(weight) if isinstance(plan, RingPlan) else four_bit_wgmma.reads(weight)
 
 
 def _has_library(x: Tensor, weight: BlockFP8 | ChannelFP8, dtype: torch.dtype) -> bool:
@@ -174,7 +175,7 @@ def multiply(
         if isinstance(plan, GemvPlan):
             return _vector(plan, x, weight, bias, dtype, None, None, 0.0)[0], total
         assert isinstance(weight, FourBitWords), "kernels of the other types read rounded rows"
-        if isinstance(plan, MmaPlan):
+        if isinstance(plan, MmaPlan | RingPlan):
             return _few(plan, x, weight, bias), total
         if isinstance(plan, WgmmaPlan):
             from atom_ops.triton_impl import four_bit_wgmma  # Gluon for Hopper is not in every Triton
@@ -251,10 +252,15 @@ def _persistent_vector(
     return out_TO if bias is None else out_TO + bias
 
 
-def _few(plan: MmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None) -> Tensor:
+def _few(plan: MmaPlan | RingPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None) -> Tensor:
+    out_TO = torch.empty(len(x_TI), weight.shape[0], dtype=x_TI.dtype, device=x_TI.device)
+    if isinstance(plan, RingPlan):
+        from atom_ops.triton_impl import four_bit_ring  # Gluon for Hopper is not in every Triton
+
+        four_bit_ring.multiply(plan, x_TI, weight, bias, out_TO)
+        return out_TO
     from atom_ops.triton_impl import four_bit_mma  # Gluon is not in every Triton
 
-    out_TO = torch.empty(len(x_TI), weight.shape[0], dtype=x_TI.dtype, device=x_TI.device)
     four_bit_mma.multiply(plan, x_TI, weight, bias, out_TO)
     return out_TO
 

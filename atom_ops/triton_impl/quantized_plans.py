@@ -50,6 +50,15 @@ class MmaPlan(msgspec.Struct, frozen=True, tag="quantized-mma"):
     """Of 16 rows of a program."""
 
 
+class RingPlan(msgspec.Struct, frozen=True, tag="quantized-ring"):
+    """Up to 8 tokens and 4-bit weights without zero points on Hopper, by `four_bit_ring`."""
+
+    tokens: int
+    """Most tokens."""
+    stages: int
+    """Of the ring: with 4 to 6 an SM holds one program."""
+
+
 class GemmPlan(msgspec.Struct, frozen=True, tag="quantized-tiles"):
     """By `eight_bit_linear` or `four_bit_linear`."""
 
@@ -87,7 +96,9 @@ class LibraryPlan(msgspec.Struct, frozen=True, tag="quantized-library"):
     """Most tokens."""
 
 
-QuantizedPlan = GemvPlan | PersistentGemvPlan | MmaPlan | WgmmaPlan | GemmPlan | StreamKPlan | LibraryPlan
+QuantizedPlan = (
+    GemvPlan | PersistentGemvPlan | MmaPlan | RingPlan | WgmmaPlan | GemmPlan | StreamKPlan | LibraryPlan
+)
 QuantizedPlans = tuple[QuantizedPlan, ...]
 """Of one format and weight shape, by rising tokens."""
 
@@ -123,7 +134,7 @@ def _stream_k(tokens: int, programs: int) -> StreamKPlan:
 _QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)
 _WHOLE = GemvPlan(4, 0, 8, 2)
 _LIBRARY = LibraryPlan(MANY)
-# Of INT4's plans with one limit the second is for zero points.
+# Of INT4's plans with one limit the later ones are for zero points.
 _H200: dict[Key, QuantizedPlans] = {
     ("fp8-block", *_QKV): (
         *(GemvPlan(4, 0, 8, 4), _stream_k(16, 96), _stream_k(64, 96)),
@@ -147,33 +158,33 @@ _H200: dict[Key, QuantizedPlans] = {
     ("int8-channel", *_GATE_UP): (_gemm(1, 4, 6), _gemm(16, 4, 6), _gemm(64, 4, 4, rows=128)),
     ("int8-channel", *_DOWN): (_gemm(1, 4, 6, 4), _gemm(16, 4, 6, 4), _gemm(64, 4, 6, 4)),
     ("int4-128", *_QKV): (
-        *(GemvPlan(8, 4096, 4), MmaPlan(8, 4, 2), _words(16, 3, 4, 256)),
+        *(RingPlan(1, 4), GemvPlan(8, 4096, 4), RingPlan(8, 4), MmaPlan(8, 4, 2), _words(16, 3, 4, 256)),
         *(WgmmaPlan(32, 32, 1, 8, 128), WgmmaPlan(64, 32, 2, 4, 168), _words(64, 3, 4)),
         *(WgmmaPlan(128, 64, 1, 4, 168), WgmmaPlan(256, 64, 1, 2, 168), _LIBRARY),
     ),
     ("int4-128", *_O): (
-        *(GemvPlan(4, 2048, 2), MmaPlan(8, 4, 2), _words(16, 3, 2, 256), _words(32, 4, 4)),
-        *(WgmmaPlan(64, 64, 2, 4, 168), _words(64, 4, 4)),
+        *(RingPlan(1, 4), GemvPlan(4, 2048, 2), RingPlan(8, 4), MmaPlan(8, 4, 2), _words(16, 3, 2, 256)),
+        *(_words(32, 4, 4), WgmmaPlan(64, 64, 2, 4, 168), _words(64, 4, 4)),
         *(WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 64, 2, 2, 168), _LIBRARY),
     ),
     ("int4-128", *_GATE_UP): (
-        *(MmaPlan(8, 4, 2), _words(16, 3, 1, 256), WgmmaPlan(32, 32, 2, 2, 168)),
+        *(RingPlan(8, 4), MmaPlan(8, 4, 2), _words(16, 3, 1, 256), WgmmaPlan(32, 32, 2, 2, 168)),
         *(WgmmaPlan(64, 64, 1, 2, 168), _words(64, 3), WgmmaPlan(256, 128, 1, 1, 255)),
         *(GemmPlan(256, 64, 128, 128, 4, 3), _LIBRARY),
     ),
     ("int4-128", *_DOWN): (
-        *(MmaPlan(8, 8, 2), _words(16, 3, 8, 256), WgmmaPlan(32, 32, 2, 12, 168)),
+        *(RingPlan(1, 4), MmaPlan(8, 8, 2), _words(16, 3, 8, 256), WgmmaPlan(32, 32, 2, 12, 168)),
         *(WgmmaPlan(64, 64, 2, 8, 168), _words(64, 3, 8)),
         *(WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 128, 1, 4, 255)),
         _LIBRARY,
     ),
     ("mxfp4", *_QKV): (
-        *(GemvPlan(4, 0, 4, 2), MmaPlan(8, 4, 1)),
+        *(GemvPlan(4, 0, 4, 2), RingPlan(8, 4), MmaPlan(8, 4, 1)),
         *(WgmmaPlan(16, 16, 1, 8, 128), WgmmaPlan(32, 32, 1, 8, 128), WgmmaPlan(64, 32, 2, 4, 168)),
         *(WgmmaPlan(128, 64, 1, 4, 168), WgmmaPlan(256, 64, 1, 2, 168), _LIBRARY),
     ),
     ("mxfp4", *_O): (
-        *(MmaPlan(8, 8, 1), WgmmaPlan(16, 16, 1, 8, 128), WgmmaPlan(32, 32, 1, 8, 128)),
+        *(RingPlan(8, 4), MmaPlan(8, 8, 1), WgmmaPlan(16, 16, 1, 8, 128), WgmmaPlan(32, 32, 1, 8, 128)),
         *(WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 64, 2, 2, 168), _LIBRARY),
     ),
     ("mxfp4", *_GATE_UP): (

@@ -117,6 +117,31 @@ def test_the_persistent_gemv(shape: tuple[int, int]) -> None:
                 assert torch.equal(multiply(plan, both, weight, None, both.dtype, gated=True)[0], first), plan
 
 
+@pytest.mark.parametrize("format", ["int4-128", "mxfp4"])
+@pytest.mark.parametrize("shape", [(1008, 4096), (512, 12288), (4096, 4096), (24576, 4096)], ids=str)
+def test_few_tokens_by_a_ring(format: str, shape: tuple[int, int]) -> None:
+    """Programs with fewer stages than the ring, and with more."""
+    from atom_ops.triton_impl import four_bit_ring, is_hopper
+    from atom_ops.triton_impl.quantized_plans import RingPlan
+
+    if not is_hopper(GPU):
+        pytest.skip("needs Hopper")
+    torch.manual_seed(8)
+    weight = readable(format, shape)
+    assert four_bit_ring.reads(weight)
+    exact = weight.dequantized(torch.float32)
+    bias = torch.randn(shape[0], device=GPU).bfloat16()
+    for tokens, stages in ((1, 4), (1, 6), (3, 4), (8, 3)):
+        x = torch.randn(tokens, shape[1], device=GPU, dtype=torch.bfloat16)
+        out = torch.empty(tokens, shape[0], device=GPU, dtype=torch.bfloat16)
+        four_bit_ring.multiply(RingPlan(8, stages), x, weight, bias, out)
+        assert error(out, x.float() @ exact.T + bias) < EXACT
+        again = torch.empty_like(out)
+        for _ in range(REPEATS):
+            four_bit_ring.multiply(RingPlan(8, stages), x, weight, bias, again)
+            assert torch.equal(again, out)
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("format", ["int4-128", "int4-64", "int4-32", "mxfp4"])
 @pytest.mark.parametrize("shape", [(1000, 960), (520, 12288), (4096, 4096)], ids=str)
