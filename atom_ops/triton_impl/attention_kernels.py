@@ -257,6 +257,31 @@ def store_partial(
     tl.store(partial_states + at * BLOCK_M * 2 + BLOCK_M + m, total_M, mask=wanted_M)
 
 
+@triton.jit
+def merge_last(
+    partial_sums, partial_states, arrived, pair, split, splits, top_M, total_M, sum_ME, wanted_M, wanted_ME,
+    out, out_at_ME, sinks, head_M,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Store a split; the program that stores the last one of its pair merges all of them."""
+    first_partial = pair.to(tl.int64) * tl.num_programs(2)
+    store_partial(
+        partial_sums, partial_states, first_partial + split, top_M, total_M, sum_ME, wanted_M, wanted_ME,
+        BLOCK_M, BLOCK_E,
+    )  # fmt: skip
+    # The barriers order all threads' stores before the release, and the acquire before their loads.
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
+    tl.debug_barrier()
+    if before == splits - 1:
+        top_M, total_M, sum_ME = merge_splits(
+            partial_sums, partial_states, first_partial, splits, wanted_M, wanted_ME,
+            BLOCK_M, BLOCK_E, AT_ONCE,
+        )  # fmt: skip
+        store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
+        tl.store(arrived + pair, 0)
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def decode_attention(
     q, out, kv, scales, table, contexts, starts, sinks, partial_sums, partial_states, arrived,
@@ -305,24 +330,10 @@ def decode_attention(
     if splits == 1:
         store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
         return
-
-    pair = row * heads + head
-    first_partial = pair.to(tl.int64) * tl.num_programs(2)
-    store_partial(
-        partial_sums, partial_states, first_partial + split, top_M, total_M, sum_ME, wanted_M, wanted_ME,
-        BLOCK_M, BLOCK_E,
+    merge_last(
+        partial_sums, partial_states, arrived, row * heads + head, split, splits, top_M, total_M, sum_ME,
+        wanted_M, wanted_ME, out, out_at_ME, sinks, head_M, BLOCK_M, BLOCK_E, MERGED_AT_ONCE,
     )  # fmt: skip
-    # The barriers order all threads' stores before the release, and the acquire before their loads.
-    tl.debug_barrier()
-    before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
-    tl.debug_barrier()
-    if before == splits - 1:
-        top_M, total_M, sum_ME = merge_splits(
-            partial_sums, partial_states, first_partial, splits, wanted_M, wanted_ME,
-            BLOCK_M, BLOCK_E, MERGED_AT_ONCE,
-        )  # fmt: skip
-        store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
-        tl.store(arrived + pair, 0)
 
 
 @triton.jit(

@@ -27,9 +27,8 @@ from atom_ops.triton_impl.attention import MERGED_AT_ONCE, arrival_counters, sup
 from atom_ops.triton_impl.attention_kernels import (
     LOG2_E,
     LOWEST,
-    merge_splits,
+    merge_last,
     store_output,
-    store_partial,
 )
 from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.persistent import num_sms
@@ -119,31 +118,6 @@ def _blocks_of_split(blocks, most):
     return tl.maximum(tl.maximum(each, tl.cdiv(blocks, most)), 1)
 
 
-@triton.jit
-def _merge_last(
-    partial_sums, partial_states, arrived, pair, split, splits, top_M, total_M, sum_ME, wanted_M, wanted_ME,
-    out, out_at_ME, sinks, head_M,
-    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Store a split; the program that stores the last one of its pair merges all of them."""
-    first_partial = pair * tl.num_programs(2)
-    store_partial(
-        partial_sums, partial_states, first_partial + split, top_M, total_M, sum_ME, wanted_M, wanted_ME,
-        BLOCK_M, BLOCK_E,
-    )  # fmt: skip
-    # The barriers order all threads' stores before the release, and the acquire before their loads.
-    tl.debug_barrier()
-    before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
-    tl.debug_barrier()
-    if before == splits - 1:
-        top_M, total_M, sum_ME = merge_splits(
-            partial_sums, partial_states, first_partial, splits, wanted_M, wanted_ME,
-            BLOCK_M, BLOCK_E, AT_ONCE,
-        )  # fmt: skip
-        store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
-        tl.store(arrived + pair, 0)
-
-
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["table", "contexts", "slots", "sinks"],
@@ -218,7 +192,7 @@ def attend_new_tokens(
     if splits == 1:
         store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
         return
-    _merge_last(
+    merge_last(
         partial_sums, partial_states, arrived, row * heads + head, split, splits, top_M, total_M, sum_ME,
         wanted_M, wanted_ME, out, out_at_ME, sinks, head_M, BLOCK_M, BLOCK_E, AT_ONCE,
     )  # fmt: skip
