@@ -29,7 +29,7 @@ from atom_ops.ops.latent_cache import LatentLayer
 from atom_ops.ops.token_shard import TokenShard
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.fp8 import converts_float8, decode_fp8_pairs
-from atom_ops.triton_impl.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.tiles import row_of_tile
 
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
@@ -98,20 +98,22 @@ def _attend_block(
 @triton.jit
 def _slots_of(start, stop, table, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     token_N = start + tl.arange(0, BLOCK_N)
-    block_N = tl.load(table + token_N // BLOCK_SIZE, mask=token_N < stop, other=0).to(tl.int64)
+    entries_N = table + token_N // BLOCK_SIZE
+    block_N = tl.load(entries_N, mask=token_N < stop, other=0, cache_modifier=".cg").to(tl.int64)
     return block_N * BLOCK_SIZE + token_N % BLOCK_SIZE
 
 
 @triton.jit
 def _attend(
-    q_MC, q_MR, seen_M, first, seen_by_all, stop, table, rows, scales, score_scale,
+    q_MC, q_MR, seen_M, next_slot_N, first, seen_by_all, stop, table, rows, scales, score_scale,
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Maximum score, sum of weights and weighted sum of latents over tokens first … stop - 1.
 
-    Every query sees all tokens before `seen_by_all`, a multiple of BLOCK_N.
+    `next_slot_N`: the slots of the first BLOCK_N of them. Every query sees all tokens before `seen_by_all`,
+    a multiple of BLOCK_N.
     """
     top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
     total_M = tl.zeros((BLOCK_M,), tl.float32)
@@ -125,7 +127,6 @@ def _attend(
     else:
         q_odd_MC, q_odd_MR = q_MC, q_MR
     # Slots are loaded one iteration ahead, to hide the latency of the indirection.
-    next_slot_N = _slots_of(first, stop, table, BLOCK_SIZE, BLOCK_N)
     for start in range(first, seen_by_all, BLOCK_N):
         slot_N = next_slot_N
         next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
@@ -187,19 +188,20 @@ def _latent_rows(
     DECODE: computes rows of at most TILES tiles of TILE tokens; otherwise rows of at least
     `min_tokens`, unsplit.
     """
-    pdl_begin(PDL)
+    pdl_launch_dependents(PDL)
     if DECODE:
         row = tl.program_id(2) // TILES
-        first_token = tl.load(starts + row)
+        first_token = tl.load(starts + row, cache_modifier=".cg")
         tile_start = tl.program_id(2) % TILES * TILE
     else:
+        pdl_wait(PDL)
         # The last tiles of a row take longest and are launched first.
         number = tl.num_programs(2) - 1 - tl.program_id(2)
         row = row_of_tile(number, starts, 0, rows_of_step, TILE)
         first_token = tl.load(starts + row)
         tile_start = (number - first_token // TILE - row) * TILE
-    length = tl.load(starts + row + 1) - first_token
-    whole_context = tl.load(contexts + row)
+    length = tl.load(starts + row + 1, cache_modifier=".cg") - first_token
+    whole_context = tl.load(contexts + row, cache_modifier=".cg")
     context = _own(whole_context, RANK, RANKS)
     share = _share(context, tl.num_programs(1), BLOCK_N)
     first = tl.program_id(1) * share
@@ -207,6 +209,12 @@ def _latent_rows(
         elsewhere = (length > TILES * TILE) | (length <= tile_start) | ((first >= context) & (first > 0))
     else:
         elsewhere = (length < min_tokens) | (tile_start >= length)
+    before = whole_context - length + tile_start
+    stop = tl.minimum(tl.minimum(first + share, context), _own(before + TILE, RANK, RANKS))
+    table += row.to(tl.int64) * table_stride
+    slot_N = _slots_of(first, stop, table, BLOCK_SIZE, BLOCK_N)
+    if DECODE:
+        pdl_wait(PDL)
     if elsewhere:
         return
 
@@ -223,33 +231,31 @@ def _latent_rows(
     wanted_MR = wanted_M[:, None] & (feature_R < ROPE)[None, :]
     q_MR = tl.load(q_M1 + LATENT + feature_R[None, :], mask=wanted_MR, other=0.0)
 
-    before = whole_context - length + tile_start
-    stop = tl.minimum(tl.minimum(first + share, context), _own(before + TILE, RANK, RANKS))
     # Tokens that every query sees, in whole iterations.
     seen_by_all = tl.maximum(tl.minimum(stop, _own(before + 1, RANK, RANKS)), first)
     seen_by_all = first + (seen_by_all - first) // BLOCK_N * BLOCK_N
     seen_M = before + m // HEADS
     if RANKS > 1:
         seen_M = _own(seen_M + 1, RANK, RANKS) - 1
-    table += row.to(tl.int64) * table_stride
     top_M, total_M, sum_MC = _attend(
-        q_MC, q_MR, seen_M, first, seen_by_all, stop, table, rows, scales, score_scale,
+        q_MC, q_MR, seen_M, slot_N, first, seen_by_all, stop, table, rows, scales, score_scale,
         LATENT, ROPE, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, PTX,
     )  # fmt: skip
 
-    if DECODE and partial_sums is not None:
-        # partial_sums [R, TILES * TILE, H, splits, C]; partial_states [R, TILES * TILE, H, splits, 2]
-        partial_M = ((row.to(tl.int64) * (TILES * TILE) + inside_M) * heads + head_M) * tl.num_programs(1)
-        partial_M += tl.program_id(1)
-        tl.store(partial_sums + partial_M[:, None] * LATENT + feature_C[None, :], sum_MC, mask=wanted_MC)
-        tl.store(partial_states + partial_M * 2, top_M, mask=wanted_M)
-        tl.store(partial_states + partial_M * 2 + 1, total_M, mask=wanted_M)
-    else:
-        out_MC = sum_MC / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
-        out_M1 = out + ((token_M * heads + head_M) * LATENT)[:, None]
-        tl.store(out_M1 + feature_C[None, :], out_MC.to(out.dtype.element_ty), mask=wanted_MC)
-        if lse is not None:
-            _store_lse(lse + token_M * heads + head_M, top_M, total_M, wanted_M)
+    if DECODE and partial_sums is not None:  # noqa: SIM102 - only this is known at compile time
+        if share < context:
+            # partial_sums [R, TILES * TILE, H, splits, C]; partial_states [R, TILES * TILE, H, splits, 2]
+            place_M = ((row.to(tl.int64) * (TILES * TILE) + inside_M) * heads + head_M) * tl.num_programs(1)
+            place_M += tl.program_id(1)
+            tl.store(partial_sums + place_M[:, None] * LATENT + feature_C[None, :], sum_MC, mask=wanted_MC)
+            tl.store(partial_states + place_M * 2, top_M, mask=wanted_M)
+            tl.store(partial_states + place_M * 2 + 1, total_M, mask=wanted_M)
+            return
+    out_MC = sum_MC / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
+    out_M1 = out + ((token_M * heads + head_M) * LATENT)[:, None]
+    tl.store(out_M1 + feature_C[None, :], out_MC.to(out.dtype.element_ty), mask=wanted_MC)
+    if lse is not None:
+        _store_lse(lse + token_M * heads + head_M, top_M, total_M, wanted_M)
 
 
 @triton.jit(do_not_specialize_on_alignment=["contexts", "starts"])
@@ -259,16 +265,17 @@ def _combine(
     BLOCK_S: tl.constexpr, AT_ONCE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, R * TILE): merges the splits of each context."""
-    pdl_begin(PDL)
+    """Grid (H, R * TILE): merges the splits of each context of more than one."""
+    pdl_launch_dependents(PDL)
     head, row = tl.program_id(0), tl.program_id(1) // TILE
     inside = tl.program_id(1) % TILE
-    first_token = tl.load(starts + row)
-    length = tl.load(starts + row + 1) - first_token
-    if (length > TILE) | (inside >= length):
+    first_token = tl.load(starts + row, cache_modifier=".cg")
+    length = tl.load(starts + row + 1, cache_modifier=".cg") - first_token
+    context = _own(tl.load(contexts + row, cache_modifier=".cg"), RANK, RANKS)
+    used = tl.cdiv(context, _share(context, splits, BLOCK_N))
+    pdl_wait(PDL)
+    if (length > TILE) | (inside >= length) | (used <= 1):
         return
-    context = _own(tl.load(contexts + row), RANK, RANKS)
-    used = tl.maximum(tl.cdiv(context, _share(context, splits, BLOCK_N)), 1)
     partial = (tl.program_id(1).to(tl.int64) * heads + head) * splits
     split_S = tl.arange(0, BLOCK_S)
     top_S = tl.load(partial_states + (partial + split_S) * 2, mask=split_S < used, other=_LOWEST)

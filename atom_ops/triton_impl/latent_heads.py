@@ -13,13 +13,14 @@ from torch import Tensor
 from atom_ops.ops.latent_attention import absorb_queries, expand_values
 from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
-from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait, prefetch_rows
 
 _OUTPUTS = 128
 _INPUTS = 128
 _WARPS = 4
 _SAME_FOR_ALL = 32
-_TOKENS = (16, 32, 64)
+_LEAST_OUTPUTS = 32
+_WANTED_PROGRAMS = 120
 
 
 @triton.jit
@@ -85,16 +86,22 @@ def _absorb(
 def _expand(
     x, weight, out, tokens, x_stride, x_head_stride, weight_head_stride, weight_stride, out_stride,
     LATENT: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, FETCHED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of V, H, tiles of tokens)."""
+    """Grid (blocks of V, H, tiles of tokens). FETCHED: the weight is fetched into the L2 cache early."""
     pdl_launch_dependents(PDL)
-    pdl_wait(PDL)
     head = tl.program_id(1)
     token_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    value_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first_value = tl.program_id(0) * BLOCK_V
+    value_V = first_value + tl.arange(0, BLOCK_V)
     x += head * x_head_stride
     weight += head.to(tl.int64) * weight_head_stride
+    if FETCHED:
+        size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        rows = tl.minimum(VALUE - first_value, BLOCK_V)
+        prefetch_rows(weight + first_value * weight_stride, rows, weight_stride * size, LATENT * size, PDL)
+    pdl_wait(PDL)
     total_TV = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     for first in range(0, LATENT, BLOCK_C):
         latent_C = first + tl.arange(0, BLOCK_C)
@@ -117,7 +124,26 @@ def _block(size: int, most: int) -> int:
 
 
 def _tile(tokens: int) -> int:
-    return next((size for size in _TOKENS if tokens <= size), _TOKENS[-1])
+    if tokens <= 16:
+        return 16
+    return 32 if tokens <= 64 else 64
+
+
+def _outputs(size: int, programs: int) -> int:
+    """Outputs of a program: few enough to occupy most SMs, where as many `programs` have each output.
+
+    The bits of an output do not depend on it.
+    """
+    block = _block(size, _OUTPUTS)
+    while block > _LEAST_OUTPUTS and programs * triton.cdiv(size, block) < _WANTED_PROGRAMS:
+        block //= 2
+    return block
+
+
+def _aligned(weight_HVC: Tensor) -> bool:
+    """Whether all rows begin and end at multiples of 16 bytes, as `prefetch_rows` needs."""
+    numbers = (*weight_HVC.stride()[:2], weight_HVC.shape[2], weight_HVC.storage_offset())
+    return all(number * weight_HVC.element_size() % 16 == 0 for number in numbers)
 
 
 def _last_contiguous(*tensors: Tensor) -> bool:
@@ -142,7 +168,7 @@ def _launch_absorb(
     (tokens, heads, width), (_, nope, latent) = q_THE.shape, key_HNC.shape
     rope = width - nope
     out_THK = q_THE.new_empty(tokens, heads, latent + rope)
-    block = _block(latent, _OUTPUTS)
+    block = _outputs(latent, heads * triton.cdiv(tokens, tile))
     if tokens:
         _absorb[(triton.cdiv(latent, block) + 1, heads, triton.cdiv(tokens, tile))](
             q_THE, key_HNC, cos_T1R, sin_T1R, out_THK, tokens,
@@ -177,13 +203,15 @@ def _supports_expand(latent_THC: Tensor, value_HVC: Tensor) -> bool:
 def _launch_expand(latent_THC: Tensor, value_HVC: Tensor, tile: int) -> Tensor:
     (tokens, heads, latent), value = latent_THC.shape, value_HVC.shape[1]
     out_THV = latent_THC.new_empty(tokens, heads, value)
-    block = _block(value, _OUTPUTS)
+    block = _outputs(value, heads * triton.cdiv(tokens, tile))
+    stages = 4 if torch.version.hip is None else 2  # the 64 KiB of LDS of an AMD CU
     if tokens:
         _expand[(triton.cdiv(value, block), heads, triton.cdiv(tokens, tile))](
             latent_THC, value_HVC, out_THV, tokens,
             *latent_THC.stride()[:2], *value_HVC.stride()[:2], out_THV.stride(0),
             LATENT=latent, VALUE=value, BLOCK_T=tile, BLOCK_C=_block(latent, _INPUTS), BLOCK_V=block,
-            num_warps=_WARPS, num_stages=2, **launch_options(latent_THC.device),
+            FETCHED=_aligned(value_HVC), num_warps=_WARPS, num_stages=stages,
+            **launch_options(latent_THC.device),
         )  # fmt: skip
     return out_THV
 
