@@ -165,6 +165,12 @@ def _store_lse(lse, top, total, wanted):
 
 
 @triton.jit
+def _store_state(state, top, total, wanted):
+    tl.store(state, top, mask=wanted)
+    tl.store(state + 1, total, mask=wanted)
+
+
+@triton.jit
 def _share(context, splits, BLOCK_N: tl.constexpr):
     """Tokens of each split, with at most `splits` of them."""
     blocks = tl.cdiv(context, BLOCK_N)
@@ -245,11 +251,10 @@ def _latent_rows(
     if DECODE and partial_sums is not None:  # noqa: SIM102 - only this is known at compile time
         if share < context:
             # partial_sums [R, TILES * TILE, H, splits, C]; partial_states [R, TILES * TILE, H, splits, 2]
-            place_M = ((row.to(tl.int64) * (TILES * TILE) + inside_M) * heads + head_M) * tl.num_programs(1)
-            place_M += tl.program_id(1)
+            query_M = (row.to(tl.int64) * (TILES * TILE) + inside_M) * heads + head_M
+            place_M = query_M * tl.num_programs(1) + tl.program_id(1)
             tl.store(partial_sums + place_M[:, None] * LATENT + feature_C[None, :], sum_MC, mask=wanted_MC)
-            tl.store(partial_states + place_M * 2, top_M, mask=wanted_M)
-            tl.store(partial_states + place_M * 2 + 1, total_M, mask=wanted_M)
+            _store_state(partial_states + place_M * 2, top_M, total_M, wanted_M)
             return
     out_MC = sum_MC / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
     out_M1 = out + ((token_M * heads + head_M) * LATENT)[:, None]
