@@ -4,9 +4,9 @@
     sorted: order        1 2 4 | 3 | 0 5        by expert, then by pair
     blocks of 2 pairs    (0, 0, 2) (0, 2, 3) (1, 3, 4) (2, 4, 6)    expert, first and end in `order`
 
-Few pairs: a program places those of one expert. Many: pairs are cut into chunks; one kernel counts the pairs
-of each expert in each chunk, and in another a program places a chunk behind the chunks before. So the order
-does not depend on timing. Nothing is padded, and the host only knows the greatest possible number of
+Few pairs: a program places those of one expert. Many: one kernel counts the pairs of each expert in each
+chunk, the next adds these up over the chunks, and in a third a program places the pairs of a chunk. So the
+order does not depend on timing. Nothing is padded, and the host only knows the greatest possible number of
 blocks. Pairs whose id is no expert are left out.
 """
 
@@ -21,11 +21,10 @@ from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _MOST_UNCHUNKED = 4096
 """Pairs up to which a program reads all of them."""
-_COUNTED_AT_ONCE = 1024
-_PLACED_AT_ONCE = 128
-"""Pairs that are compared with each other."""
-_MOST_CHUNKS = 256
-_CHUNKS_AT_ONCE = 16
+_CHUNK = 256
+"""Pairs that a program compares with each other."""
+_COMPARED_AT_ONCE = 32
+_ADDED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,48 +83,54 @@ def _sort(
     tl.store(order + first + tl.cumsum(mine_P.to(tl.int32), 0) - 1, pair_P, mask=mine_P)
 
 
-@triton.jit(do_not_specialize=["pairs", "chunk_pairs", "first_expert"])
+@triton.jit(do_not_specialize=["pairs", "first_expert"])
 def _count(
-    ids, counts, pairs, chunk_pairs, first_expert,
+    ids, counts, pairs, first_expert,
     EXPERTS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks,): the pairs of each expert in the chunk, [chunks, BLOCK_X]."""
+    """Grid (chunks,). counts [BLOCK_X, chunks + 1]: the pairs of each expert in each chunk."""
     pdl_begin(PDL)
-    count_X = tl.zeros((BLOCK_X,), tl.int32)
-    first = tl.program_id(0) * chunk_pairs
-    for start in range(first, first + chunk_pairs, BLOCK_P):
-        count_X += tl.histogram(_ids(ids, first_expert, start, pairs, EXPERTS, BLOCK_P), BLOCK_X)
-    tl.store(counts + tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X), count_X)
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    count_X = tl.histogram(_ids(ids, first_expert, chunk * BLOCK_P, pairs, EXPERTS, BLOCK_P), BLOCK_X)
+    tl.store(counts + tl.arange(0, BLOCK_X) * (chunks + 1) + chunk, count_X)
 
 
-@triton.jit(do_not_specialize=["pairs", "chunk_pairs", "first_expert"])
+@triton.jit(do_not_specialize=["chunks"])
+def _add_up(counts, chunks, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
+    """Grid (experts,). A chunk's count becomes that of all chunks before it; behind them is that of all."""
+    pdl_begin(PDL)
+    counts += tl.program_id(0) * (chunks + 1)
+    before = 0
+    for first in range(0, chunks, AT_ONCE):
+        chunk_C = first + tl.arange(0, AT_ONCE)
+        count_C = tl.load(counts + chunk_C, mask=chunk_C < chunks, other=0)
+        tl.store(counts + chunk_C, before + tl.cumsum(count_C, 0) - count_C, mask=chunk_C < chunks)
+        before += tl.sum(count_C, 0)
+    tl.store(counts + chunks, before)
+
+
+@triton.jit(do_not_specialize=["pairs", "first_expert"])
 def _place(
-    ids, counts, order, blocks, pairs, chunk_pairs, first_expert,
+    ids, counts, order, blocks, pairs, first_expert,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks,). The programs share the experts to store their blocks."""
+    """Grid (chunks,). The programs share the experts whose blocks are stored."""
     pdl_begin(PDL)
     chunk, chunks, number_X = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK_X)
-    count_X, before_X = tl.zeros((BLOCK_X,), tl.int32), tl.zeros((BLOCK_X,), tl.int32)
-    for first in range(0, chunks, AT_ONCE):
-        chunk_A = first + tl.arange(0, AT_ONCE)
-        at_AX = chunk_A[:, None] * BLOCK_X + number_X[None, :]
-        count_AX = tl.load(counts + at_AX, mask=(chunk_A < chunks)[:, None], other=0)
-        count_X += tl.sum(count_AX, 0)
-        before_X += tl.sum(tl.where((chunk_A < chunk)[:, None], count_AX, 0), 0)
-    count_X = tl.where(number_X < EXPERTS, count_X, 0)
+    counts_X = counts + number_X * (chunks + 1)
+    count_X = tl.load(counts_X + chunks, mask=number_X < EXPERTS, other=0)
+    before_X = tl.load(counts_X + chunk, mask=number_X < EXPERTS, other=0)
     for expert in range(chunk, EXPERTS, chunks):
         _store_blocks(blocks, expert, number_X, count_X, EXPERTS, ROWS)
-
-    next_X = tl.cumsum(count_X, 0) - count_X + before_X
-    place_P = tl.arange(0, BLOCK_P)
-    for start in range(chunk * chunk_pairs, tl.minimum((chunk + 1) * chunk_pairs, pairs), BLOCK_P):
-        id_P = _ids(ids, first_expert, start, pairs, EXPERTS, BLOCK_P)
-        earlier_PQ = (id_P[:, None] == id_P[None, :]) & (place_P[None, :] < place_P[:, None])
-        target_P = tl.gather(next_X, id_P, 0) + tl.sum(earlier_PQ.to(tl.int32), 1)
-        tl.store(order + target_P, start + place_P, mask=id_P < EXPERTS)
-        next_X += tl.histogram(id_P, BLOCK_X)
+    id_P = _ids(ids, first_expert, chunk * BLOCK_P, pairs, EXPERTS, BLOCK_P)
+    pair_P = chunk * BLOCK_P + tl.arange(0, BLOCK_P)
+    target_P = tl.gather(tl.cumsum(count_X, 0) - count_X + before_X, id_P, 0)
+    for start in range(chunk * BLOCK_P, (chunk + 1) * BLOCK_P, BLOCK_Q):
+        id_Q = _ids(ids, first_expert, start, pairs, EXPERTS, BLOCK_Q)
+        earlier_PQ = (start + tl.arange(0, BLOCK_Q))[None, :] < pair_P[:, None]
+        target_P += tl.sum(((id_P[:, None] == id_Q[None, :]) & earlier_PQ).to(tl.int32), 1)
+    tl.store(order + target_P, pair_P, mask=id_P < EXPERTS)
 
 
 def sort_by_expert(ids_TJ: Tensor, experts: int, rows: int, first: int = 0) -> ExpertBlocks:
@@ -148,12 +153,12 @@ def sort_by_expert(ids_TJ: Tensor, experts: int, rows: int, first: int = 0) -> E
             num_warps=4 if block_p <= 1024 else 8, **options,
         )  # fmt: skip
         return ExpertBlocks(order_P, blocks)
-    chunk = triton.cdiv(pairs, _COUNTED_AT_ONCE * _MOST_CHUNKS) * _COUNTED_AT_ONCE
-    chunks = triton.cdiv(pairs, chunk)
-    counts = torch.empty(chunks, block_x, dtype=torch.int32, device=device)
-    _count[(chunks,)](ids_TJ, counts, pairs, chunk, first, BLOCK_P=_COUNTED_AT_ONCE, num_warps=4, **options)
+    chunks = triton.cdiv(pairs, _CHUNK)
+    counts = torch.empty(block_x, chunks + 1, dtype=torch.int32, device=device)
+    chunked = options | {"BLOCK_P": _CHUNK, "num_warps": 8}
+    _count[(chunks,)](ids_TJ, counts, pairs, first, **chunked)
+    _add_up[(experts,)](counts, chunks, AT_ONCE=_ADDED_AT_ONCE, num_warps=4, **launch_options(device))
     _place[(chunks,)](
-        ids_TJ, counts, order_P, blocks, pairs, chunk, first,
-        ROWS=rows, BLOCK_P=_PLACED_AT_ONCE, AT_ONCE=_CHUNKS_AT_ONCE, num_warps=4, **options,
-    )  # fmt: skip
+        ids_TJ, counts, order_P, blocks, pairs, first, ROWS=rows, BLOCK_Q=_COMPARED_AT_ONCE, **chunked
+    )
     return ExpertBlocks(order_P, blocks)

@@ -32,7 +32,7 @@ def routed(tokens: int, count: int, chosen: int) -> tuple[torch.Tensor, torch.Te
     return torch.rand(tokens, count).topk(chosen).indices, torch.rand(tokens, chosen)
 
 
-@pytest.mark.parametrize(("unchunked", "most_chunks"), [(4096, 8), (16, 8), (16, 2)])
+@pytest.mark.parametrize(("unchunked", "chunk"), [(4096, 256), (16, 32), (16, 64)])
 @pytest.mark.parametrize(
     ("tokens", "count", "chosen", "rows"), [(1, 8, 2, 16), (90, 5, 3, 16), (70, 60, 4, 32)]
 )
@@ -42,17 +42,15 @@ def test_pairs_are_sorted_by_expert_and_pair(
     chosen: int,
     rows: int,
     unchunked: int,
-    most_chunks: int,
+    chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At once, and in chunks of one or of several blocks."""
+    """At once and in chunks, of which some are added up at once."""
     from atom_ops.triton_impl import expert_blocks
 
     monkeypatch.setattr(expert_blocks, "_MOST_UNCHUNKED", unchunked)
-    monkeypatch.setattr(expert_blocks, "_COUNTED_AT_ONCE", 64)
-    monkeypatch.setattr(expert_blocks, "_PLACED_AT_ONCE", 32)
-    monkeypatch.setattr(expert_blocks, "_CHUNKS_AT_ONCE", 2)
-    monkeypatch.setattr(expert_blocks, "_MOST_CHUNKS", most_chunks)
+    monkeypatch.setattr(expert_blocks, "_CHUNK", chunk)
+    monkeypatch.setattr(expert_blocks, "_ADDED_AT_ONCE", 2)
     ids, _ = routed(tokens, count, chosen)
     ids[0, 0], ids[-1, -1] = -1, count  # no experts: left out
     made = expert_blocks.sort_by_expert(ids, count, rows)
