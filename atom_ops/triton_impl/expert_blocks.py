@@ -19,9 +19,9 @@ from torch import Tensor
 
 from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
-_MOST_UNCHUNKED = 4096
+_MOST_UNCHUNKED = 2048
 """Pairs up to which a program reads all of them."""
-_CHUNK = 256
+_CHUNK = 128
 """Pairs that a program compares with each other."""
 _COMPARED_AT_ONCE = 32
 _ADDED_AT_ONCE = 1024
