@@ -1,6 +1,6 @@
 # ruff: noqa: RUF005 - Triton unpacks no tuple within another
 # mypy: disable-error-code="assignment, has-type"
-"""GEMM of 4-bit weights (`FourBitWords`) on Hopper: TMA, codes decoded in registers, WGMMA.
+"""Tiles of GEMMs of 4-bit weights (`FourBitWords`) on Hopper: TMA, codes decoded in registers, WGMMA.
 
     words  [128, 32 * SPAN]       int16: SPAN chunks of 128 rows; read from shared memory into the registers
                                   of WGMMA's first operand, which decodes without moving a number
@@ -24,11 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from atom_ops.triton_impl.four_bit import COLUMNS, E2M1_QUARTERS, INT4_QUARTERS, WORDS
-from atom_ops.triton_impl.gluon_pdl import pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.gluon_pdl import pdl_wait
 from atom_ops.triton_impl.hopper_pipeline import load_tile, thread_barrier
-from atom_ops.triton_impl.pdl import launch_options
-from atom_ops.triton_impl.quantized_plans import WgmmaPlan
-from atom_ops.triton_impl.split_k import partials_of, reduce_partials
 from atom_ops.weights import FourBitWords
 
 ROWS = gl.constexpr(128)
@@ -135,6 +132,16 @@ def _decoded(words_RC, scale_R, quarter: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def decoded_half(words_RC, of_quarters, half: gl.constexpr, GROUP: gl.constexpr, left: gl.constexpr):
+    """bfloat16 [ROWS, 64]: two quarters of a chunk, in the layout `left` of its words."""
+    even_RC = _decoded(words_RC, of_quarters[2 * half], 2 * half, GROUP)
+    odd_RC = _decoded(words_RC, of_quarters[2 * half + 1], 2 * half + 1, GROUP)
+    numbers_RC = gl.join(even_RC, odd_RC).permute((0, 2, 1))
+    numbers_RC = numbers_RC.reshape([words_RC.shape[0], 2 * words_RC.shape[1]])
+    return gl.convert_layout(numbers_RC, left, assert_trivial=True)
+
+
+@gluon.jit
 def products(
     weight, x, words, parts, ready, matrix, row, place_R, first_token, first_step, steps,
     TOKENS: gl.constexpr, CHUNKS: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
@@ -168,10 +175,7 @@ def products(
             words_RC = words.index(slot).slice(c * _WORDS, _WORDS, dim=1).load(left)
             of_quarters = _of_quarters(now, c, GROUP)
             for half in gl.static_range(2):
-                even_RC = _decoded(words_RC, of_quarters[2 * half], 2 * half, GROUP)
-                odd_RC = _decoded(words_RC, of_quarters[2 * half + 1], 2 * half + 1, GROUP)
-                numbers_RC = gl.join(even_RC, odd_RC).permute((0, 2, 1)).reshape([ROWS, _COLUMNS // 2])
-                numbers_RC = gl.convert_layout(numbers_RC, left, assert_trivial=True)
+                numbers_RC = decoded_half(words_RC, of_quarters, half, GROUP, left)
                 if c + half > 0:
                     total_RT, _ = warpgroup_mma_wait(0, deps=[total_RT, multiplied_RC])  # noqa: F821
                 part_TC = parts.index(slot).slice(c * _COLUMNS + half * 64, 64, dim=1)
@@ -202,36 +206,6 @@ def stored_tokens(TOKENS: gl.constexpr):
     return gl.arange(0, TOKENS, gl.SliceLayout(0, _STORED))
 
 
-@gluon.jit(do_not_specialize=["tokens", "share"])
-def _wgmma(
-    weight, x, scales, bias, out, tokens, outputs, groups, steps, share,
-    TOKENS: gl.constexpr, CHUNKS: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of tokens, tiles of rows, splits of `share` steps)."""
-    words = gl.allocate_shared_memory(gl.int16, [STAGES, ROWS, SPAN * _WORDS], weight.layout)
-    parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, SPAN * _COLUMNS], x.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-    first_token, first_output = gl.program_id(0) * TOKENS, gl.program_id(1) * ROWS
-    row_R = gl.minimum(first_output + gl.arange(0, ROWS, rows_layout(TOKENS)), outputs - 1)
-    first_step = gl.program_id(2) * share
-    total_RT = products(
-        weight, x, words, parts, ready, 0, first_output, scales + row_R.to(gl.int64) * groups,
-        first_token, first_step, gl.minimum(share, steps - first_step),
-        TOKENS, CHUNKS, SPAN, GROUP, False, PDL,
-    )  # fmt: skip
-    pdl_launch_dependents(PDL)
-    if bias is not None:
-        output_R = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, total_RT.type.layout))
-        bias_R = gl.load(bias + output_R, mask=output_R < outputs, other=0.0)
-        total_RT += bias_R.to(gl.float32)[:, None]
-    token_T = first_token + stored_tokens(TOKENS)
-    place_T = gl.program_id(2) * tokens + token_T
-    store_rows(total_RT, out, place_T, first_output, outputs, token_T < tokens, ROWS)
-
-
 def reads(weight: FourBitWords) -> bool:
     """Whether `products` takes this weight [.., O, I]; it has no zero points."""
     if weight.scales.dtype == torch.int32:
@@ -255,25 +229,3 @@ def scale_words(weight: FourBitWords) -> tuple[Tensor, dict[str, Any]]:
     whole_rows = group == weight.inputs
     group = triton.next_power_of_2(group) * COLUMNS if whole_rows else group
     return scales, {"GROUP": group, "CHUNKS": triton.cdiv(weight.inputs, COLUMNS)}
-
-
-def multiply(plan: WgmmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None) -> Tensor:
-    """[T, O]; everything in bfloat16."""
-    (outputs, _), tokens, span = weight.shape, len(x_TI), plan.chunks
-    x_TI = x_TI.contiguous()
-    if x_TI.data_ptr() % 16:
-        x_TI = x_TI.clone()  # TMA needs it
-    scales, settings = scale_words(weight)
-    steps = triton.cdiv(settings["CHUNKS"], span)
-    share = triton.cdiv(steps, plan.split_k)
-    split_k = triton.cdiv(steps, share)
-    out_TO = torch.empty(tokens, outputs, dtype=x_TI.dtype, device=x_TI.device)
-    sums = partials_of(out_TO, split_k)
-    _wgmma[(triton.cdiv(tokens, plan.tile), triton.cdiv(outputs, ROWS.value), split_k)](
-        described(weight.words, [ROWS.value, span * WORDS]),
-        described(x_TI, [plan.tile, span * COLUMNS]),
-        scales, bias if split_k == 1 else None, sums, tokens, outputs, scales.shape[1], steps, share,
-        TOKENS=plan.tile, SPAN=span, num_warps=4, maxnreg=plan.registers,
-        **settings, **launch_options(x_TI.device),
-    )  # fmt: skip
-    return out_TO if split_k == 1 else reduce_partials(sums, bias, out_TO)

@@ -49,14 +49,14 @@ _FEW_WORDS = ((64, 128, 3), (64, 128, 4), (64, 256, 3))
 _MMA = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2), (16, 1))
 """(warps, tiles) of `MmaPlan`."""
 _RING_STAGES = (4, 6)
-_WGMMA = (
-    *((16, 1, 128), (16, 2, 168), (32, 1, 128), (32, 2, 168)),
-    *((64, 1, 168), (64, 2, 168), (128, 1, 255)),
-)
-"""(tile, chunks, registers) of `WgmmaPlan`."""
+_WGMMA = ((3, 1, 1), (3, 1, 2), (2, 1, 1), (2, 2, 1), (2, 2, 2))
+"""(blocks, phases, chunks) of `WgmmaPlan` for up to 64 tokens."""
+_WGMMA_MIDDLE = ((3, 1, 1), (2, 1, 1))
+"""The same for more."""
 _MANY_WORDS = ((64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 3))
 """(tokens, rows, warps, stages) of the same for more. With 8 warps Triton 3.6 gives wrong results."""
-_FEWEST_PROGRAMS = 96
+_SMS = 132
+"""Of an H200."""
 _PROGRAMS = 528
 """At most four to an SM of an H200."""
 
@@ -128,13 +128,12 @@ def _four_bit(outputs: int, inputs: int, tokens: int) -> Iterator[QuantizedPlan]
         return
     limit, tile = (tokens if tokens <= 256 else MANY), max(tokens, 16)
     if tokens <= 256:
-        for side, chunks, registers in _WGMMA:
-            if (tile if tokens <= 32 else min(tile // 2, 64)) <= side <= tile:
-                programs = -(-outputs // 128) * -(-tokens // side)
-                splits = _splits(programs, inputs, 128 * chunks, 12, (2, 4, 8, 12))
-                for split in splits:
-                    if programs * split >= _FEWEST_PROGRAMS or split == splits[-1]:
-                        yield WgmmaPlan(limit, side, chunks, split, registers)
+        for blocks, phases, chunks in _WGMMA if tokens <= 64 else _WGMMA_MIDDLE:
+            side = min(tile, 128)
+            tiles = -(-outputs // (64 * blocks)) * -(-tokens // side)
+            most = max(1, min(_SMS // tiles, inputs // 512))
+            for split in dict.fromkeys((most, max(1, most // 2))):
+                yield WgmmaPlan(limit, side, blocks, split, phases, chunks)
     if tokens <= 64:
         for rows, columns, stages in _FEW_WORDS:
             for split in _splits(outputs // rows, inputs, columns, 8):

@@ -5,7 +5,8 @@
     few, 4-bit       `four_bit_mma`, `four_bit_ring`: the same on tensor cores
     several, 8-bit   activations rounded to 8 bits as well, by the kernel of the norm or the activation
                      before (`rounded_rows`); then `eight_bit_linear` or torch._scaled_mm
-    several, 4-bit   `four_bit_linear`, activations not rounded; many: the weight decoded, and plain GEMM
+    several, 4-bit   `four_bit_linear`, on Hopper `four_bit_split_k`, activations not rounded; many: the
+                     weight decoded, and plain GEMM
 
 Activations are rounded with a scale for each token, or, for torch._scaled_mm and FP8 in blocks, for each
 block of inputs of a token. A static input scale of a checkpoint is not used: a token's own is as good.
@@ -178,9 +179,9 @@ def multiply(
         if isinstance(plan, MmaPlan | RingPlan):
             return _few(plan, x, weight, bias), total
         if isinstance(plan, WgmmaPlan):
-            from atom_ops.triton_impl import four_bit_wgmma  # Gluon for Hopper is not in every Triton
+            from atom_ops.triton_impl import four_bit_split_k  # Gluon for Hopper is not in every Triton
 
-            return four_bit_wgmma.multiply(plan, x, weight, bias), total
+            return four_bit_split_k.multiply(plan, x, weight, bias), total
         if isinstance(plan, GemmPlan):
             return four_bit_linear.multiply(plan, x, weight, bias, dtype), total
         return _decoded(x, weight, bias, dtype), total

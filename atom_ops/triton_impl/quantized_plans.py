@@ -1,5 +1,6 @@
 """Plans of `linear` with quantized weights: which kernel multiplies how many tokens, and its tiles."""
 
+import math
 from collections.abc import Mapping
 from functools import cache
 
@@ -76,17 +77,19 @@ class GemmPlan(msgspec.Struct, frozen=True, tag="quantized-tiles"):
 
 
 class WgmmaPlan(msgspec.Struct, frozen=True, tag="quantized-wgmma"):
-    """4-bit weights without zero points on Hopper, by `four_bit_wgmma`."""
+    """4-bit weights without zero points on Hopper, by `four_bit_split_k`."""
 
     tokens: int
     """Most tokens."""
     tile: int
     """Tokens of a tile: a power of two from 8 to 128."""
-    chunks: int
-    """Of 128 weight columns: of a stage, 1 or 2."""
-    split_k: int
-    registers: int
-    """Most of a thread."""
+    blocks: int
+    """Of 64 weight rows, of a tile: 2 or 3."""
+    split_k: int = 1
+    phases: int = 1
+    """Groups of warps that take turns at a block's steps: 1, or 2 for 2 blocks and up to 64 tokens."""
+    chunks: int = 1
+    """Of 128 weight columns: of a step, 1 or 2."""
 
 
 class LibraryPlan(msgspec.Struct, frozen=True, tag="quantized-library"):
@@ -129,6 +132,11 @@ def _stream_k(tokens: int, programs: int) -> StreamKPlan:
     return StreamKPlan(1, tokens, 64, 128, 8, programs)
 
 
+def _wgmma(*plans: tuple[int, ...]) -> QuantizedPlans:
+    """From (tokens, blocks, splits, phases, chunks); the last ones are 1 if they are missing."""
+    return tuple(WgmmaPlan(tokens, min(tokens, 128), *rest) for tokens, *rest in plans)
+
+
 # The layers of Qwen3-8B. For one token whole rows include the norm before, and a GEMM the activation; with
 # INT4 a norm of its own and a GEMV by columns took less time.
 _QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)
@@ -158,43 +166,39 @@ _H200: dict[Key, QuantizedPlans] = {
     ("int8-channel", *_GATE_UP): (_gemm(1, 4, 6), _gemm(16, 4, 6), _gemm(64, 4, 4, rows=128)),
     ("int8-channel", *_DOWN): (_gemm(1, 4, 6, 4), _gemm(16, 4, 6, 4), _gemm(64, 4, 6, 4)),
     ("int4-128", *_QKV): (
-        *(RingPlan(1, 4), GemvPlan(8, 4096, 4), RingPlan(8, 4), MmaPlan(8, 4, 2), _words(16, 3, 4, 256)),
-        *(WgmmaPlan(32, 32, 1, 8, 128), WgmmaPlan(64, 32, 2, 4, 168), _words(64, 3, 4)),
-        *(WgmmaPlan(128, 64, 1, 4, 168), WgmmaPlan(256, 64, 1, 2, 168), _LIBRARY),
+        *(RingPlan(1, 4), GemvPlan(8, 4096, 4), RingPlan(8, 4), MmaPlan(8, 4, 2)),
+        *(*_wgmma((16, 3, 4)), _words(16, 3, 4, 256), *_wgmma((32, 3, 4), (64, 2, 2, 2)), _words(64, 3, 4)),
+        *(*_wgmma((128, 2, 2), (256, 3, 2)), _LIBRARY),
     ),
     ("int4-128", *_O): (
-        *(RingPlan(1, 4), GemvPlan(4, 2048, 2), RingPlan(8, 4), MmaPlan(8, 4, 2), _words(16, 3, 2, 256)),
-        *(_words(32, 4, 4), WgmmaPlan(64, 64, 2, 4, 168), _words(64, 4, 4)),
-        *(WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 64, 2, 2, 168), _LIBRARY),
+        *(RingPlan(1, 4), GemvPlan(4, 2048, 2), RingPlan(8, 4), MmaPlan(8, 4, 2)),
+        *(*_wgmma((16, 2, 4, 2, 2)), _words(16, 3, 2, 256), *_wgmma((32, 2, 4, 2), (64, 2, 4, 2))),
+        *(_words(64, 4, 4), *_wgmma((128, 2, 4), (256, 2, 2)), _LIBRARY),
     ),
     ("int4-128", *_GATE_UP): (
-        *(RingPlan(8, 4), MmaPlan(8, 4, 2), _words(16, 3, 1, 256), WgmmaPlan(32, 32, 2, 2, 168)),
-        *(WgmmaPlan(64, 64, 1, 2, 168), _words(64, 3), WgmmaPlan(256, 128, 1, 1, 255)),
+        *(RingPlan(8, 4), MmaPlan(8, 4, 2), *_wgmma((16, 3, 1, 1, 2)), _words(16, 3, 1, 256)),
+        *(*_wgmma((32, 3), (64, 3)), _words(64, 3), *_wgmma((128, 3), (256, 3))),
         *(GemmPlan(256, 64, 128, 128, 4, 3), _LIBRARY),
     ),
     ("int4-128", *_DOWN): (
-        *(RingPlan(1, 4), MmaPlan(8, 8, 2), _words(16, 3, 8, 256), WgmmaPlan(32, 32, 2, 12, 168)),
-        *(WgmmaPlan(64, 64, 2, 8, 168), _words(64, 3, 8)),
-        *(WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 128, 1, 4, 255)),
-        _LIBRARY,
+        *(RingPlan(1, 4), MmaPlan(8, 8, 2), *_wgmma((16, 2, 4, 2, 2)), _words(16, 3, 8, 256)),
+        *(*_wgmma((32, 2, 4, 2), (64, 2, 4, 2)), _words(64, 3, 8)),
+        *(*_wgmma((128, 2, 4), (256, 2, 2)), _LIBRARY),
     ),
     ("mxfp4", *_QKV): (
         *(GemvPlan(4, 0, 4, 2), RingPlan(8, 4), MmaPlan(8, 4, 1)),
-        *(WgmmaPlan(16, 16, 1, 8, 128), WgmmaPlan(32, 32, 1, 8, 128), WgmmaPlan(64, 32, 2, 4, 168)),
-        *(WgmmaPlan(128, 64, 1, 4, 168), WgmmaPlan(256, 64, 1, 2, 168), _LIBRARY),
+        *(*_wgmma((16, 3, 4), (32, 3, 4), (64, 3, 4), (128, 2, 2), (256, 3, 2)), _LIBRARY),
     ),
     ("mxfp4", *_O): (
-        *(RingPlan(8, 4), MmaPlan(8, 8, 1), WgmmaPlan(16, 16, 1, 8, 128), WgmmaPlan(32, 32, 1, 8, 128)),
-        *(WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 64, 2, 2, 168), _LIBRARY),
+        *(RingPlan(8, 4), MmaPlan(8, 8, 1)),
+        *(*_wgmma((16, 2, 4, 2, 2), (32, 2, 4, 2), (64, 2, 4, 2), (128, 2, 4), (256, 2, 2)), _LIBRARY),
     ),
     ("mxfp4", *_GATE_UP): (
-        *(MmaPlan(8, 4, 2), WgmmaPlan(16, 16, 2, 2, 168), WgmmaPlan(32, 32, 2, 2, 168)),
-        *(WgmmaPlan(64, 64, 1, 2, 168), WgmmaPlan(256, 128, 1, 1, 255), _LIBRARY),
+        *(MmaPlan(8, 4, 2), *_wgmma((16, 3, 1, 1, 2), (32, 3), (64, 3), (128, 3), (256, 3)), _LIBRARY),
     ),
     ("mxfp4", *_DOWN): (
-        *(MmaPlan(8, 8, 1), WgmmaPlan(16, 16, 2, 12, 168), WgmmaPlan(32, 32, 2, 12, 168)),
-        *(WgmmaPlan(64, 64, 2, 8, 168), WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 128, 1, 4, 255)),
-        _LIBRARY,
+        MmaPlan(8, 8, 1),
+        *(*_wgmma((16, 2, 4, 2, 2), (32, 2, 4, 2), (64, 2, 4, 2), (128, 2, 4), (256, 2, 2)), _LIBRARY),
     ),
 }
 MEASURED = {"NVIDIA H200": _H200}
@@ -278,11 +282,16 @@ _WHOLE_ROWS = 8192
 
 
 def _shared(outputs: int, inputs: int, tokens: int) -> WgmmaPlan:
-    """The plan for Hopper, with as many splits as put three programs on each SM."""
-    tile = min(tokens, 64)
-    programs = -(-outputs // 128) * (tokens // tile)
-    split_k = max(1, min(3 * _PROGRAMS // programs, inputs // 1024))
-    return WgmmaPlan(tokens, tile, 2 if tile == 32 else 1, split_k, 168)
+    """The plan for Hopper whose programs multiply the fewest blocks of 64 rows and 1024 columns."""
+    tile = min(tokens, 128)
+    best = math.inf, 0, 0
+    for blocks in (3, 2):
+        tiles = -(-outputs // (64 * blocks)) * (tokens // tile)
+        split_k = max(1, min(_PROGRAMS // tiles, inputs // 1024))
+        rounds = -(-tiles * split_k // _PROGRAMS)
+        best = min(best, (rounds * blocks / split_k, blocks, split_k))
+    _, blocks, split_k = best
+    return WgmmaPlan(tokens, tile, blocks, split_k, 2 if blocks == 2 and tile <= 64 else 1)
 
 
 def _filled(outputs: int, inputs: int, tokens: int, four_bits: bool) -> GemmPlan:

@@ -49,7 +49,7 @@ MODELS = {
 }
 NVIDIA_ONLY = (
     "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "four_bit_mma",
-    "four_bit_ring", "four_bit_wgmma", "expert_wgmma", "fused_linear", "gathered_prompts",
+    "four_bit_ring", "four_bit_split_k", "four_bit_wgmma", "expert_wgmma", "fused_linear", "gathered_prompts",
     "hopper_attention", "hopper_decode", "hopper_experts", "hopper_gemv", "hopper_linear", "quantized_gemv",
     "query_tiles", "received_rows", "rounded_rows",
 )  # fmt: skip
@@ -248,6 +248,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
         four_bit_linear,
         four_bit_mma,
         four_bit_ring,
+        four_bit_split_k,
         four_bit_wgmma,
         hopper_gemv,
         hopper_linear,
@@ -284,7 +285,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
                 elif isinstance(plan, WgmmaPlan):
                     symmetric = replace(weight, zeros=None)
                     if four_bit_wgmma.reads(symmetric):
-                        four_bit_wgmma.multiply(plan, tensor(plan.tokens, key[2]), symmetric, bias)
+                        four_bit_split_k.multiply(plan, tensor(plan.tokens, key[2]), symmetric, bias)
                 elif isinstance(plan, RingPlan):
                     symmetric, x = replace(weight, zeros=None), tensor(plan.tokens, key[2])
                     four_bit_ring.multiply(plan, x, symmetric, bias, tensor(plan.tokens, key[1]))

@@ -171,10 +171,10 @@ def test_few_tokens_on_tensor_cores(format: str, shape: tuple[int, int], zeros: 
 
 
 @pytest.mark.parametrize("format", ["int4-128", "int4-64", "int4-32", "mxfp4"])
-@pytest.mark.parametrize("shape", [(1000, 960), (520, 12288), (4096, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [(1000, 960), (1000, 1024), (520, 12288), (4096, 4096)], ids=str)
 def test_four_bits_by_wgmma(format: str, shape: tuple[int, int]) -> None:
-    """Rows, columns and tokens that fill no tile, with one stage to a split and with many; a bias."""
-    from atom_ops.triton_impl import four_bit_wgmma, is_hopper
+    """Rows, columns and tokens that fill no tile, with one step to a split and with many; a bias."""
+    from atom_ops.triton_impl import four_bit_split_k, four_bit_wgmma, is_hopper
     from atom_ops.triton_impl.quantized_plans import WgmmaPlan
 
     if not is_hopper(GPU):
@@ -185,16 +185,16 @@ def test_four_bits_by_wgmma(format: str, shape: tuple[int, int]) -> None:
         pytest.skip("groups that end within a chunk")
     exact = weight.dequantized(torch.float32)
     bias = torch.randn(shape[0], device=GPU).bfloat16()
-    for tokens, tile, chunks, split_k, registers in (
-        *((1, 8, 2, 1, 128), (7, 16, 1, 8, 128), (33, 32, 2, 4, 168), (64, 64, 1, 1, 168)),
-        *((100, 64, 2, 4, 168), (300, 128, 1, 3, 255)),
+    for tokens, *tiling in (
+        *((1, 8, 2, 8, 2), (7, 16, 3, 7), (16, 16, 2, 4, 2, 2), (33, 64, 2, 4, 2), (64, 64, 3, 1)),
+        *((100, 128, 2, 3), (128, 128, 3, 4), (300, 128, 3, 2), (300, 64, 2, 1)),
     ):
-        plan = WgmmaPlan(tokens, tile, chunks, split_k, registers)
+        plan = WgmmaPlan(tokens, *tiling)
         x = torch.randn(tokens, shape[1], device=GPU, dtype=torch.bfloat16)
-        found = four_bit_wgmma.multiply(plan, x, weight, bias)
+        found = four_bit_split_k.multiply(plan, x, weight, bias)
         assert error(found, x.float() @ exact.T + bias) < EXACT, plan
         for _ in range(REPEATS):
-            assert torch.equal(four_bit_wgmma.multiply(plan, x, weight, bias), found), plan
+            assert torch.equal(four_bit_split_k.multiply(plan, x, weight, bias), found), plan
 
 
 @pytest.mark.parametrize("format", FORMATS)
