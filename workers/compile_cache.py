@@ -81,10 +81,12 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _use(directory: Path) -> None:
-    """Have Inductor keep its files in `directory`, unless its variable names another one."""
+    """Have Inductor keep its files in `directory`, unless the user's variable names another one."""
     import torch._inductor.config as inductor
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    if not os.environ.get(_DIRECTORY):
+    # torch sets the variable to its default when it is imported.
+    if os.environ.get(_DIRECTORY, "") in ("", os.path.abspath(default_cache_dir())):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.environ[_DIRECTORY] = str(directory)
     if not os.environ.get(_THREADS):

@@ -1,9 +1,11 @@
 """The compile cache on disk, with Inductor and a C++ compiler: reused, shared and damaged."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +13,39 @@ import pytest
 
 from tests.helpers.tiny_models import save_tiny, tiny
 
-pytestmark = pytest.mark.slow
 _DEADLINE_S = 300.0
+"""Of one process; the test starts six, most of which compile."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(6 * _DEADLINE_S)]
+
+Start = Callable[[Path, int, Path], subprocess.Popen[str]]
 
 
-def start(model: Path, level: int, cache: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"ATOM_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.helpers.compile_level", str(model), str(level)]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process that computes tokens with a model at a level; the test's end kills it."""
+    with contextlib.ExitStack() as started:
+
+        def start(model: Path, level: int, cache: Path) -> subprocess.Popen[str]:
+            environment = os.environ | {"ATOM_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "tests.helpers.compile_level", str(model), str(level)]
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            started.enter_context(process)
+            started.callback(process.kill)
+            return process
+
+        yield start
 
 
 def result(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
     """What it printed, and its log."""
-    try:
-        printed, log = process.communicate(timeout=_DEADLINE_S)
-    finally:
-        process.kill()
+    printed, log = process.communicate(timeout=_DEADLINE_S)
     assert process.returncode == 0, log
     return json.loads(printed), log
 
 
-def test_reused_shared_and_damaged(tmp_path: Path) -> None:
+def test_reused_shared_and_damaged(start: Start, tmp_path: Path) -> None:
     model, cache = tmp_path / "model", tmp_path / "cache"
     save_tiny(tiny("llama-gqa"), model)
     wanted = result(start(model, 0, cache))[0]["tokens"]

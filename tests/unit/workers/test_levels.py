@@ -1,11 +1,13 @@
 """The levels on a CPU: the same tokens, what is compiled, and the directory of compiled code."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from atom.config.cache import CacheConfig
 from tests.helpers.core_side import generate
@@ -59,6 +61,18 @@ def test_the_directory_is_that_of_model_configuration_and_versions(
         directory_of(tmp_path, config, checkpoint, CPU),
     }
     assert len(others | {found}) == 4
+
+
+@pytest.mark.parametrize("given", ["", "torch", "user"])
+def test_inductor_keeps_its_files_there_unless_the_user_names_another_directory(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch sets the variable, too, when it is imported."""
+    values = {"": "", "torch": os.path.abspath(default_cache_dir()), "user": str(tmp_path / "user")}
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", values[given])
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    compile_cache._use(tmp_path / "ours")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / ("user" if given == "user" else "ours"))
 
 
 def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
