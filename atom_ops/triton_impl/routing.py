@@ -2,6 +2,7 @@
 
 Scores become int32 ranks of the same order, because a warp finds the largest integer of its lanes with
 one instruction. A token takes its top k one by one: the best rank, and of its experts the lowest number.
+Where ranks have room for the numbers, one instruction finds both: see `_softmax_of_top`.
 """
 
 import torch
@@ -17,18 +18,25 @@ _TAKEN = tl.constexpr(-(1 << 31))
 """Lower than every rank."""
 _NO_NUMBER = tl.constexpr((1 << 31) - 1)
 _MOST_EXPERTS = 4096
+_NUMBERS = tl.constexpr((1 << 13) - 1)
+"""The bits of a float32 that are 0 if it was a float16 or bfloat16."""
+
+
+@triton.jit
+def _flipped(bits):
+    """Between the bits of a float32 and an int32 that sorts like it, in both directions."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _rank(score):
     """int32 that sorts like the score, NaN first, as in torch."""
-    bits = score.to(tl.int32, bitcast=True)
-    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN + 1)
+    return tl.maximum(_flipped(score.to(tl.int32, bitcast=True)), _TAKEN + 1)
 
 
 @triton.jit
 def _score_of(rank):
-    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return _flipped(rank).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -65,21 +73,44 @@ def _in_best_groups(
 
 
 @triton.jit
-def _route(
-    logits, bias, ids, weights, tiny, scale,
-    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    TOP_K: tl.constexpr, SCORING: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr, PDL: tl.constexpr,
+def _logit_of(key):
+    return (_flipped(key) & (-1 - _NUMBERS)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _softmax_of_top(
+    logit_E, number_E, exists_E, SCORING: tl.constexpr, TOP_K: tl.constexpr, BLOCK_J: tl.constexpr
 ):  # fmt: skip
-    """Grid (tokens,)."""
-    pdl_begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    of_group: tl.constexpr = EXPERTS // GROUPS
-    group_G, member_E = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
-    number_GE = group_G[:, None] * of_group + member_E[None, :]
-    exists_GE = (group_G < GROUPS)[:, None] & (member_E < of_group)[None, :]
-    logits += token * EXPERTS
-    logit_GE = tl.load(logits + number_GE, mask=exists_GE, other=float("-inf")).to(tl.float32)
+    """The experts of the top k logits, which had 16 bits, and their weights.
+
+    The lowest bits of a logit's rank are known. With the number in their place it is a key that no other
+    expert has, which is greater the lower the number is: nothing but the maximum has to be found.
+    """
+    key_E = tl.where(
+        exists_E, (_flipped(logit_E.to(tl.int32, bitcast=True)) | _NUMBERS) - number_E, _TAKEN
+    )  # fmt: skip
+    place_J, key_J = tl.arange(0, BLOCK_J), tl.zeros((BLOCK_J,), tl.int32)
+    total = 0.0
+    for place in tl.static_range(TOP_K):
+        best = tl.max(key_E, 0)
+        if place == 0:
+            most = _logit_of(best)
+        total += tl.exp(_logit_of(best) - most)
+        key_J = tl.where(place_J == place, best, key_J)
+        key_E = tl.where(key_E == best, _TAKEN, key_E)
+    if SCORING == "softmax":
+        total = tl.sum(tl.exp(logit_E - most), 0)
+    return ~key_J & _NUMBERS, tl.exp(_logit_of(key_J) - most) / total
+
+
+@triton.jit
+def _top_scores(
+    logits, bias, logit_GE, number_GE, exists_GE, tiny,
+    GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, TOP_K: tl.constexpr,
+    SCORING: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """The experts of the top k scores, and their weights."""
     most = tl.max(tl.max(logit_GE, 1), 0)
     total = tl.sum(tl.sum(tl.exp(logit_GE - most), 1), 0)
     if SCORING == "softmax":
@@ -119,6 +150,37 @@ def _route(
         weight_J = weight_J / tl.sum(weight_J, 0)
     if RENORMALISE:
         weight_J = weight_J / (tl.sum(tl.where(chosen_J, weight_J, 0.0), 0) + tiny)
+    return id_J, weight_J
+
+
+@triton.jit
+def _route(
+    logits, bias, ids, weights, tiny, scale,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    TOP_K: tl.constexpr, SCORING: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,). KEYS: by `_softmax_of_top`."""
+    pdl_begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    of_group: tl.constexpr = EXPERTS // GROUPS
+    group_G, member_E = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
+    logits += token * EXPERTS
+    if KEYS:
+        exists_E = member_E < EXPERTS
+        logit_E = tl.load(logits + member_E, mask=exists_E, other=float("-inf")).to(tl.float32)
+        id_J, weight_J = _softmax_of_top(logit_E, member_E, exists_E, SCORING, TOP_K, BLOCK_J)
+    else:
+        number_GE = group_G[:, None] * of_group + member_E[None, :]
+        exists_GE = (group_G < GROUPS)[:, None] & (member_E < of_group)[None, :]
+        logit_GE = tl.load(logits + number_GE, mask=exists_GE, other=float("-inf")).to(tl.float32)
+        id_J, weight_J = _top_scores(
+            logits, bias, logit_GE, number_GE, exists_GE, tiny, GROUPS, KEPT_GROUPS, GROUP_BEST,
+            TOP_K, SCORING, RENORMALISE, HAS_BIAS, BLOCK_G, BLOCK_J,
+        )  # fmt: skip
+    place_J = tl.arange(0, BLOCK_J)
+    chosen_J = place_J < TOP_K
     tl.store(ids + token * TOP_K + place_J, id_J.to(tl.int64), mask=chosen_J)
     tl.store(weights + token * TOP_K + place_J, weight_J * scale, mask=chosen_J)
 
@@ -135,15 +197,19 @@ def _launch(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) 
     weights_TJ = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TX.device)
     if not tokens:
         return ids_TJ, weights_TJ
+    scoring = rule.scoring
     # Groups have no effect if the scores are logits.
-    groups = 1 if rule.scoring == "softmax_of_chosen" else rule.groups
+    groups = 1 if scoring == "softmax_of_chosen" else rule.groups
+    keys = logits_TX.element_size() == 2 and groups == 1 and bias_X is None and scoring != "sigmoid"
+    if keys and rule.renormalise:
+        scoring = "softmax_of_chosen"  # the same: the sum over all experts cancels out
     block_g, block_e = triton.next_power_of_2(groups), triton.next_power_of_2(experts // groups)
     _route[(tokens,)](
         logits_TX, bias_X, ids_TJ, weights_TJ, TINY, rule.scale,
         EXPERTS=experts, GROUPS=groups, KEPT_GROUPS=rule.kept_groups, GROUP_BEST=rule.group_best,
-        TOP_K=rule.top_k, SCORING=rule.scoring,
-        RENORMALISE=rule.renormalise and rule.scoring != "softmax_of_chosen", HAS_BIAS=bias_X is not None,
-        BLOCK_G=block_g, BLOCK_E=block_e, BLOCK_J=triton.next_power_of_2(rule.top_k),
+        TOP_K=rule.top_k, SCORING=scoring,
+        RENORMALISE=rule.renormalise and scoring != "softmax_of_chosen", HAS_BIAS=bias_X is not None,
+        KEYS=keys, BLOCK_G=block_g, BLOCK_E=block_e, BLOCK_J=triton.next_power_of_2(rule.top_k),
         num_warps=1 if block_g * block_e <= 512 else 4,
         **launch_options(logits_TX.device),
     )  # fmt: skip

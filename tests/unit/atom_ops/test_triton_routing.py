@@ -66,3 +66,39 @@ def test_chosen_weights_follow_the_reference(scoring: Scoring) -> None:
         order_TJ = wanted_TJ.argsort(1)
         assert ids == wanted_TJ.gather(1, order_TJ).tolist()
         torch.testing.assert_close(weights_TJ, expected_TJ.gather(1, order_TJ))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(("experts", "top_k"), [(24, 6), (128, 8), (1000, 3)])
+def test_logits_of_16_bits_choose_as_in_float32(
+    experts: int, top_k: int, renormalise: bool, dtype: torch.dtype
+) -> None:
+    """Many are equal, of both signs, or too small to be normal numbers."""
+    generator = torch.Generator().manual_seed(1)
+    logits_TX = torch.randint(-9, 3, (8, experts), generator=generator).to(dtype)
+    logits_TX[2:4] -= 9
+    logits_TX[4:6] *= 1e-7
+    logits_TX[6:] = torch.randn(2, experts, generator=generator).to(dtype)
+    for scoring in ("softmax", "softmax_of_chosen"):
+        rule = RoutingRule(top_k, scoring, renormalise, scale=2.5)
+        # Of equal logits the first: a stable sort.
+        wanted_TJ = logits_TX.float().sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+        ids, weights_TJ = routed(logits_TX, rule)
+        assert ids == wanted_TJ.sort(1).values.tolist()
+        expected_TJ = route.reference(logits_TX, rule)[1].sort(1).values
+        torch.testing.assert_close(weights_TJ.sort(1).values, expected_TJ)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("scoring", ["softmax", "softmax_of_chosen"])
+def test_nan_of_16_bits_is_first(scoring: Scoring) -> None:
+    logits_TX = torch.zeros(3, 20, dtype=torch.bfloat16)
+    logits_TX[0, 9] = torch.nan
+    logits_TX[1] = -1
+    logits_TX[1, 3:] = -torch.inf
+    logits_TX[2] = torch.full((20,), -1, dtype=torch.int16).view(torch.bfloat16)  # the lowest NaN
+    ids, weights_TJ = routed(logits_TX, RoutingRule(4, scoring))
+    assert ids == [[0, 1, 2, 9], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert weights_TJ[0].isnan().all() and weights_TJ[2].isnan().all()
+    torch.testing.assert_close(weights_TJ[1], torch.tensor([1, 1, 1, 0]) / 3)
