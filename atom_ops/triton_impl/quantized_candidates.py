@@ -48,7 +48,8 @@ _FEW_WORDS = ((64, 128, 3), (64, 128, 4), (64, 256, 3))
 """(rows, columns, stages) of the GEMM of 4-bit weights for up to 64 tokens."""
 _MMA = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2), (16, 1))
 """(warps, tiles) of `MmaPlan`."""
-_RING_STAGES = (4, 6)
+_RING = ((4, 8), (2, 16), (4, 16))
+"""(stages, warps) of `RingPlan` for one token."""
 _WGMMA = ((3, 1, 1), (3, 1, 2), (2, 1, 1), (2, 2, 1), (2, 2, 2))
 """(blocks, phases, chunks) of `WgmmaPlan` for up to 64 tokens."""
 _WGMMA_MIDDLE = ((3, 1, 1), (2, 1, 1))
@@ -123,8 +124,8 @@ def _four_bit(outputs: int, inputs: int, tokens: int) -> Iterator[QuantizedPlan]
     if tokens == 1:
         yield from _vectors(inputs, 32)
         yield from (MmaPlan(1, *each) for each in _MMA)
-        if inputs % 4096 == 0 and outputs % 16 == 0:
-            yield from (RingPlan(1, stages) for stages in _RING_STAGES)
+        if inputs % 4096 == 0 and inputs <= 16384 and outputs % 16 == 0:
+            yield from (RingPlan(1, *each) for each in _RING)
         return
     limit, tile = (tokens if tokens <= 256 else MANY), max(tokens, 16)
     if tokens <= 256:

@@ -2,7 +2,8 @@
 
     1 token          `quantized_gemv`, `hopper_gemv`, `four_bit_gemv`: weights decoded in registers,
                      activations not rounded
-    few, 4-bit       `four_bit_mma`, `four_bit_ring`: the same on tensor cores
+    few, 4-bit       `four_bit_mma`, `four_bit_ring`: the same on tensor cores; the ring takes one token
+                     before its norm or its activation
     several, 8-bit   activations rounded to 8 bits as well, by the kernel of the norm or the activation
                      before (`rounded_rows`); then `eight_bit_linear` or torch._scaled_mm
     several, 4-bit   `four_bit_linear`, on Hopper `four_bit_split_k`, activations not rounded; many: the
@@ -131,6 +132,8 @@ def supports_norm(x_TD: Tensor, weight: Weight) -> bool:
     plan = plan_of(x_TD, weight, x_TD.dtype)
     if isinstance(plan, PersistentGemvPlan):
         return False
+    if isinstance(plan, RingPlan):
+        return len(x_TD) == 1
     return plan.columns == 0 if isinstance(plan, GemvPlan) else _rounds(plan, weight)
 
 
@@ -141,6 +144,8 @@ def supports_gate(x_T2F: Tensor, weight: Weight) -> bool:
     plan = plan_of(x_T2F, weight, x_T2F.dtype)
     if isinstance(plan, PersistentGemvPlan):
         return True
+    if isinstance(plan, RingPlan):
+        return len(x_T2F) == 1
     return not isinstance(plan, GemvPlan) and _rounds(plan, weight)
 
 
@@ -169,6 +174,8 @@ def multiply(
             x, total = _apart(x, False, residual_TD, norm_weight_D, eps)
             return _persistent_vector(plan, x, weight, bias, dtype, gated), total
         return _persistent_vector(plan, x, weight, bias, dtype, gated), x
+    if isinstance(plan, RingPlan) and len(x) == 1 and _is_bfloat16(norm_weight_D):
+        return _ring(plan, x, weight, bias, gated, residual_TD, norm_weight_D, eps)
     if isinstance(plan, GemvPlan) and plan.columns == 0 and not gated:
         return _vector(plan, x, weight, bias, dtype, residual_TD, norm_weight_D, eps)
     if isinstance(plan, GemvPlan) or not _rounds(plan, weight):
@@ -176,7 +183,9 @@ def multiply(
         if isinstance(plan, GemvPlan):
             return _vector(plan, x, weight, bias, dtype, None, None, 0.0)[0], total
         assert isinstance(weight, FourBitWords), "kernels of the other types read rounded rows"
-        if isinstance(plan, MmaPlan | RingPlan):
+        if isinstance(plan, RingPlan):
+            return _ring(plan, x, weight, bias)[0], total
+        if isinstance(plan, MmaPlan):
             return _few(plan, x, weight, bias), total
         if isinstance(plan, WgmmaPlan):
             from atom_ops.triton_impl import four_bit_split_k  # Gluon for Hopper is not in every Triton
@@ -253,15 +262,37 @@ def _persistent_vector(
     return out_TO if bias is None else out_TO + bias
 
 
-def _few(plan: MmaPlan | RingPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None) -> Tensor:
-    out_TO = torch.empty(len(x_TI), weight.shape[0], dtype=x_TI.dtype, device=x_TI.device)
-    if isinstance(plan, RingPlan):
-        from atom_ops.triton_impl import four_bit_ring  # Gluon for Hopper is not in every Triton
+def _is_bfloat16(norm_weight_D: Tensor | None) -> bool:
+    return norm_weight_D is None or norm_weight_D.dtype == torch.bfloat16
 
-        four_bit_ring.multiply(plan, x_TI, weight, bias, out_TO)
-        return out_TO
+
+def _ring(
+    plan: RingPlan,
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    gated: bool = False,
+    residual_TI: Tensor | None = None,
+    norm_weight_I: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    from atom_ops.triton_impl import four_bit_ring  # Gluon for Hopper is not in every Triton
+
+    assert isinstance(weight, FourBitWords)
+    x = x.contiguous()
+    out_TO = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
+    total = x if residual_TI is None else torch.empty_like(x)
+    four_bit_ring.multiply(
+        plan, x, weight, bias, out_TO,
+        gated=gated, residual_TI=residual_TI, norm_weight_I=norm_weight_I, eps=eps, total_TI=total,
+    )  # fmt: skip
+    return out_TO, total
+
+
+def _few(plan: MmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None) -> Tensor:
     from atom_ops.triton_impl import four_bit_mma  # Gluon is not in every Triton
 
+    out_TO = torch.empty(len(x_TI), weight.shape[0], dtype=x_TI.dtype, device=x_TI.device)
     four_bit_mma.multiply(plan, x_TI, weight, bias, out_TO)
     return out_TO
 

@@ -57,7 +57,9 @@ class RingPlan(msgspec.Struct, frozen=True, tag="quantized-ring"):
     tokens: int
     """Most tokens."""
     stages: int
-    """Of the ring: with 4 to 6 an SM holds one program."""
+    """Of the ring: with 4 an SM holds one program of 8 warps."""
+    warps: int = 8
+    """Of one token, 8 or 16 of them multiply."""
 
 
 class GemmPlan(msgspec.Struct, frozen=True, tag="quantized-tiles"):
@@ -115,7 +117,7 @@ _INTERPRETED = (
     GemmPlan(8, 16, 16, 128, 4, 2, split_k=2),
     GemmPlan(MANY, 32, 32, 128, 4, 2),
 )
-_PROGRAMS = 132
+PROGRAMS = 132
 """SMs of an H100 or H200."""
 
 
@@ -287,8 +289,8 @@ def _shared(outputs: int, inputs: int, tokens: int) -> WgmmaPlan:
     best = math.inf, 0, 0
     for blocks in (3, 2):
         tiles = -(-outputs // (64 * blocks)) * (tokens // tile)
-        split_k = max(1, min(_PROGRAMS // tiles, inputs // 1024))
-        rounds = -(-tiles * split_k // _PROGRAMS)
+        split_k = max(1, min(PROGRAMS // tiles, inputs // 1024))
+        rounds = -(-tiles * split_k // PROGRAMS)
         best = min(best, (rounds * blocks / split_k, blocks, split_k))
     _, blocks, split_k = best
     return WgmmaPlan(tokens, tile, blocks, split_k, 2 if blocks == 2 and tile <= 64 else 1)
@@ -298,7 +300,7 @@ def _filled(outputs: int, inputs: int, tokens: int, four_bits: bool) -> GemmPlan
     """A plan of 64 rows for few tokens, with as many splits as fill the GPU."""
     tiles = -(-outputs // 64)
     splits = [splits for splits in (1, 2, 4) if inputs >= 512 * splits]
-    split_k = next((splits for splits in splits if tiles * splits >= _PROGRAMS), splits[-1] if splits else 1)
+    split_k = next((splits for splits in splits if tiles * splits >= PROGRAMS), splits[-1] if splits else 1)
     stages = 3 if four_bits else 6 if split_k > 1 else 4
     columns = 256 if four_bits and tokens <= 16 else 128
     return GemmPlan(tokens, tokens, 64, columns, 4, stages, split_k)

@@ -289,6 +289,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
                 elif isinstance(plan, RingPlan):
                     symmetric, x = replace(weight, zeros=None), tensor(plan.tokens, key[2])
                     four_bit_ring.multiply(plan, x, symmetric, bias, tensor(plan.tokens, key[1]))
+                    ring_of_one(key, symmetric)
                 elif isinstance(plan, StreamKPlan):
                     rows, _ = round_rows(x, form, plan.tile)
                     hopper_linear.multiply_e4m3(plan, rows, 64, weight, None, BF16)
@@ -311,6 +312,20 @@ def test_linear_with_quantized_weights(format: str) -> None:
                 hopper_gemv.multiply(plan, tensor(1, 2 * 12288), weight, tensor(1, 4096), gated=True)
         round_rows(tensor(64, 2 * 12288), form, 64, gated=True, group=128 if format == "fp8-block" else 0)
     check(compiled, "H200")
+
+
+def ring_of_one(key: tuple[str, int, int], weight: Any) -> None:
+    """One token, after a norm with and without a residual, and after an activation."""
+    from atom_ops.triton_impl import four_bit_ring
+    from atom_ops.triton_impl.quantized_plans import RingPlan
+
+    _, outputs, inputs = key
+    x, norm = tensor(1, inputs), tensor(inputs)
+    for plan in (RingPlan(1, 4), RingPlan(1, 2, 16)):
+        for residual in ({}, {"residual_TI": x, "total_TI": x}):
+            options: dict[str, Any] = {"norm_weight_I": norm, **residual}
+            four_bit_ring.multiply(plan, x, weight, None, tensor(1, outputs), **options)
+        four_bit_ring.multiply(plan, tensor(1, 2 * inputs), weight, None, tensor(1, outputs), gated=True)
 
 
 def packed(format: str, outputs: int, inputs: int) -> Any:

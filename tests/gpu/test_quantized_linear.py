@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from atom_ops import add_norm_linear, backend, linear, silu_and_mul_linear
+from atom_ops.ops.activation import silu_and_mul
+from atom_ops.ops.norm import add_rms_norm, rms_norm
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 FORMATS = ("fp8-block", "fp8-channel", "int8-channel", "int4-128", "int4-32", "mxfp4")
@@ -131,15 +133,48 @@ def test_few_tokens_by_a_ring(format: str, shape: tuple[int, int]) -> None:
     assert four_bit_ring.reads(weight)
     exact = weight.dequantized(torch.float32)
     bias = torch.randn(shape[0], device=GPU).bfloat16()
-    for tokens, stages in ((1, 4), (1, 6), (3, 4), (8, 3)):
+    for tokens, stages, warps in ((1, 4, 8), (1, 2, 16), (3, 4, 8), (8, 3, 8)):
         x = torch.randn(tokens, shape[1], device=GPU, dtype=torch.bfloat16)
         out = torch.empty(tokens, shape[0], device=GPU, dtype=torch.bfloat16)
-        four_bit_ring.multiply(RingPlan(8, stages), x, weight, bias, out)
+        four_bit_ring.multiply(RingPlan(8, stages, warps), x, weight, bias, out)
         assert error(out, x.float() @ exact.T + bias) < EXACT
         again = torch.empty_like(out)
         for _ in range(REPEATS):
-            four_bit_ring.multiply(RingPlan(8, stages), x, weight, bias, again)
+            four_bit_ring.multiply(RingPlan(8, stages, warps), x, weight, bias, again)
             assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("format", ["int4-128", "mxfp4"])
+@pytest.mark.parametrize("shape", [(1008, 4096), (512, 12288), (4096, 4096), (24576, 4096)], ids=str)
+def test_one_token_by_a_ring_after_a_norm_or_an_activation(format: str, shape: tuple[int, int]) -> None:
+    """As their own kernels and the ring alone; programs of both sizes."""
+    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.quantized_linear import multiply
+    from atom_ops.triton_impl.quantized_plans import RingPlan
+
+    if not is_hopper(GPU):
+        pytest.skip("needs Hopper")
+    torch.manual_seed(8)
+    weight = readable(format, shape)
+    outputs, inputs = shape
+    bias, norm = torch.randn(outputs, device=GPU).bfloat16(), torch.rand(inputs, device=GPU).bfloat16()
+    x, residual = torch.randn(2, 1, inputs, device=GPU, dtype=torch.bfloat16).unbind()
+    both = torch.cat([x, residual], 1)
+    normed, summed = add_rms_norm(x, residual, norm, 1e-6)
+    before: tuple[tuple[torch.Tensor, torch.Tensor, dict[str, Any]], ...] = (
+        (rms_norm(x, norm, 1e-6), x, {"norm_weight_D": norm, "eps": 1e-6}),
+        (normed, summed, {"norm_weight_D": norm, "residual_TD": residual, "eps": 1e-6}),
+        (silu_and_mul(both), both, {"gated": True}),
+    )
+    for plan in (RingPlan(1, 4), RingPlan(1, 2, 16), RingPlan(1, 3)):
+        for alone, total, options in before:
+            wanted = multiply(plan, alone, weight, bias, x.dtype)[0]
+            first = multiply(plan, both if "gated" in options else x, weight, bias, x.dtype, **options)
+            assert error(first[0], wanted.float()) < EXACT / 2, (plan, options.keys())
+            assert torch.equal(first[1], total)
+            for _ in range(REPEATS):
+                again = multiply(plan, both if "gated" in options else x, weight, bias, x.dtype, **options)
+                assert torch.equal(again[0], first[0]) and torch.equal(again[1], total), plan
 
 
 @pytest.mark.parametrize("zeros", [False, True])
