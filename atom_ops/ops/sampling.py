@@ -156,18 +156,9 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
 def top1(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit of each row and the smallest id that has it.
 
-    bfloat16 is slow to compare on a CPU. Read as int16, its positive numbers have the same order, and
-    all others are less.
+    First the maximum of each span, because a maximum without an index takes a tenth of the time.
     """
-    if logits_RV.dtype != torch.bfloat16 or logits_RV.is_cuda:
-        return _top1(logits_RV)
-    top_R, ids_R = _top1(logits_RV.view(torch.int16))
-    return (top_R.view(torch.bfloat16), ids_R) if (top_R > 0).all() else _top1(logits_RV.float())
-
-
-def _top1(values_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """First the maximum of each span, because a maximum without an index takes a tenth of the time."""
-    spans = values_RV.unflatten(1, (-1, math.gcd(values_RV.shape[1], _TOP1_SPAN)))
+    spans = logits_RV.unflatten(1, (-1, math.gcd(logits_RV.shape[1], _TOP1_SPAN)))
     top_R, span_R = spans.amax(-1).max(-1)
     best = spans.gather(1, span_R[:, None, None].expand(-1, 1, spans.shape[2])).squeeze(1)
     return top_R, span_R * spans.shape[2] + best.max(-1).indices

@@ -88,10 +88,8 @@ class LMHead(Linear):
     ) -> torch.Tensor:
         """The ids that the op `sample` returns for the logits; greedy rows need no gathered logits."""
         if settings.any_random or self._tp.size == 1:
-            # A CPU rounds logits to 16 bits before they become float32: an argmax needs no such copy.
-            is_rounded = not settings.any_random and hidden_RD.device.type == "cpu"
-            logits_RV = linear(hidden_RD, self.weight) if is_rounded else self(hidden_RD)
-            return sample(logits_RV, settings, positions_R)
+            # Always of the same logits: a row's token must not depend on the settings of other rows.
+            return sample(self(hidden_RD), settings, positions_R)
         keys_1R = shard_argmax(self._shard(hidden_RD), self._first)[None]
         return merge_argmax(self._tp.all_gather_rows(keys_1R, [1] * self._tp.size))
 

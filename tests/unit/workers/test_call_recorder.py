@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from atom.config.resolve import Dtype
 from atom_ops import native_impl
 from atom_ops.native_impl.calls import call
 from tests.helpers.core_side import generate
@@ -119,8 +120,9 @@ def test_what_depends_on_values_is_refused(read: Callable[[Tensor], object], nam
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window-mha-tied", "qwen3"])
-def test_recorded_steps_change_no_token(name: str, tmp_path: Path) -> None:
+def test_recorded_steps_change_no_token(name: str, dtype: Dtype, tmp_path: Path) -> None:
     """Rows join and leave; a step of a size that is not recorded is padded, or too large."""
     save_tiny(tiny(name), tmp_path)
 
@@ -128,9 +130,9 @@ def test_recorded_steps_change_no_token(name: str, tmp_path: Path) -> None:
         prompts = [prompt_of(length, length) for length in (64, 5, 37, 11, 3)]
         return generate(worker.core(), worker.execute, prompts, 12, chunk=24, stagger=2)
 
-    worker = TinyWorker(tmp_path, capture_sizes="[1,3]", graph_mode="FULL_DECODE_ONLY")
+    worker = TinyWorker(tmp_path, dtype, capture_sizes="[1,3]", graph_mode="FULL_DECODE_ONLY")
     assert worker.worker._runner._sizes.decode_rows == [1, 3]
-    assert tokens(worker) == tokens(TinyWorker(tmp_path))
+    assert tokens(worker) == tokens(TinyWorker(tmp_path, dtype))
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "llama-odd-gqa"])
