@@ -81,12 +81,28 @@ INT4_BF16 = tl.constexpr(
     )
 )
 """The same with -128 - zero points behind the scales."""
-E2M1_QUARTERS = tl.constexpr(tuple(_scoped(_e2m1(quarter, "$0", "$1", "$2")) for quarter in range(4)))
-"""One quarter of a word ($1) with its scale."""
-INT4_QUARTERS = tl.constexpr(
-    tuple(_scoped(_int4(quarter, "$0", "$1", "$2", "centre")) for quarter in range(4))
+
+
+def _by_half(half: str, instructions: str) -> str:
+    """`instructions` with scale s: a half of $2, l or h."""
+    return _scoped(
+        f".reg .b16 l, h; .reg .b32 s; mov.b32 {{l, h}}, $2; mov.b32 s, {{{half}, {half}}};", instructions
+    )
+
+
+E2M1_QUARTERS = tl.constexpr(
+    tuple(_by_half(half, _e2m1(quarter, "$0", "$1", "s")) for quarter, half in enumerate("llhh"))
 )
-"""The same with a zero point of 8."""
+"""One quarter of a word ($1); its scale is the lower half of $2, of the last two the upper one."""
+INT4_QUARTERS = {
+    group: tl.constexpr(
+        tuple(
+            _by_half(half, _int4(quarter, "$0", "$1", "s", "centre")) for quarter, half in enumerate(halves)
+        )
+    )
+    for group, halves in {32: "lhlh", 64: "llhh", 128: "llll"}.items()
+}
+"""The same with a zero point of 8, and halves that depend on the group."""
 
 
 @triton.jit

@@ -32,25 +32,21 @@ ROWS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
 _STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 _E2M1 = gl.constexpr(E2M1_QUARTERS.value)
-_INT4 = gl.constexpr(INT4_QUARTERS.value)
+_INT4_32 = gl.constexpr(INT4_QUARTERS[32].value)
+_INT4_64 = gl.constexpr(INT4_QUARTERS[64].value)
+_INT4_128 = gl.constexpr(INT4_QUARTERS[128].value)
 _WORDS = gl.constexpr(WORDS)
 _COLUMNS = gl.constexpr(COLUMNS)
 _E2M1_SCALES = gl.constexpr(
     """{
     .reg .b32 t;
-    prmt.b32 t, $4, 0, 0x4440;
-    mul.lo.u32 $0, t, 0x00800080;
-    prmt.b32 t, $4, 0, 0x4441;
-    mul.lo.u32 $1, t, 0x00800080;
-    prmt.b32 t, $4, 0, 0x4442;
-    mul.lo.u32 $2, t, 0x00800080;
-    prmt.b32 t, $4, 0, 0x4443;
-    mul.lo.u32 $3, t, 0x00800080;
+    shl.b32 t, $2, 7;
+    and.b32 $0, t, 0x7F807F80;
+    shr.b32 t, $2, 1;
+    and.b32 $1, t, 0x7F807F80;
     }"""
 )
-"""From the exponents of a chunk's quarters: each as bfloat16, twice."""
-_PAIR_SCALES = gl.constexpr("prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;")
-"""From two bfloat16: each twice."""
+"""From the exponents of a chunk's quarters: bfloat16 of the even ones, and of the odd ones."""
 
 
 @gluon.constexpr_function
@@ -95,36 +91,34 @@ def _scales_of(place_R, step, CHUNKS: gl.constexpr, SPAN: gl.constexpr, GROUP: g
 
 
 @gluon.jit
-def _pair(scales_R):
-    two: gl.constexpr = (gl.int32, gl.int32)
-    return gl.inline_asm_elementwise(_PAIR_SCALES, "=&r,=r,r", [scales_R], dtype=two, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _of_quarters(scales, c: gl.constexpr, GROUP: gl.constexpr):
-    """The scales of the quarters of a stage's chunk c: bfloat16 twice, int32 [ROWS] each."""
+    """int32 [ROWS] for each quarter of a stage's chunk c: a half of it is the scale, see `E2M1_QUARTERS`."""
     if GROUP == 0:
-        four: gl.constexpr = (gl.int32, gl.int32, gl.int32, gl.int32)
-        return gl.inline_asm_elementwise(
-            _E2M1_SCALES, "=&r,=&r,=&r,=&r,r", [scales[c]], dtype=four, is_pure=True, pack=1
+        two: gl.constexpr = (gl.int32, gl.int32)
+        even, odd = gl.inline_asm_elementwise(
+            _E2M1_SCALES, "=&r,=&r,r", [scales[c]], dtype=two, is_pure=True, pack=1
         )
+        return even, odd, even, odd
     elif GROUP == 32:
-        first, second = _pair(scales[2 * c])
-        third, last = _pair(scales[2 * c + 1])
-        return first, second, third, last
+        return scales[2 * c], scales[2 * c], scales[2 * c + 1], scales[2 * c + 1]
     elif GROUP == 64:
-        first, second = _pair(scales[c])
-        return first, first, second, second
+        return scales[c], scales[c], scales[c], scales[c]
     else:
-        bits_R = scales[c].to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-        twice_R = bits_R | (bits_R << 16)
-        return twice_R, twice_R, twice_R, twice_R
+        bits_R = scales[c].to(gl.int16, bitcast=True).to(gl.int32)
+        return bits_R, bits_R, bits_R, bits_R
+
+
+@gluon.constexpr_function
+def _instructions(quarter, GROUP):
+    if GROUP == 0:
+        return _E2M1[quarter]
+    return (_INT4_32 if GROUP == 32 else _INT4_64 if GROUP == 64 else _INT4_128)[quarter]
 
 
 @gluon.jit
 def _decoded(words_RC, scale_R, quarter: gl.constexpr, GROUP: gl.constexpr):
     """bfloat16 [ROWS, 32]. The instructions take two words and, for both, the first of two equal scales."""
-    ASM: gl.constexpr = _E2M1[quarter] if GROUP == 0 else _INT4[quarter]
+    ASM: gl.constexpr = _instructions(quarter, GROUP)
     scale_RC = gl.expand_dims(scale_R, 1) + gl.zeros_like(words_RC).to(gl.int32)
     return gl.inline_asm_elementwise(
         ASM, "=r,r,r,r", [words_RC, scale_RC], dtype=gl.bfloat16, is_pure=True, pack=2
