@@ -5,6 +5,8 @@
                     down            inner  -> y [P, D], in the order of the pairs
 
 A tile of x behind a block has rows of other experts, which reach no pair of this one.
+
+Tiles that remain for a last wave of `down` are halved to 64 rows, if twice as many run at once.
 """
 
 import triton
@@ -32,9 +34,14 @@ from atom_ops.triton_impl.four_bit_wgmma import (
 )
 from atom_ops.triton_impl.gluon_pdl import pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.pdl import launch_options
+from atom_ops.triton_impl.persistent import num_sms
 from atom_ops.weights import FourBitWords
 
 _GATHERED_AT_ONCE = 1024
+_REGISTERS = 65536
+"""Of an SM."""
+_THREADS = 128
+"""Of a program."""
 
 
 @triton.jit(do_not_specialize=["chosen"])
@@ -76,21 +83,21 @@ def _biased(total_RT, bias, row_of_expert, first_output, outputs, ROWS: gl.const
 def _block(
     weight, x, scales, words, ready, bias, order, out, expert, first, end, first_output, outputs, groups,
     limit, alpha,
-    TOKENS: gl.constexpr, CHUNKS: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
+    NUMBER: gl.constexpr, TOKENS: gl.constexpr, CHUNKS: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
     GATED: gl.constexpr, CLAMPED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The rows of a program times up to TOKENS pairs, `first` to `end`."""
-    SIDE: gl.constexpr = ROWS // 2 if GATED else ROWS
+    SIDE: gl.constexpr = NUMBER // 2 if GATED else NUMBER
     parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, SPAN * 128], x.layout)
     row_of_expert = expert.to(gl.int64) * (2 * outputs if GATED else outputs)
-    number_R = gl.arange(0, ROWS, rows_layout(TOKENS))
+    number_R = gl.arange(0, NUMBER, rows_layout(TOKENS))
     row_R = row_of_expert + gl.minimum(first_output + number_R % SIDE, outputs - 1)
     if GATED:
         row_R += gl.where(number_R < SIDE, 0, outputs)
     row = first_output if GATED else expert * outputs + first_output
     total_RT = products(
         weight, x, words, parts, ready, expert * 2, row, scales + row_R * groups,
-        first, 0, (CHUNKS + SPAN - 1) // SPAN, TOKENS, CHUNKS, SPAN, GROUP, GATED, PDL,
+        first, 0, (CHUNKS + SPAN - 1) // SPAN, NUMBER, TOKENS, CHUNKS, SPAN, GROUP, GATED, PDL,
     )  # fmt: skip
     if GATED:
         gate_RT, up_RT = total_RT.reshape([2, SIDE, TOKENS]).permute((1, 2, 0)).split()
@@ -105,36 +112,66 @@ def _block(
 
 
 @gluon.jit
+def _tile(
+    weight, x, short_x, scales, words, ready, bias, order, block, out, first_output, outputs, groups, limit,
+    alpha,
+    NUMBER: gl.constexpr, BLOCK: gl.constexpr, SHORT: gl.constexpr, CHUNKS: gl.constexpr,
+    SPAN: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """NUMBER rows times the pairs of a block."""
+    expert, first, end = gl.load(block), gl.load(block + 1), gl.load(block + 2)
+    if end - first <= SHORT:
+        _block(
+            weight, short_x, scales, words, ready, bias, order, out, expert, first, end, first_output,
+            outputs, groups, limit, alpha, NUMBER, SHORT, CHUNKS, SPAN, GROUP, GATED, CLAMPED, PDL,
+        )  # fmt: skip
+    else:
+        _block(
+            weight, x, scales, words, ready, bias, order, out, expert, first, end, first_output,
+            outputs, groups, limit, alpha, NUMBER, BLOCK, CHUNKS, SPAN, GROUP, GATED, CLAMPED, PDL,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["at_once"])
 def _grouped(
-    weight, x, short_x, scales, bias, order, blocks, out, outputs, groups, limit, alpha,
+    weight, half_weight, x, short_x, scales, bias, order, blocks, out, outputs, groups, limit, alpha, at_once,
     BLOCK: gl.constexpr, SHORT: gl.constexpr, CHUNKS: gl.constexpr, SPAN: gl.constexpr,
     GROUP: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the greatest possible number of blocks,).
+    """Grid (tiles of the greatest possible number of blocks, and half of `at_once`,).
 
-    Blocks of up to SHORT pairs load the tiles of `short_x`. The blocks, unlike x, were complete before the
-    previous kernel began.
+    `at_once` programs run at the same time. Blocks of up to SHORT pairs load the tiles of `short_x`. The
+    blocks, unlike x, were complete before the previous kernel began.
     """
     OUTPUTS: gl.constexpr = ROWS // 2 if GATED else ROWS
     words = gl.allocate_shared_memory(gl.int16, [STAGES, ROWS, SPAN * 32], words_layout(SPAN))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-    tiles = (outputs + OUTPUTS - 1) // OUTPUTS
-    number, first_output = gl.program_id(0) // tiles, gl.program_id(0) % tiles * OUTPUTS
-    if number < gl.load(blocks):
-        block = blocks + 4 + number * 4
-        expert, first, end = gl.load(block), gl.load(block + 1), gl.load(block + 2)
-        if end - first <= SHORT:
-            _block(
-                weight, short_x, scales, words, ready, bias, order, out, expert, first, end, first_output,
-                outputs, groups, limit, alpha, SHORT, CHUNKS, SPAN, GROUP, GATED, CLAMPED, PDL,
+    tiles_of_block = (outputs + OUTPUTS - 1) // OUTPUTS
+    tiles = gl.load(blocks) * tiles_of_block
+    remaining = tiles % at_once
+    whole = tiles if GATED or 2 * remaining > at_once else tiles - remaining
+    place = gl.program_id(0)
+    tile = place if place < whole else whole + (place - whole) // 2
+    block = blocks + 4 + tile // tiles_of_block * 4
+    first_output = tile % tiles_of_block * OUTPUTS
+    if place < whole:
+        _tile(
+            weight, x, short_x, scales, words, ready, bias, order, block, out, first_output, outputs, groups,
+            limit, alpha, ROWS, BLOCK, SHORT, CHUNKS, SPAN, GROUP, GATED, CLAMPED, PDL,
+        )  # fmt: skip
+    elif not GATED:
+        first_output += (place - whole) % 2 * (ROWS // 2)
+        if (tile < tiles) & (first_output < outputs):
+            halves = words._reinterpret(gl.int16, [STAGES, ROWS // 2, SPAN * 32], words_layout(SPAN))
+            _tile(
+                half_weight, x, short_x, scales, halves, ready, bias, order, block, out, first_output,
+                outputs, groups, limit, alpha,
+                ROWS // 2, BLOCK, SHORT, CHUNKS, SPAN, GROUP, GATED, CLAMPED, PDL,
             )  # fmt: skip
         else:
-            _block(
-                weight, x, scales, words, ready, bias, order, out, expert, first, end, first_output,
-                outputs, groups, limit, alpha, BLOCK, CHUNKS, SPAN, GROUP, GATED, CLAMPED, PDL,
-            )  # fmt: skip
+            pdl_wait(PDL)
     else:
         pdl_wait(PDL)
     pdl_launch_dependents(PDL)
@@ -177,12 +214,15 @@ def multiply(
     clamped = activation or ClampedSwiglu(0.0, 0.0)
     if gated:
         words = words.view(-1, outputs, words.shape[1])
-    tile = [2, rows // 2, span * WORDS] if gated else [rows, span * WORDS]
+    half = [rows // 2, span * WORDS]
+    tile = [2, *half] if gated else [rows, span * WORDS]
+    at_once = num_sms(x_PI.device) * (_REGISTERS // (_THREADS * plan.registers))
     x_tiles = [described(x_PI, [size, span * COLUMNS]) for size in (plan.block, plan.short)]
-    _grouped[(blocks.most * triton.cdiv(outputs, rows // 2 if gated else rows),)](
-        described(words, tile), *x_tiles, scales, bias_XO, blocks.order_P, blocks.blocks, out,
-        outputs, scales.shape[2], clamped.limit, clamped.alpha,
+    tiles = blocks.most * triton.cdiv(outputs, rows // 2 if gated else rows)
+    _grouped[(tiles + (0 if gated else at_once // 2),)](
+        described(words, tile), described(words, tile if gated else half), *x_tiles, scales, bias_XO,
+        blocks.order_P, blocks.blocks, out, outputs, scales.shape[2], clamped.limit, clamped.alpha, at_once,
         BLOCK=plan.block, SHORT=plan.short, SPAN=span, GATED=gated, CLAMPED=activation is not None,
-        num_warps=4, maxnreg=plan.registers,
+        num_warps=_THREADS // 32, maxnreg=plan.registers,
         **settings, **launch_options(x_PI.device),
     )  # fmt: skip

@@ -2,8 +2,8 @@
 # mypy: disable-error-code="assignment, has-type"
 """Tiles of GEMMs of 4-bit weights (`FourBitWords`) on Hopper: TMA, codes decoded in registers, WGMMA.
 
-    words  [128, 32 * SPAN]       int16: SPAN chunks of 128 rows; read from shared memory into the registers
-                                  of WGMMA's first operand, which decodes without moving a number
+    words  [128, 32 * SPAN]       int16: SPAN chunks of 128 rows, or 64; read from shared memory into the
+                                  registers of WGMMA's first operand, which decodes without moving a number
     x      [tokens, 128 * SPAN]   the same columns: WGMMA reads them from shared memory
 
 A stage of both is loaded while others are multiplied. Half a chunk is decoded while the tensor cores
@@ -138,12 +138,12 @@ def decoded_half(words_RC, of_quarters, half: gl.constexpr, GROUP: gl.constexpr,
 @gluon.jit
 def products(
     weight, x, words, parts, ready, matrix, row, place_R, first_token, first_step, steps,
-    TOKENS: gl.constexpr, CHUNKS: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
-    GATED: gl.constexpr, PDL: gl.constexpr,
+    NUMBER: gl.constexpr, TOKENS: gl.constexpr, CHUNKS: gl.constexpr, SPAN: gl.constexpr,
+    GROUP: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """float32 [ROWS, TOKENS]: `steps` stages of rows of the weight times tokens.
+    """float32 [NUMBER, TOKENS]: `steps` stages of rows of the weight times tokens.
 
-    The rows are ROWS from `row` on, if GATED half as many in `matrix` and in the next one; `place_R` is
+    The rows are NUMBER from `row` on, if GATED half as many in `matrix` and in the next one; `place_R` is
     where each one's scales begin. `words`, `parts` and `ready` are the shared memory of STAGES stages. Only
     x may still be written by the previous kernel.
     """
@@ -159,7 +159,7 @@ def products(
     for i in gl.static_range(STAGES):
         if i < steps:
             load_tile(x, [first_token, (first_step + i) * (SPAN * _COLUMNS)], ready.index(i), parts.index(i))
-    total_RT = gl.zeros([ROWS, TOKENS], gl.float32, sums)
+    total_RT = gl.zeros([NUMBER, TOKENS], gl.float32, sums)
     for i in range(steps):
         slot = i % STAGES
         now = scales
