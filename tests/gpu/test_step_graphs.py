@@ -64,12 +64,11 @@ def run(made: Worker, sampling: Sampling, rows: int = 9) -> list[list[int]]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT, LIMITED], ids=["greedy", "hot", "limited"])
 def test_graphs_change_no_token(checkpoint: Checkpoint, sampling: Sampling) -> None:
-    wanted = run(worker(checkpoint, "[]"), sampling)
+    """In float32: captured steps attend by another kernel, and in bfloat16 near ties are many."""
+    wanted = run(worker(checkpoint, "[]", "float32"), sampling)
     assert len({token for row in wanted for token in row}) > 20
-    assert run(worker(checkpoint, "[9]"), sampling) == wanted
-    # Other sizes may use other GEMM plans: in bfloat16 a near tie may change.
-    found = run(worker(checkpoint, "[1,2,4,8]"), sampling)
-    assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= len(wanted) - 2
+    for sizes in ("[9]", "[1,2,4,8]"):
+        assert run(worker(checkpoint, sizes, "float32"), sampling) == wanted
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
