@@ -62,6 +62,7 @@ from atom_ops.ops.latent_cache import (
 )
 from atom_ops.ops.latent_queries import latent_queries
 from atom_ops.ops.linear import linear, pack_linear_weight
+from atom_ops.ops.linear_argmax import linear_argmax
 from atom_ops.ops.logits_processors import (
     LogitsProcessorBatch,
     TokenRecord,
@@ -188,6 +189,7 @@ __all__ = [
     "latent_queries",
     "latents_of_step",
     "linear",
+    "linear_argmax",
     "make_index_keys",
     "make_kv_layer",
     "make_latent_layer",

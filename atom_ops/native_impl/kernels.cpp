@@ -220,6 +220,13 @@ KERNEL(linear)(const void* x, const void* panels, const void* bias, void* out, i
                      (const Vector*)panels});
 }
 
+KERNEL(linear_argmax)(const void* x, const void* panels, int64_t* found, int64_t rows, int64_t outputs,
+                      int64_t inputs) {
+    linear_argmax(
+        Linear<T>{{(const Pair<T>*)x, nullptr, nullptr, true, rows, outputs, inputs / 2}, (const Vector*)panels},
+        found);
+}
+
 KERNEL(norm_linear)(const void* x, const void* residual, const void* weight, void* normed, void* total,
                     const void* panels, const void* bias, void* out, int64_t rows, int64_t outputs,
                     int64_t inputs, float eps) {
@@ -282,6 +289,7 @@ extern "C" const Kernel JOIN(atom_kernels, ATOM_DTYPE)[] = {
     ENTRY(silu_linear_ints),
 #ifndef HAS_NO_LINEAR
     ENTRY(linear),
+    ENTRY(linear_argmax),
     ENTRY(norm_linear),
     ENTRY(silu_linear),
 #endif

@@ -243,15 +243,65 @@ inline int64_t task_after(int64_t number, int64_t tasks, int64_t threads, int64_
     return next < tasks ? next : number;
 }
 
-template <typename T> void linear(const Linear<T>& layer) {
+template <typename Layer> void linear(const Layer& layer) {
+    constexpr int PANELS = Layer::X::PANELS;
     const int64_t threads = omp_get_max_threads();
-    const std::vector<LinearTask> tasks =
-        linear_tasks(layer.rows, layer.num_panels(), Pair<T>::PANELS, threads, 2);
+    const std::vector<LinearTask> tasks = linear_tasks(layer.rows, layer.num_panels(), PANELS, threads, 2);
     const int64_t count = int64_t(tasks.size());
     const int64_t together = taken_together(count, threads);
 #pragma omp parallel for schedule(dynamic, together)
     for (int64_t i = 0; i < count; ++i)
-        task_of<Pair<T>::PANELS>(layer, tasks[i], tasks[task_after(i, count, threads, together)]);
+        task_of<PANELS>(layer, tasks[i], tasks[task_after(i, count, threads, together)]);
+}
+
+typedef int32_t Numbers __attribute__((vector_size(4 * LANES)));
+
+// The largest sum that a thread has found in each lane of a row, and the smallest output that has it.
+struct Largest {
+    Vector sums;
+    Numbers outputs;
+
+    static Largest none() { return {in_all_lanes(-INFINITY), Numbers{} + INT32_MAX}; }
+
+    // Of `more`, those of outputs before `end`. A NaN is none of them.
+    void add(const Largest& more, int32_t end) {
+        const Numbers first = (more.sums == sums) & (more.outputs < outputs);
+        const Numbers taken = ((more.sums > sums) | first) & (more.outputs < end);
+        sums = taken ? more.sums : sums;
+        outputs = taken ? more.outputs : outputs;
+    }
+};
+
+// A linear layer without bias whose sums are not stored.
+template <typename T> struct LargestOutputs : Linear<T> {
+    Largest* largest;  // [threads][rows]
+
+    template <int ROWS, int PANELS>
+    void finish(int64_t row, int64_t panel, const Vector (&sums)[ROWS][PANELS]) const {
+        Largest* own = largest + omp_get_thread_num() * this->rows + row;
+        Numbers lanes;
+        for (int i = 0; i < LANES; ++i) lanes[i] = i;
+        for (int r = 0; r < ROWS; ++r)
+            for (int p = 0; p < PANELS; ++p)
+                own[r].add({sums[r][p], lanes + int32_t((panel + p) * LANES)}, int32_t(this->outputs));
+    }
+};
+
+// The output of each row whose sum is largest, of several the smallest; of a row of NaN the last one.
+template <typename T> void linear_argmax(const Linear<T>& layer, int64_t* found) {
+    const int64_t threads = omp_get_max_threads(), rows = layer.rows, last = layer.outputs - 1;
+    std::vector<Largest> largest(threads * rows, Largest::none());
+    linear(LargestOutputs<T>{layer, largest.data()});
+    for (int64_t row = 0; row < rows; ++row) {
+        Largest& own = largest[row];
+        for (int64_t t = 1; t < threads; ++t) own.add(largest[t * rows + row], INT32_MAX);
+        int best = 0;
+        for (int i = 1; i < LANES; ++i) {
+            const bool first = own.sums[i] == own.sums[best] && own.outputs[i] < own.outputs[best];
+            if (own.sums[i] > own.sums[best] || first) best = i;
+        }
+        found[row] = smaller(own.outputs[best], last);
+    }
 }
 
 }  // namespace

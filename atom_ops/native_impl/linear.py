@@ -8,7 +8,8 @@ from torch import Tensor
 
 from atom_ops.native_impl import NEEDS, call, has, linear_ints, runs_on
 from atom_ops.native_impl.build import library
-from atom_ops.ops.linear import linear, with_packed_weight
+from atom_ops.ops.linear import linear, pack_linear_weight, with_packed_weight
+from atom_ops.ops.linear_argmax import linear_argmax
 from atom_ops.weights import Integers, PackedInts, PackedPanels, Weight
 
 _ROUNDED_OFF = 0xFFFF
@@ -96,3 +97,18 @@ def _linear(
         in_float32 = wanted == torch.float32
         call("linear", dtype, x_TI, weight.tensor, bias, out_TO, rows, outputs, inputs, in_float32)
     return out_TO if is_known else out_TO.to(wanted)
+
+
+@linear_argmax.provider(
+    "native",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda x_RI, weight: isinstance(weight, PackedPanels) and fits(x_RI, weight, None),
+    prepare=lambda x_RI, weight: (x_RI, pack_linear_weight(weight)),
+)
+def _linear_argmax(x_RI: Tensor, weight: PackedPanels) -> Tensor:
+    """The sums have the bits of `linear` in float32."""
+    rows, (outputs, inputs) = x_RI.shape[0], weight.shape
+    found_R = torch.empty(rows, dtype=torch.int64)
+    call("linear_argmax", weight.dtype, x_RI, weight.tensor, found_R, rows, outputs, inputs)
+    return found_R

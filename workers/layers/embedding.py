@@ -5,7 +5,16 @@ T tokens, R sampling rows, D hidden, V vocabulary.
 
 import torch
 
-from atom_ops import SamplingBatch, Weight, embedding, linear, merge_argmax, sample, shard_argmax
+from atom_ops import (
+    SamplingBatch,
+    Weight,
+    embedding,
+    linear,
+    linear_argmax,
+    merge_argmax,
+    sample,
+    shard_argmax,
+)
 from parallel.sharding import split
 from workers.layers.context import BuildContext
 from workers.layers.linear import Linear, tp_range
@@ -87,6 +96,8 @@ class LMHead(Linear):
         self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
     ) -> torch.Tensor:
         """The ids that the op `sample` returns for the logits; greedy rows need no gathered logits."""
+        if not settings.any_random and self._tp.size == 1 and hidden_RD.device.type == "cpu":
+            return linear_argmax(hidden_RD, self.weight)
         if settings.any_random or self._tp.size == 1:
             # Always of the same logits: a row's token must not depend on the settings of other rows.
             return sample(self(hidden_RD), settings, positions_R)

@@ -295,3 +295,21 @@ def test_a_directory_that_cannot_be_written_is_not_needed(tmp_path: Path, built_
     built_here.write_text("a file in its place")
     build.library()
     assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 50, 8), (64, 4133, 64), (70, 1000, 4200)])
+def test_the_largest_outputs_are_those_of_the_linear_layer(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).bfloat16().to(dtype)
+    x[-1] = torch.nan
+    packed = atom_ops.pack_linear_weight(weight)
+    found = atom_ops.linear_argmax(x, packed)
+    wanted = atom_ops.linear(x, packed, None, torch.float32)
+    assert found[:-1].tolist() == [row.index(max(row)) for row in wanted[:-1].tolist()]
+    assert 0 <= found[-1] < outputs
+    everywhere = atom_ops.linear_argmax(
+        -torch.ones_like(x), atom_ops.pack_linear_weight(torch.ones_like(weight))
+    )
+    assert not everywhere.any()  # not the zeros behind the last output
