@@ -20,7 +20,7 @@ from atom_ops.triton_impl.quantized_plans import QuantizedPlan, QuantizedPlans
 from atom_ops.triton_impl.tuned import Plan, Plans
 
 # Raise it whenever the kernels or the candidate plans change.
-_FORMAT = 6
+_FORMAT = 7
 _DEADLINE_S = 600.0
 
 Shape = tuple[int, int]
