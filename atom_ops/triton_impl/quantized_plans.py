@@ -144,7 +144,7 @@ def _wgmma(*plans: tuple[int, ...]) -> QuantizedPlans:
 _QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)
 _WHOLE = GemvPlan(4, 0, 8, 2)
 _LIBRARY = LibraryPlan(MANY)
-# Of INT4's plans with one limit the later ones are for zero points.
+# Of INT4's plans with one limit the later ones are for zero points. MXFP4's chunks (not measured) are INT4's.
 _H200: dict[Key, QuantizedPlans] = {
     ("fp8-block", *_QKV): (
         *(GemvPlan(4, 0, 8, 4), _stream_k(16, 96), _stream_k(64, 96)),

@@ -97,6 +97,7 @@ class LMHead(Linear):
     ) -> torch.Tensor:
         """The ids that the op `sample` returns for the logits; greedy rows need no gathered logits."""
         if not settings.any_random and self._tp.size == 1 and hidden_RD.device.type == "cpu":
+            # On a GPU `sample` reads logits faster than torch finds the largest.
             return linear_argmax(hidden_RD, self.weight)
         if settings.any_random or self._tp.size == 1:
             # Always of the same logits: a row's token must not depend on the settings of other rows.

@@ -11,6 +11,7 @@ import atom_ops
 from atom.utils import envs
 from atom_ops import backend, native_impl
 from atom_ops.native_impl import build
+from atom_ops.op import REGISTRY
 from tests.helpers.paged_step import Step
 
 CPU = torch.device("cpu")
@@ -305,11 +306,12 @@ def test_the_largest_outputs_are_those_of_the_linear_layer(
     x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).bfloat16().to(dtype)
     x[-1] = torch.nan
     packed = atom_ops.pack_linear_weight(weight)
-    found = atom_ops.linear_argmax(x, packed)
+    if not isinstance(packed, atom_ops.PackedPanels):
+        pytest.skip("torch multiplies bfloat16 on this CPU")
+    linear_argmax = REGISTRY["linear_argmax"].providers["native"].function
+    found = linear_argmax(x, packed)
     wanted = atom_ops.linear(x, packed, None, torch.float32)
     assert found[:-1].tolist() == [row.index(max(row)) for row in wanted[:-1].tolist()]
     assert 0 <= found[-1] < outputs
-    everywhere = atom_ops.linear_argmax(
-        -torch.ones_like(x), atom_ops.pack_linear_weight(torch.ones_like(weight))
-    )
+    everywhere = linear_argmax(-torch.ones_like(x), atom_ops.pack_linear_weight(torch.ones_like(weight)))
     assert not everywhere.any()  # not the zeros behind the last output
