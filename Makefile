@@ -32,13 +32,14 @@ DEPLOYING := .venv-deploy
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 # Their result may depend on the CPU's instruction set.
 ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_chunks_and_together \
-	$(addprefix tests/unit/workers/test_,load_memory.py models.py block_fp8.py device_probe.py) \
-	$(addprefix tests/unit/atom_ops/test_,ops.py native.py layers.py attention.py moe.py logprobs.py)
+	$(addprefix tests/unit/workers/,weights/test_loader_memory.py models/test_models.py layers/quantization/test_block_fp8.py test_device_probe.py) \
+	$(addprefix tests/unit/atom_ops/,ops/test_ops.py native_impl/test_native_impl.py ops/test_ops_layers.py ops/attention/test_attention.py \
+		ops/experts/test_experts.py ops/sampling/test_logprobs.py)
 KERNEL_TESTS := (triton or batch_invarian)
 # `make test` compares kernels with their torch functions in float32, without those that take longest in
 # the interpreter; test-kernels runs all.
 SHORT_KERNEL_TESTS := test_agrees_with_reference and triton and not float16 and not sample and not experts and not linear and not latent
-SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
+SOURCES := atom frontend engine_core workers parallel atom_ops benchmarks tests tools
 
 .PHONY: help install serve test test-unit test-e2e test-slow test-kills test-nodes test-models test-isa test-kernels \
 	test-compile test-gpu verify-rocm test-tokenizers test-openapi test-tracing test-formats test-page test-clients test-agents \
@@ -146,7 +147,7 @@ test-formats: $(QUANTIZERS)/.installed ## checkpoints that a quantization librar
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/$(QUANTIZERS) $(BIN)/python -m pytest -q tests/formats $(ARGS)
 
 test-tracing: $(TRACING)/.installed ## traces of requests, with OpenTelemetry in a directory of its own
-	@PYTHONPATH=$(CURDIR)/$(TRACING) $(BIN)/python -m pytest -q tests/unit/frontend/test_tracing.py $(ARGS)
+	@PYTHONPATH=$(CURDIR)/$(TRACING) $(BIN)/python -m pytest -q tests/unit/frontend/metrics/test_tracing.py $(ARGS)
 
 # Without their dependencies, which are here or unused: one of them is not on PyPI.
 $(DYNAMO)/.installed: tests/dynamo/requirements.txt $(INSTALLED)
@@ -242,22 +243,22 @@ contract-signatures: $(INSTALLED) ## write tests/arch/signatures.json: AITER's a
 	@$(BIN)/python -m tools.contract_signatures
 
 bench-latency: install ## milliseconds of a batch, a first and a later token of the small model, offline
-	@$(BIN)/python -m atom.benchmarks.latency --model $(SMALL) --input-len 128 --output-len 64 \
+	@$(BIN)/python -m benchmarks.latency --model $(SMALL) --input-len 128 --output-len 64 \
 		--num-iters-warmup 1 --num-iters 5 $(ARGS)
 
 bench-throughput: install ## requests and tokens a second of the small model, offline
-	@$(BIN)/python -m atom.benchmarks.throughput --model $(SMALL) --input-len 128 --output-len 64 \
+	@$(BIN)/python -m benchmarks.throughput --model $(SMALL) --input-len 128 --output-len 64 \
 		--num-prompts 64 $(ARGS)
 
 bench-speculation: install ## n-gram speculation on a copying task: tokens per step and speed-up of the small model
-	@$(BIN)/python -m atom.benchmarks.speculation --model $(SMALL) --method ngram --num-speculative-tokens 4 \
+	@$(BIN)/python -m benchmarks.speculation --model $(SMALL) --method ngram --num-speculative-tokens 4 \
 		--prompt-lookup-min 2 --input-len 64 --output-len 96 $(ARGS)
 
 bench-structured-output: install ## cost of structured output at 32 requests, and of loading a large grammar
-	@$(BIN)/python -m atom.benchmarks.structured_output --model $(SMALL) $(ARGS)
+	@$(BIN)/python -m benchmarks.structured_output --model $(SMALL) $(ARGS)
 
 bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
-	@$(BIN)/python -m atom.benchmarks.scheduler $(ARGS)
+	@$(BIN)/python -m benchmarks.scheduler $(ARGS)
 
 bench-serving: install ## requests to a server on HOST:PORT, as `make serve` starts one; more flags in ARGS
 	@$(BIN)/python -m atom.benchmarks.benchmark_serving --model $(SMALL) \
@@ -265,23 +266,23 @@ bench-serving: install ## requests to a server on HOST:PORT, as `make serve` sta
 		--random-input-len 128 --random-output-len 64 --num-prompts 32 --max-concurrency 4 --ignore-eos $(ARGS)
 
 bench-gpu: $(INSTALLED) ## the engine on a GPU, beside vLLM's figures; writes docs/benchmarks.md
-	@$(BIN)/python -m atom.benchmarks.gpu $(ARGS)
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-step: $(INSTALLED) ## what a decode step takes on a GPU, and its kernels; --model PATH in ARGS
-	@$(BIN)/python -m atom.benchmarks.decode_step $(ARGS)
+	@$(BIN)/python -m benchmarks.decode_step $(ARGS)
 
 bench-kernels: $(INSTALLED) ## every op with every provider, beside what the device can do
-	@$(BIN)/python -m atom.benchmarks.kernels $(ARGS)
+	@$(BIN)/python -m benchmarks.kernels $(ARGS)
 
 bench-all-reduce: $(INSTALLED) ## microseconds of an all-reduce and a norm between the GPUs of this host
-	@$(BIN)/python -m atom.benchmarks.all_reduce $(ARGS)
+	@$(BIN)/python -m benchmarks.all_reduce $(ARGS)
 
 bench-experts: $(INSTALLED) ## microseconds of a dispatch to experts and its combine between the GPUs of this host
-	@$(BIN)/python -m atom.benchmarks.expert_dispatch $(ARGS)
+	@$(BIN)/python -m benchmarks.expert_dispatch $(ARGS)
 
 bench-document: $(INSTALLED) ## write docs/benchmarks.md and the picture from docs/benchmarks; add a result: FILE in ARGS
-	@$(BIN)/python -m atom.benchmarks.record $(ARGS)
-	@$(BIN)/python -m atom.benchmarks.serving.picture
+	@$(BIN)/python -m benchmarks.record $(ARGS)
+	@$(BIN)/python -m benchmarks.picture
 
 tune-experts: $(INSTALLED) ## tiles of the expert kernels, measured on a Hopper GPU; --models and --tokens in ARGS
 	@$(BIN)/python -m tools.tune_experts $(ARGS)

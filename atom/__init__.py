@@ -8,19 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atom.engine_args import EngineArgs
-    from atom.llm_engine import LLMEngine
-    from atom.outputs import RequestOutput
-    from atom.sampling_params import SamplingParams, StructuredOutputsParams
+    from atom.engine.engine_args import EngineArgs
+    from atom.engine.llm_engine import LLMEngine
+    from atom.shared.outputs import RequestOutput
+    from atom.shared.sampling_params import SamplingParams, StructuredOutputsParams
 
 __all__ = ["EngineArgs", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _HOMES = {
-    "EngineArgs": "atom.engine_args",
-    "LLMEngine": "atom.llm_engine",
-    "RequestOutput": "atom.outputs",
-    "SamplingParams": "atom.sampling_params",
-    "StructuredOutputsParams": "atom.sampling_params",
+    "EngineArgs": "atom.engine.engine_args",
+    "LLMEngine": "atom.engine.llm_engine",
+    "RequestOutput": "atom.shared.outputs",
+    "SamplingParams": "atom.shared.sampling_params",
+    "StructuredOutputsParams": "atom.shared.sampling_params",
 }
 
 

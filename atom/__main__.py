@@ -6,7 +6,7 @@ A command of its own beside `atom-launch`: it takes no model and none of the eng
 import argparse
 import sys
 
-from atom.utils.install_check import check_install
+from atom.shared.utils.install_check import check_install
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
         doctor.error(f"--server-port {args.server_port}: it must be from 1 to 65535")
     check_install()
     # Imported after the check: a foreign package of the same name could break our imports.
-    from atom.doctor import run
+    from atom.commands.doctor import run
 
     sys.exit(run(args.server_port, args.hub, args.json))
 

@@ -2,13 +2,13 @@
 
 Exit status: 0 after SIGTERM, SIGINT or SIGHUP, 1 when the engine died, 2 for a bad command line or
 configuration, 3 for a model that cannot be served, 4 for missing host resources; see
-`atom.utils.exit_status`.
+`atom.shared.utils.exit_status`.
 """
 
 import signal
 import sys
 
-from atom.utils.install_check import check_install
+from atom.shared.utils.install_check import check_install
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C during imports
     check_install()
     # Imported after the check: a foreign package of the same name could break our imports.
-    from atom.launcher import run
+    from atom.engine.launcher import run
 
     sys.exit(run())
 

@@ -6,7 +6,7 @@ P positions, X experts, J top-k experts of a token; recurrent layers have letter
 Tensors are contiguous unless a docstring says otherwise.
 """
 
-import atom_ops.ops.cpu_linear  # noqa: F401  its providers
+import atom_ops.ops.linear.cpu_linear  # noqa: F401  its providers
 from atom_ops.attention_backend import (
     INTERLEAVED_KV,
     AttentionBackend,
@@ -14,15 +14,19 @@ from atom_ops.attention_backend import (
     attention_backend,
     register_attention_backend,
 )
-from atom_ops.ops.activation import clamped_swiglu, sigmoid_and_mul, silu_and_mul
-from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
-from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, NoHostRowsError, empty_attention
-from atom_ops.ops.causal_conv import causal_conv
-from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
-from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
-from atom_ops.ops.embedding import embedding
-from atom_ops.ops.expert_slots import ExpertSlots, select_slots
-from atom_ops.ops.experts import (
+from atom_ops.ops.attention.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
+from atom_ops.ops.attention.attention_plan import BATCH_INVARIANT_SPLIT, NoHostRowsError, empty_attention
+from atom_ops.ops.attention.fused_attention import attend_projection
+from atom_ops.ops.attention.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
+from atom_ops.ops.attention.kv_indices import KVIndices, kv_indices
+from atom_ops.ops.attention.partial_attention import merge_partials, pack_partials, unpack_partials
+from atom_ops.ops.attention.qkv import HeadNorms, rotate_and_write_kv, rotated_heads
+from atom_ops.ops.attention.rotary import rotary, rotation, rotation_at
+from atom_ops.ops.elementwise.activation import clamped_swiglu, sigmoid_and_mul, silu_and_mul
+from atom_ops.ops.elementwise.embedding import embedding
+from atom_ops.ops.elementwise.norm import add_rms_norm, gated_rms_norm, rms_norm
+from atom_ops.ops.experts.expert_slots import ExpertSlots, select_slots
+from atom_ops.ops.experts.experts import (
     ClampedSwiglu,
     ExpertActivation,
     ExpertRole,
@@ -30,26 +34,22 @@ from atom_ops.ops.experts import (
     experts,
     pack_expert_weight,
 )
-from atom_ops.ops.fused_attention import attend_projection
-from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
-from atom_ops.ops.gated_delta_rule import DecayWeights, gated_delta_rule
-from atom_ops.ops.index_keys import (
+from atom_ops.ops.experts.routing import RoutingRule, route
+from atom_ops.ops.latent.index_keys import (
     IndexKeys,
     IndexNorm,
     index_bytes_per_block,
     make_index_keys,
     write_index_keys,
 )
-from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
-from atom_ops.ops.kv_indices import KVIndices, kv_indices
-from atom_ops.ops.latent_attention import (
+from atom_ops.ops.latent.latent_attention import (
     absorb_queries,
     expand_values,
     latent_attention,
     partial_latent_attention,
     prompt_attention,
 )
-from atom_ops.ops.latent_cache import (
+from atom_ops.ops.latent.latent_cache import (
     LatentLayer,
     LatentNorms,
     keep_latents,
@@ -60,21 +60,14 @@ from atom_ops.ops.latent_cache import (
     read_latent,
     write_latent,
 )
-from atom_ops.ops.latent_queries import latent_queries
-from atom_ops.ops.linear import linear, pack_linear_weight
-from atom_ops.ops.linear_argmax import linear_argmax
-from atom_ops.ops.logits_processors import (
-    LogitsProcessorBatch,
-    TokenRecord,
-    apply_logits_processors,
-    record_sampled,
-)
-from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
-from atom_ops.ops.ngram import NgramRule, TokenHistory, propose_ngrams
-from atom_ops.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
-from atom_ops.ops.partial_attention import merge_partials, pack_partials, unpack_partials
-from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv, rotated_heads
-from atom_ops.ops.recurrent_state import (
+from atom_ops.ops.latent.latent_queries import latent_queries
+from atom_ops.ops.latent.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
+from atom_ops.ops.linear.fused_linear import add_norm_linear, silu_and_mul_linear
+from atom_ops.ops.linear.linear import linear, pack_linear_weight
+from atom_ops.ops.linear.linear_argmax import linear_argmax
+from atom_ops.ops.recurrent.causal_conv import causal_conv
+from atom_ops.ops.recurrent.gated_delta_rule import DecayWeights, gated_delta_rule
+from atom_ops.ops.recurrent.recurrent_state import (
     StateLayer,
     StatePlan,
     StateShape,
@@ -82,14 +75,21 @@ from atom_ops.ops.recurrent_state import (
     make_state_layer,
     plan_states,
 )
-from atom_ops.ops.rotary import rotary, rotation, rotation_at
-from atom_ops.ops.routing import RoutingRule, route
-from atom_ops.ops.sampling import SamplingBatch, sample
-from atom_ops.ops.sharded_argmax import merge_argmax, shard_argmax
-from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
-from atom_ops.ops.token_bitmask import apply_token_bitmask
-from atom_ops.ops.token_shard import ALL_TOKENS, TokenShard
-from atom_ops.ops.verification import verify_drafts
+from atom_ops.ops.sampling.decode_inputs import DecodeInputs, decode_inputs
+from atom_ops.ops.sampling.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
+from atom_ops.ops.sampling.logits_processors import (
+    LogitsProcessorBatch,
+    TokenRecord,
+    apply_logits_processors,
+    record_sampled,
+)
+from atom_ops.ops.sampling.logprobs import TokenLogprobs, token_logprobs
+from atom_ops.ops.sampling.ngram import NgramRule, TokenHistory, propose_ngrams
+from atom_ops.ops.sampling.sampling import SamplingBatch, sample
+from atom_ops.ops.sampling.sharded_argmax import merge_argmax, shard_argmax
+from atom_ops.ops.sampling.token_bitmask import apply_token_bitmask
+from atom_ops.ops.sampling.token_shard import ALL_TOKENS, TokenShard
+from atom_ops.ops.sampling.verification import verify_drafts
 from atom_ops.transfer import to_device
 from atom_ops.weights import (
     MXFP4,

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atom_ops.ops.attention import AttentionRule
-from atom_ops.ops.attention_plan import AttentionPlan
-from atom_ops.ops.fused_attention import attend_projection
-from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer
-from atom_ops.ops.qkv import HeadNorms
+from atom_ops.ops.attention.attention import AttentionRule
+from atom_ops.ops.attention.attention_plan import AttentionPlan
+from atom_ops.ops.attention.fused_attention import attend_projection
+from atom_ops.ops.attention.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer
+from atom_ops.ops.attention.qkv import HeadNorms
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from atom_ops import aiter_impl, native_impl, triton_impl
 from atom_ops.attention_backend import ATTENTION_BACKENDS, use_attention_backends
 from atom_ops.op import REFERENCE, REGISTRY
-from atom_ops.ops.linear import BATCH_INVARIANT, linear
+from atom_ops.ops.linear.linear import BATCH_INVARIANT, linear
 from atom_ops.weights import Weight
 
 _DEFAULT_ORDER = {
@@ -72,7 +72,7 @@ def tune(
     `progress` is called with (phase, done, total).
     """
     if device.type == "cuda" and "triton" in REGISTRY["linear"].order:
-        from atom_ops.triton_impl.bench import tune_linear
+        from atom_ops.triton_impl.plans.bench import tune_linear
 
         tune_linear(device, weights, cache_dir, progress)
 

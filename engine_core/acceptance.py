@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 
-from atom.messages.engine import Finished, FinishReason
+from atom.shared.messages.engine import Finished, FinishReason
 from engine_core.draft_batch import DraftBatch
 from engine_core.request import Request, State
 from engine_core.sampled_tokens import SampledTokens

@@ -4,9 +4,9 @@ Frontends check more, for example the vocabulary, and send errors to clients. A 
 them must fail alone: a value that does not fit the workers' arrays would end the engine.
 """
 
-from atom.messages.engine import ID_BYTES, MAX_SEQUENCES, AddRequest, LogitsProcessors, Sampling
-from atom.messages.grammar import MAX_COMPILED_BYTES, MAX_GRAMMAR_MEMORY, Grammar
-from atom.sampling_params import MAX_LOGPROBS
+from atom.shared.messages.engine import ID_BYTES, MAX_SEQUENCES, AddRequest, LogitsProcessors, Sampling
+from atom.shared.messages.grammar import MAX_COMPILED_BYTES, MAX_GRAMMAR_MEMORY, Grammar
+from atom.shared.sampling_params import MAX_LOGPROBS
 
 _MAX_INT32 = (1 << 31) - 1
 _MAX_KEY_BYTES = 64

@@ -12,8 +12,8 @@ whose frames could exceed `MAX_FRAME_BYTES`; `check_row` refuses a request whose
 MAX_ROW_BYTES.
 """
 
-from atom.messages.codec import MAX_FRAME_BYTES
-from atom.sampling_params import MAX_LOGPROBS
+from atom.shared.messages.codec import MAX_FRAME_BYTES
+from atom.shared.sampling_params import MAX_LOGPROBS
 from engine_core.request import Request, SharedSettings
 
 MAX_NEW_ROWS_BYTES = 8 * 1024 * 1024

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from atom.messages.admin import (
+from atom.shared.messages.admin import (
     AbortNamed,
     Answer,
     Done,
@@ -11,7 +11,7 @@ from atom.messages.admin import (
     RequestInfos,
     ResetPrefixCache,
 )
-from atom.messages.engine import TokenDeltas
+from atom.shared.messages.engine import TokenDeltas
 from engine_core.core import EngineCore
 
 

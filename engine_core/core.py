@@ -11,9 +11,9 @@ from itertools import chain
 
 import msgspec
 
-from atom.messages.admin import MAX_INFOS, RequestInfo
-from atom.messages.codec import encode
-from atom.messages.engine import (
+from atom.shared.messages.admin import MAX_INFOS, RequestInfo
+from atom.shared.messages.codec import encode
+from atom.shared.messages.engine import (
     ID_BYTES,
     AddRequest,
     CoreStats,
@@ -21,8 +21,8 @@ from atom.messages.engine import (
     FinishReason,
     TokenDeltas,
 )
-from atom.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar
-from atom.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
+from atom.shared.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar
+from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
 from engine_core.admission import check_request
 from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.grammars import Grammars

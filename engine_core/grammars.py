@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from atom.messages.grammar import MAX_GRAMMAR_MEMORY, DropGrammar, Grammar, GrammarLoaded, LoadGrammar
+from atom.shared.messages.grammar import MAX_GRAMMAR_MEMORY, DropGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine_core.request import Request, State
 
 MAX_MEMORY = 8 * MAX_GRAMMAR_MEMORY

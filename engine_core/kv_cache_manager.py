@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh64_digest
 
-from atom.messages.admin import Miss
-from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom.shared.messages.admin import Miss
+from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.block_pool import CHECKED_AT_ONCE, BlockPool
 from engine_core.kv_events import KVEventLog, listed_group
 from engine_core.kv_plan import covering_blocks, first_visible_block, holds_states, peak_blocks

@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from atom.config.kv_events import KVEventsConfig
-from atom.utils.logger import get_logger
+from atom.shared.config.kv_events import KVEventsConfig
+from atom.shared.utils.logger import get_logger
 from engine_core.kv_events import Cleared, KVEvent, Removed, Stored
 
 _POLL_S = 0.05

@@ -8,8 +8,8 @@ Blocks of requests with a cache salt are left out: a subscriber would take them 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from atom.messages.engine import ID_BYTES
-from atom.messages.worker import FullAttentionSpec, KVSpec
+from atom.shared.messages.engine import ID_BYTES
+from atom.shared.messages.worker import FullAttentionSpec, KVSpec
 
 _MAX_RUN = 64
 """Blocks of one event: one of a long prompt has several."""

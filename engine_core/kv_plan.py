@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from atom.messages.worker import (
+from atom.shared.messages.worker import (
     FullAttentionSpec,
     KVSpec,
     PagedSpec,

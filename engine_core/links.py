@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
-from atom.messages.codec import Decoder, WireError, encode
-from atom.messages.engine import ToCore
-from atom.messages.worker import FromWorker
-from atom.utils.endpoint import bind
-from atom.utils.logger import get_logger
+from atom.shared.messages.codec import Decoder, WireError, encode
+from atom.shared.messages.engine import ToCore
+from atom.shared.messages.worker import FromWorker
+from atom.shared.utils.endpoint import bind
+from atom.shared.utils.logger import get_logger
 
 # Messages queued for a frontend that does not read: minutes of decoding, some ten megabytes.
 _FRONTEND_QUEUE = 10_000

@@ -22,10 +22,10 @@ from typing import TypeVar
 
 import zmq
 
-from atom.config.kv_events import kv_events_config
-from atom.messages.admin import AbortNamed, Answer, GetRequests, ResetPrefixCache, SetLogLevel
-from atom.messages.codec import encode
-from atom.messages.engine import (
+from atom.shared.config.kv_events import kv_events_config
+from atom.shared.messages.admin import AbortNamed, Answer, GetRequests, ResetPrefixCache, SetLogLevel
+from atom.shared.messages.codec import encode
+from atom.shared.messages.engine import (
     Abort,
     AddRequest,
     CoreDead,
@@ -37,11 +37,11 @@ from atom.messages.engine import (
     ToCore,
     TokenDeltas,
 )
-from atom.messages.grammar import GrammarLoaded
-from atom.messages.launch import CoreLaunch
-from atom.messages.profile import Profile, ProfileResult, RankTrace
-from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
-from atom.messages.worker import (
+from atom.shared.messages.grammar import GrammarLoaded
+from atom.shared.messages.launch import CoreLaunch
+from atom.shared.messages.profile import Profile, ProfileResult, RankTrace
+from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
+from atom.shared.messages.worker import (
     AllocateKV,
     BatchResult,
     ExpertLoad,
@@ -53,20 +53,20 @@ from atom.messages.worker import (
     WorkerHeartbeat,
     WorkerReady,
 )
-from atom.utils import envs
-from atom.utils.errors import one_line, out_of_memory
-from atom.utils.exit_status import ExitStatus
-from atom.utils.install_check import check_install
-from atom.utils.liveness import (
+from atom.shared.utils import envs
+from atom.shared.utils.errors import one_line, out_of_memory
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.install_check import check_install
+from atom.shared.utils.liveness import (
     HeartbeatSender,
     PeerMonitor,
     SilenceTimer,
     heartbeat_interval,
     worker_monitor,
 )
-from atom.utils.logger import get_logger, set_log_level, setup_logging
-from atom.utils.process import read_launch
-from atom.utils.step_trace import StepTrace
+from atom.shared.utils.logger import get_logger, set_log_level, setup_logging
+from atom.shared.utils.process import read_launch
+from atom.shared.utils.step_trace import StepTrace
 from engine_core.commands import answers
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager

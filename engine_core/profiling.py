@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from atom.messages.profile import Profile, ProfileResult, RankTrace
+from atom.shared.messages.profile import Profile, ProfileResult, RankTrace
 
 _DEADLINE_S = 300.0
 MAX_RECORDING_S = 600.0

@@ -2,7 +2,7 @@
 
 from enum import Enum, auto
 
-from atom.messages.engine import AddRequest, FinishReason, Sampling
+from atom.shared.messages.engine import AddRequest, FinishReason, Sampling
 from engine_core.kv_cache_manager import RequestBlocks
 from engine_core.token_ids import TokenIds
 

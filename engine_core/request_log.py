@@ -4,9 +4,9 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
-from atom.messages.admin import Miss, RequestInfo, RequestStatus
-from atom.messages.engine import FinishReason
-from atom.utils.logger import get_logger
+from atom.shared.messages.admin import Miss, RequestInfo, RequestStatus
+from atom.shared.messages.engine import FinishReason
+from atom.shared.utils.logger import get_logger
 from engine_core.request import Request, State
 
 _MAX_FINISHED = 4096

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from atom.messages.engine import LogprobTable, SampledLogprobs
+from atom.shared.messages.engine import LogprobTable, SampledLogprobs
 from engine_core.request import Request
 
 _ITEM = 4  # bytes of an int32, and of a float32

@@ -27,8 +27,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from atom.messages.engine import Finished, FinishReason, FirstToken
-from atom.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
+from atom.shared.messages.engine import Finished, FinishReason, FirstToken
+from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
 from engine_core.acceptance import accept, count_drafts
 from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, MAX_REASON_CHARS, check_frames, new_row_bytes
 from engine_core.decode_batch import DecodeBatch, union_of_stop_ids

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atom.config.engine import EngineConfig
-from atom.messages.worker import KVSpec, Loaded, RecurrentStateSpec
+from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.worker import KVSpec, Loaded, RecurrentStateSpec
 from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, unit_bytes
 from engine_core.scheduler import Limits
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import add, le
 
-from atom.messages.engine import Finished, FirstToken, PromptLogprobs, unpack_ids
-from atom.messages.worker import BatchResult, MoreBlocks, NewRow
+from atom.shared.messages.engine import Finished, FirstToken, PromptLogprobs, unpack_ids
+from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow
 from engine_core.batch_bytes import MAX_PROMPT_LOGPROB_TOKENS
 from engine_core.request import Request, State
 from engine_core.sampled_tokens import SampledTokens, fits, is_consistent

@@ -2,7 +2,7 @@
 
 from array import array
 
-from atom.messages.engine import unpack_ids
+from atom.shared.messages.engine import unpack_ids
 
 _SALT_MARK = bytes(8)
 """Precedes every salt, so that a salted root is longer than a digest."""

@@ -8,33 +8,39 @@ from typing import Any
 
 from aiohttp import web
 
-from atom.config.server import ServerConfig
-from atom.messages.admin import ServerState
-from atom.messages.launch import FrontendLaunch
-from atom.messages.supervisor import Engines
-from atom.utils.logger import set_log_level
+from atom.shared.config.server import ServerConfig
+from atom.shared.messages.admin import ServerState
+from atom.shared.messages.launch import FrontendLaunch
+from atom.shared.messages.supervisor import Engines
+from atom.shared.utils.logger import set_log_level
 from frontend import keys
 from frontend.admin import create_admin_app
-from frontend.auth import ApiKeys
-from frontend.body_memory import BodyMemory
-from frontend.chat_encoder import ChatEncoder
-from frontend.chat_template import ChatTemplate
-from frontend.client_settings import ClientSettings
-from frontend.connections import Listener
-from frontend.cors import CorsPolicy
-from frontend.dp_router import router_for
-from frontend.engine_client import EngineClient
-from frontend.fim import FillInTheMiddle
-from frontend.grammar_process import GrammarProcess
-from frontend.grammars import Grammars
-from frontend.input_processor import InputProcessor
-from frontend.lifecycle import Lifecycle
-from frontend.limits import HttpLimits
-from frontend.loop_lag import watch_loop
-from frontend.metrics import Metrics
-from frontend.output_memory import default_output_memory
-from frontend.output_processor import OutputProcessor
-from frontend.reply_formats.choose import choose_format
+from frontend.api.chat.endpoint import ChatEndpoint
+from frontend.api.chat.prompts import ChatPrompts
+from frontend.api.completions.endpoint import CompletionEndpoint
+from frontend.api.generation.generation import Generation, ServingOptions
+from frontend.api.generation.prompts import PromptEncoder
+from frontend.api.messages.endpoint import MessagesEndpoint
+from frontend.api.models.service import ModelService, fingerprint
+from frontend.api.responses.endpoint import ResponsesEndpoint
+from frontend.api.responses.response_store import ResponseStore
+from frontend.api.tokenization.service import TokenizationService
+from frontend.engine_client.client import EngineClient
+from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.dp_router import router_for
+from frontend.engine_client.output_memory import default_output_memory
+from frontend.engine_client.supervisor_link import SupervisorLink
+from frontend.http.auth import ApiKeys
+from frontend.http.body_memory import BodyMemory
+from frontend.http.connections import Listener
+from frontend.http.cors import CorsPolicy
+from frontend.http.lifecycle import Lifecycle
+from frontend.http.limits import HttpLimits
+from frontend.http.loop_lag import watch_loop
+from frontend.http.tls import follow_files, tls_context
+from frontend.metrics.metrics import Metrics
+from frontend.metrics.shared_metrics import SharedMetrics
+from frontend.metrics.tracing import Tracing
 from frontend.routes import (
     generation,
     health,
@@ -52,23 +58,17 @@ from frontend.routes import (
 from frontend.routes.access import access_middleware
 from frontend.routes.cors import add_cors_headers, cors_middleware
 from frontend.routes.errors import add_request_id, error_middleware
-from frontend.serving.chat import ChatEndpoint
-from frontend.serving.chat_prompts import ChatPrompts
-from frontend.serving.completions import CompletionEndpoint
-from frontend.serving.generation import Generation, ServingOptions
-from frontend.serving.messages import MessagesEndpoint
-from frontend.serving.models import ModelService, fingerprint
-from frontend.serving.prompts import PromptEncoder
-from frontend.serving.response_store import ResponseStore
-from frontend.serving.responses import ResponsesEndpoint
-from frontend.serving.tokenization import TokenizationService
-from frontend.shared_metrics import SharedMetrics
 from frontend.status.feed import StatusFeed
-from frontend.supervisor_link import SupervisorLink
-from frontend.text_executor import TextExecutor
-from frontend.tls import follow_files, tls_context
-from frontend.tokenizer import Tokenizer
-from frontend.tracing import Tracing
+from frontend.text.chat_encoder import ChatEncoder
+from frontend.text.chat_template import ChatTemplate
+from frontend.text.fim import FillInTheMiddle
+from frontend.text.grammar_process import GrammarProcess
+from frontend.text.grammars import Grammars
+from frontend.text.input_processor import InputProcessor
+from frontend.text.output_processor import OutputProcessor
+from frontend.text.reply_formats.choose import choose_format
+from frontend.text.text_executor import TextExecutor
+from frontend.text.tokenizer import Tokenizer
 
 __all__ = ["create_app", "start"]
 

@@ -4,25 +4,25 @@ import ssl
 
 from aiohttp import web
 
-from atom.messages.launch import FrontendLaunch
-from frontend.auth import ApiKeys
-from frontend.body_memory import BodyMemory
-from frontend.cors import CorsPolicy
-from frontend.engine_client import EngineClient
-from frontend.lifecycle import Lifecycle
-from frontend.limits import HttpLimits
-from frontend.metrics import Metrics
-from frontend.serving.chat import ChatEndpoint
-from frontend.serving.completions import CompletionEndpoint
-from frontend.serving.generation import Generation
-from frontend.serving.messages import MessagesEndpoint
-from frontend.serving.models import ModelService
-from frontend.serving.response_store import ResponseStore
-from frontend.serving.responses import ResponsesEndpoint
-from frontend.serving.tokenization import TokenizationService
-from frontend.shared_metrics import SharedMetrics
+from atom.shared.messages.launch import FrontendLaunch
+from frontend.api.chat.endpoint import ChatEndpoint
+from frontend.api.completions.endpoint import CompletionEndpoint
+from frontend.api.generation.generation import Generation
+from frontend.api.messages.endpoint import MessagesEndpoint
+from frontend.api.models.service import ModelService
+from frontend.api.responses.endpoint import ResponsesEndpoint
+from frontend.api.responses.response_store import ResponseStore
+from frontend.api.tokenization.service import TokenizationService
+from frontend.engine_client.client import EngineClient
+from frontend.engine_client.supervisor_link import SupervisorLink
+from frontend.http.auth import ApiKeys
+from frontend.http.body_memory import BodyMemory
+from frontend.http.cors import CorsPolicy
+from frontend.http.lifecycle import Lifecycle
+from frontend.http.limits import HttpLimits
+from frontend.metrics.metrics import Metrics
+from frontend.metrics.shared_metrics import SharedMetrics
 from frontend.status.feed import StatusFeed
-from frontend.supervisor_link import SupervisorLink
 
 __all__ = [
     "API_KEYS",

@@ -10,14 +10,14 @@ import uvloop
 import zmq
 from aiohttp import web
 
-from atom.messages.codec import encode
-from atom.messages.launch import FrontendLaunch
-from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
-from atom.utils.errors import out_of_memory
-from atom.utils.exit_status import ExitStatus
-from atom.utils.liveness import HeartbeatSender, heartbeat_interval
-from atom.utils.logger import get_logger, setup_logging
-from atom.utils.process import read_launch
+from atom.shared.messages.codec import encode
+from atom.shared.messages.launch import FrontendLaunch
+from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
+from atom.shared.utils.errors import out_of_memory
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.liveness import HeartbeatSender, heartbeat_interval
+from atom.shared.utils.logger import get_logger, setup_logging
+from atom.shared.utils.process import read_launch
 from frontend import keys
 from frontend.app import create_app, start
 

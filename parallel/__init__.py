@@ -1,0 +1,1 @@
+"""Process groups, collectives, peer memory and expert dispatch. Knows no model."""

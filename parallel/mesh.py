@@ -23,8 +23,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from atom.messages.launch import Rendezvous
-from atom.utils import envs
+from atom.shared.messages.launch import Rendezvous
+from atom.shared.utils import envs
 from parallel.communicator import Communicator
 from parallel.host_group import HostGroup
 from parallel.rendezvous import MeetingPoint

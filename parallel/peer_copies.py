@@ -65,7 +65,7 @@ class PeerCopies:
 
         Functions have to be called in the order in which they were made.
         """
-        from atom_ops.triton_impl.received_rows import add_received_rows
+        from atom_ops.triton_impl.experts.received_rows import add_received_rows
 
         slot, self._next = self._next, (self._next + 1) % _SLOTS
         flag = slice(slot, slot + 1)

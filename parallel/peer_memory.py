@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atom.utils.errors import one_line
-from atom.utils.logger import get_logger
+from atom.shared.utils.errors import one_line
+from atom.shared.utils.logger import get_logger
 from atom_ops.op import REGISTRY
 from parallel.aiter_memory import AiterMemory
 from parallel.aiter_memory import supports as aiter_supports
@@ -32,7 +32,7 @@ class PeerMemory:
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        from atom_ops.triton_impl.all_reduce import EMPTY, Inboxes, bits_of
+        from atom_ops.triton_impl.elementwise.all_reduce import EMPTY, Inboxes, bits_of
 
         ranks = group.size()
         self.width, self.dtype, self.device, self._ranks = width, dtype, device, ranks
@@ -67,7 +67,7 @@ class PeerMemory:
     def _sum(
         self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        from atom_ops.triton_impl.all_reduce import all_reduce_rows
+        from atom_ops.triton_impl.elementwise.all_reduce import all_reduce_rows
 
         two_shots = self._ranks > 2 and x_TD.nbytes > _ONE_SHOT_BYTES
         return all_reduce_rows(x_TD, residual_TD, weight_D, eps, self._inboxes, two_shots)
@@ -125,7 +125,7 @@ def _kind(
     # AMD GPUs need another kernel: theirs order remote writes differently.
     if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
         return None
-    from atom_ops.triton_impl.all_reduce import supports_width
+    from atom_ops.triton_impl.elementwise.all_reduce import supports_width
 
     return PeerMemory if supports_width(width) and ranks <= _MOST_RANKS else None
 

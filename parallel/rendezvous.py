@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from atom.messages.launch import Rendezvous
+from atom.shared.messages.launch import Rendezvous
 
 _POLL_S = 0.05
 # How long rank 0 keeps the store for the others when a mesh closes.

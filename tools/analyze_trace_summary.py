@@ -10,9 +10,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from atom.traces.events import TraceError
-from atom.traces.steps import read_steps
-from atom.traces.summary import report
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file: this folder alone is on it
+
+from tools.traces.events import TraceError
+from tools.traces.steps import read_steps
+from tools.traces.summary import report
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from itertools import pairwise
 from textwrap import dedent
 from typing import Any
 
+from frontend.api.schemas.fields import Schema
 from frontend.openapi import openapi_document
 from frontend.openapi.operations import OPERATIONS
-from frontend.schemas.fields import Schema
 
 _REFERENCE = "#/components/schemas/"
 

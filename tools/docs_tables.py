@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from atom.config.cli import flags_of
-from atom.config.engine import EngineConfig
-from atom.config.fields import Field, fields_of
-from atom.config.nodes import NodesConfig
-from atom.config.not_yet import REFUSED
-from atom.config.server import ServerConfig
-from atom.utils.envs import VARIABLES, Variable, acts
+from atom.shared.config.cli import flags_of
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.fields import Field, fields_of
+from atom.shared.config.nodes import NodesConfig
+from atom.shared.config.not_yet import REFUSED
+from atom.shared.config.server import ServerConfig
+from atom.shared.utils.envs import VARIABLES, Variable, acts
 from tools.api_table import api_tables, route_table
 from tools.scaling_tables import scaling_tables
 

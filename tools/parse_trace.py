@@ -12,10 +12,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from atom.traces.breakdown import break_down
-from atom.traces.events import TraceError
-from atom.traces.steps import Step, read_steps
-from atom.traces.workbook import write_workbook
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file: this folder alone is on it
+
+from tools.traces.breakdown import break_down
+from tools.traces.events import TraceError
+from tools.traces.steps import Step, read_steps
+from tools.traces.workbook import write_workbook
 
 KINDS = ("prefill", "decode")
 

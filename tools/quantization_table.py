@@ -5,7 +5,7 @@ python -m tools.quantization_table
 
 from pathlib import Path
 
-from atom.config.online_quantization import FORMATS as ONLINE_FORMATS
+from atom.shared.config.online_quantization import FORMATS as ONLINE_FORMATS
 from tests.helpers.four_bits import FOUR_BIT_FORMATS
 from tests.helpers.quantized_formats import FORMATS, QUANTIZED_MODELS, StoredFormat, parts_quantized
 
@@ -87,7 +87,7 @@ MXFP4 takes the better of two exponents, a row or block of FP8 the best of eight
 ### Perplexity
 
 SmolLM2-135M-Instruct in float32 on a CPU, eight windows of 512 tokens from Python's language reference:
-`python -m atom.benchmarks.quantization --model DIRECTORY --device cpu --dtype float32 --max-model-len 1024 \\
+`python -m benchmarks.quantization --model DIRECTORY --device cpu --dtype float32 --max-model-len 1024 \\
 --windows 8 --exclude 'per_block_fp8=*qkv_proj' --formats` and the names below; the directory is made of
 the GGUF file by `python -m tools.expand_gguf`. Its 576 inputs are no multiple of 128: `int4_g128` does not
 fit, and in `per_block_fp8` q, k and v stay plain. Rounding is to the nearest, without calibration, and so
@@ -143,7 +143,7 @@ compiler, all are dequantized when they are loaded.
 A Llama of 1.4 billion random weights on two cores of an AMD EPYC with AVX-512, one stream, two rounds
 alternately with llama.cpp (llama-cpp-python 0.3.36, built there, two threads); F16 at other times. The
 memory's speed varies. ATOM: medians of
-`python -m atom.benchmarks.latency --model FILE.gguf --input-len 128 --output-len 48 --batch-size 1`
+`python -m benchmarks.latency --model FILE.gguf --input-len 128 --output-len 48 --batch-size 1`
 
 | type | ms a token | llama.cpp | first token of 128, ms | llama.cpp |
 | --- | --- | --- | --- | --- |

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from atom.benchmarks.serving.errors import BenchmarkError
-from atom.benchmarks.simulation.decoder import decoder
-from atom.benchmarks.simulation.engines import Cost, EngineSettings
-from atom.benchmarks.simulation.requests import Workload, requests
-from atom.benchmarks.simulation.roofline import H200, Layout, Roofline, Work
-from atom.benchmarks.simulation.simulate import Simulation
+from benchmarks.simulation.decoder import decoder
+from benchmarks.simulation.engines import Cost, EngineSettings
+from benchmarks.simulation.requests import Workload, requests
+from benchmarks.simulation.roofline import H200, Layout, Roofline, Work
+from benchmarks.simulation.simulate import Simulation
 
 __all__ = ["scaling_tables"]
 

@@ -1,4 +1,4 @@
-"""Measures the tiles of `experts` on a Hopper GPU, for the table in atom_ops/triton_impl/expert_plans.py.
+"""Measures the tiles of `experts` on a Hopper GPU, for the table in `expert_plans.py`.
 
     make tune-experts ARGS="--models Qwen3-30B-A3B --tokens 1 64 4096"
 
@@ -24,11 +24,11 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from atom_ops import RoutingRule, backend, route
-from atom_ops.ops.experts import ClampedSwiglu, ExpertWeights, experts
-from atom_ops.triton_impl import experts as provider
-from atom_ops.triton_impl import hopper_experts
-from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
-from atom_ops.triton_impl.expert_plans import (
+from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertWeights, experts
+from atom_ops.triton_impl.experts import experts as provider
+from atom_ops.triton_impl.experts import hopper_experts
+from atom_ops.triton_impl.experts.expert_blocks import ExpertBlocks, sort_by_expert
+from atom_ops.triton_impl.experts.expert_plans import (
     MANY,
     ExpertPlan,
     Format,
@@ -39,7 +39,7 @@ from atom_ops.triton_impl.expert_plans import (
     VectorTile,
     WgmmaPlan,
 )
-from atom_ops.triton_impl.expert_quantized import QuantizedGEMMs, Rounded, rounded
+from atom_ops.triton_impl.experts.expert_quantized import QuantizedGEMMs, Rounded, rounded
 from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Weight, tensors_of
 from atom_ops.weights.four_bit_words import pack_words
 

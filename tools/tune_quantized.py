@@ -20,17 +20,17 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from atom_ops import backend
-from atom_ops.triton_impl import quantized_linear as provider
-from atom_ops.triton_impl.quantized_candidates import candidates
-from atom_ops.triton_impl.quantized_plans import (
+from atom_ops.triton_impl.plans.tuned import StreamKPlan
+from atom_ops.triton_impl.quantized import quantized_linear as provider
+from atom_ops.triton_impl.quantized.quantized_candidates import candidates
+from atom_ops.triton_impl.quantized.quantized_plans import (
     GemmPlan,
     GemvPlan,
     Packed,
     PersistentGemvPlan,
     QuantizedPlan,
 )
-from atom_ops.triton_impl.rounded_rows import round_rows
-from atom_ops.triton_impl.tuned import StreamKPlan
+from atom_ops.triton_impl.quantized.rounded_rows import round_rows
 from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, FourBitWords, GroupINT4
 from tools.tune_experts import seconds
 

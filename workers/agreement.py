@@ -16,7 +16,7 @@ from enum import IntEnum
 from parallel.expert import ExpertDispatch
 from parallel.host_group import HostGroup
 from parallel.mesh import Mesh
-from workers.step_shape import GraphSizes, StepMode, StepShape
+from workers.batch.step_shape import GraphSizes, StepMode, StepShape
 
 _DUMMY = StepShape(StepMode.EAGER, 1, 1)
 

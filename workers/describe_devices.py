@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from atom.messages.doctor import Devices, DevicesLaunch, Gpu
-from atom.utils import optional_library
-from atom.utils.errors import one_line
-from atom.utils.process import read_launch
+from atom.shared.messages.doctor import Devices, DevicesLaunch, Gpu
+from atom.shared.utils import optional_library
+from atom.shared.utils.errors import one_line
+from atom.shared.utils.process import read_launch
 
 if TYPE_CHECKING:
     import torch

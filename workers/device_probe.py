@@ -4,7 +4,7 @@ import os
 from glob import glob
 from pathlib import Path
 
-from atom.config.resolve import DeviceCapabilities
+from atom.shared.config.resolve import DeviceCapabilities
 
 _GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 

@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from atom.config.eplb import SETTLING_STEPS, EPLBConfig
+from atom.shared.config.eplb import SETTLING_STEPS, EPLBConfig
 from parallel.communicator import Communicator
 from parallel.expert.placement import Copies, balanced, copies, imbalance, slots_of_ranks
-from workers.layers.expert_slots import SlotMap
-from workers.layers.moe import Experts, MoE
+from workers.layers.moe.expert_slots import SlotMap
+from workers.layers.moe.moe import Experts, MoE
 
 _BYTES_PER_STEP = 64 << 20
 """That a rank sends, and receives, between two steps; but 2 experts at least."""

@@ -15,20 +15,20 @@ import traceback
 import msgspec
 import zmq
 
-from atom.config.engine import EngineConfig
-from atom.messages.codec import Decoder, encode
-from atom.messages.launch import WorkerLaunch
-from atom.messages.supervisor import Dead, Progress
-from atom.messages.worker import ToWorker, WorkerFailed, WorkerHeartbeat
-from atom.utils import envs
-from atom.utils.endpoint import connect
-from atom.utils.errors import one_line, out_of_memory
-from atom.utils.exit_status import ExitStatus
-from atom.utils.install_check import check_install
-from atom.utils.liveness import HeartbeatSender, heartbeat_interval
-from atom.utils.logger import setup_logging
-from atom.utils.process import read_launch
-from atom.utils.step_trace import StepTrace
+from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.launch import WorkerLaunch
+from atom.shared.messages.supervisor import Dead, Progress
+from atom.shared.messages.worker import ToWorker, WorkerFailed, WorkerHeartbeat
+from atom.shared.utils import envs
+from atom.shared.utils.endpoint import connect
+from atom.shared.utils.errors import one_line, out_of_memory
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.install_check import check_install
+from atom.shared.utils.liveness import HeartbeatSender, heartbeat_interval
+from atom.shared.utils.logger import setup_logging
+from atom.shared.utils.process import read_launch
+from atom.shared.utils.step_trace import StepTrace
 from workers.waves import Waves
 
 _LINGER_MS = 2000

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from atom.messages.worker import ScheduledBatch
+from atom.shared.messages.worker import ScheduledBatch
 from atom_ops import TokenLogprobs, token_logprobs
-from workers.decode_graphs import DecodeGraphs
-from workers.group_rows import Rows
-from workers.input_batch import (
+from workers.batch.group_rows import Rows
+from workers.batch.input_batch import (
     DecodeBatch,
     InputBatch,
     PromptChunk,
@@ -21,18 +20,19 @@ from workers.input_batch import (
     SamplingRows,
     StepInputs,
 )
+from workers.batch.state_slots import StateSlots
+from workers.batch.step_label import step_label
+from workers.batch.step_padding import pad_step
+from workers.batch.step_shape import Agree, GraphSizes, StepMode, StepShape, no_agreement
+from workers.graphs.decode_graphs import DecodeGraphs
+from workers.graphs.piece_graphs import PieceGraphs
+from workers.graphs.prompt_graphs import PromptGraphs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
-from workers.memory_guard import MemoryGuard, reason_of
+from workers.memory.memory_guard import MemoryGuard, reason_of
 from workers.pending_step import Advance, PendingStep, RecordEvent, StepOutput
-from workers.piece_graphs import PieceGraphs
-from workers.prompt_graphs import PromptGraphs
-from workers.sampler import Sampler, SamplerOutput, logprob_slice
+from workers.sampling.sampler import Sampler, SamplerOutput, logprob_slice
 from workers.spec_decode.draft_rows import Verified
-from workers.state_slots import StateSlots
-from workers.step_label import step_label
-from workers.step_padding import pad_step
-from workers.step_shape import Agree, GraphSizes, StepMode, StepShape, no_agreement
 
 _FORWARD, _SAMPLING = "the forward pass", "sampling"
 _PROMPT_LOGPROBS = "the prompt log probabilities"

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom.messages.engine import LogprobTable, PromptLogprobs, SampledLogprobs
-from atom.messages.worker import BatchResult, RowFailure
+from atom.shared.messages.engine import LogprobTable, PromptLogprobs, SampledLogprobs
+from atom.shared.messages.worker import BatchResult, RowFailure
 from atom_ops import TokenLogprobs
-from workers.group_rows import Rows
-from workers.input_batch import PromptChunk
-from workers.sampler import SamplerOutput
+from workers.batch.group_rows import Rows
+from workers.batch.input_batch import PromptChunk
+from workers.sampling.sampler import SamplerOutput
 from workers.spec_decode.draft_rows import DraftRows, Verified
 
 

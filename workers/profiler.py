@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from atom.messages.profile import RankTrace
-from atom.utils import envs
-from atom.utils.errors import one_line
+from atom.shared.messages.profile import RankTrace
+from atom.shared.utils import envs
+from atom.shared.utils.errors import one_line
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 _COMPRESSION = 3  # a third of the time of level 6, for files a tenth larger

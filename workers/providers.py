@@ -2,7 +2,7 @@
 
 import torch
 
-from atom.utils import envs
+from atom.shared.utils import envs
 from atom_ops import backend
 
 

@@ -2,20 +2,20 @@
 
 import torch
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.device import COMPILERS
-from atom.config.engine import EngineConfig
-from atom.config.eplb import eplb_config
-from atom.config.online_quantization import online_quantization
-from atom.messages.worker import KVSpec
-from atom.utils import envs
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import COMPILERS
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.eplb import eplb_config
+from atom.shared.config.online_quantization import online_quantization
+from atom.shared.messages.worker import KVSpec
+from atom.shared.utils import envs
 from parallel.expert import ExpertDispatch, LocalDispatch, expert_dispatch
 from parallel.mesh import Mesh
-from workers.kv_cache import kv_dtype, kv_specs
-from workers.layers.cache_groups import LatentGroup
+from workers.layers.attention.cache_groups import LatentGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
-from workers.layers.second_stream import SecondStream
+from workers.layers.moe.second_stream import SecondStream
+from workers.memory.kv_cache import kv_dtype, kv_specs
 from workers.models.registry import build_model
 from workers.spec_decode.methods import method_of
 

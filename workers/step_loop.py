@@ -8,10 +8,10 @@ from typing import Protocol
 
 import msgspec
 
-from atom.messages.admin import SetLogLevel
-from atom.messages.grammar import DropGrammar, LoadGrammar
-from atom.messages.profile import Profile, RankTrace
-from atom.messages.worker import (
+from atom.shared.messages.admin import SetLogLevel
+from atom.shared.messages.grammar import DropGrammar, LoadGrammar
+from atom.shared.messages.profile import Profile, RankTrace
+from atom.shared.messages.worker import (
     AllocateKV,
     ScheduledBatch,
     Shutdown,
@@ -19,8 +19,8 @@ from atom.messages.worker import (
     ToWorker,
     WorkerReady,
 )
-from atom.utils.logger import set_log_level
-from atom.utils.step_trace import StepTrace
+from atom.shared.utils.logger import set_log_level
+from atom.shared.utils.step_trace import StepTrace
 from workers.pending_step import PendingStep
 from workers.waves import Waves
 from workers.worker import Worker

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import zmq
 
-from atom.messages.codec import Decoder, encode
-from atom.messages.worker import WaveStart
-from atom.utils.endpoint import bind, connect
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.worker import WaveStart
+from atom.shared.utils.endpoint import bind, connect
 
 __all__ = ["Waves"]
 

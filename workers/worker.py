@@ -7,24 +7,32 @@ from pathlib import Path
 import msgspec
 import torch
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.device import COMPILERS
-from atom.config.engine import EngineConfig
-from atom.config.eplb import eplb_config
-from atom.messages.engine import Sampling, pack_ids
-from atom.messages.worker import AllocateKV, ExpertLoad, Loaded, NewRow, ScheduledBatch
-from atom.utils import envs
-from atom.utils.logger import get_logger
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import COMPILERS
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.eplb import eplb_config
+from atom.shared.messages.engine import Sampling, pack_ids
+from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, NewRow, ScheduledBatch
+from atom.shared.utils import envs
+from atom.shared.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
 from parallel.mesh import Mesh
 from workers.agreement import Agreed, Agreement
-from workers.block_table import BatchLimits, BlockTable
+from workers.batch.block_table import BatchLimits, BlockTable
+from workers.batch.group_rows import GroupRows
+from workers.batch.input_batch import InputBatch
+from workers.batch.state_slots import StateSlots
+from workers.batch.step_padding import pad_groups
+from workers.batch.step_shape import GraphSizes, no_agreement
 from workers.expert_balancer import ExpertBalancer
 from workers.grammar.library import GrammarLibrary
-from workers.graph_modes import GraphSettings, capture_graphs
-from workers.group_rows import GroupRows
-from workers.input_batch import InputBatch
-from workers.kv_cache import (
+from workers.graphs.graph_modes import GraphSettings, capture_graphs
+from workers.graphs.marks import mark_modules
+from workers.layers.attention.cache_groups import CacheGroup, StateGroup
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import CacheLayer, ForwardContext
+from workers.layers.linear import Linear
+from workers.memory.kv_cache import (
     allocate_kv,
     attention_backends,
     cpu_kv_bytes,
@@ -32,23 +40,15 @@ from workers.kv_cache import (
     cuda_kv_bytes,
     kv_dtype,
 )
-from workers.largest_steps import largest_steps, num_blocks, profile_batch
-from workers.layers.cache_groups import CacheGroup, StateGroup
-from workers.layers.causal_lm import CausalLM
-from workers.layers.context import CacheLayer, ForwardContext
-from workers.layers.linear import Linear
-from workers.marks import mark_modules
-from workers.memory_guard import MemoryGuard
+from workers.memory.largest_steps import largest_steps, num_blocks, profile_batch
+from workers.memory.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
 from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.providers import resolve_ops
 from workers.rank_model import build_rank, compute_dtype, longest_sequence, rank_dispatch, rank_specs
-from workers.sampler import Sampler
+from workers.sampling.sampler import Sampler
 from workers.spec_decode.methods import method_of
-from workers.state_slots import StateSlots
-from workers.step_padding import pad_groups
-from workers.step_shape import GraphSizes, no_agreement
 from workers.weights.loader import (
     WeightError,
     describe_schemes,
@@ -275,7 +275,7 @@ class Worker:
         level = self._config.device.level
         if level not in COMPILERS:
             return
-        from workers.compile_cache import compile_forward, directory_of  # imports torch's compiler
+        from workers.graphs.compile_cache import compile_forward, directory_of  # imports torch's compiler
 
         blocks = [1] * len(self._model.kv_groups)
         kv_layers = self._make_kv(blocks)

@@ -1,0 +1,1 @@
+"""Clients that measure a running server."""

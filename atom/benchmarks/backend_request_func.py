@@ -23,7 +23,7 @@ import msgspec
 from atom.benchmarks.serving import events
 from atom.benchmarks.serving.events import Part
 from atom.benchmarks.serving.sse import EventSplitter
-from atom.utils import envs
+from atom.shared.utils import envs
 
 __all__ = [
     "ASYNC_REQUEST_FUNCS",

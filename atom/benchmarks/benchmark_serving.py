@@ -26,7 +26,7 @@ from atom.benchmarks.serving.metrics import BenchmarkMetrics
 from atom.benchmarks.serving.report import failures, make_result, result_lines, write_result
 from atom.benchmarks.serving.run import benchmark, text_source
 from atom.benchmarks.serving.sweep import Point, check_plotting, point_args, table, write_sweep
-from atom.utils.open_files import OpenFilesError, raise_open_files_limit
+from atom.shared.utils.open_files import OpenFilesError, raise_open_files_limit
 
 __all__ = ["BenchmarkMetrics", "main"]
 

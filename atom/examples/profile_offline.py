@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 from atom import EngineArgs, LLMEngine, SamplingParams
-from atom.config.cli import CommandLineParser
+from atom.shared.config.cli import CommandLineParser
 
 DEFAULT_DIRECTORY = "./profiler_traces"
 TEXT = (

@@ -4,7 +4,7 @@ python -m atom.examples.simple_inference --model PATH --temperature 0.6
 """
 
 from atom import EngineArgs, LLMEngine, SamplingParams
-from atom.config.cli import CommandLineParser
+from atom.shared.config.cli import CommandLineParser
 
 PROMPTS = [
     "Why does bread dough rise? Answer in two sentences.",

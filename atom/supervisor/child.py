@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from atom.shared.utils.logger import get_logger
 from atom.supervisor.node import Process
-from atom.utils.logger import get_logger
 
 # Signals of a crash or from outside. Not SIGABRT: NCCL aborts when another rank dies.
 _KILL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)

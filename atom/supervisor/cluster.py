@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from atom.messages.admin import ServerState
-from atom.messages.codec import Decoder, WireError, encode
-from atom.messages.nodes import (
+from atom.shared.messages.admin import ServerState
+from atom.shared.messages.codec import Decoder, WireError, encode
+from atom.shared.messages.nodes import (
     Beat,
     Deliver,
     EndLife,
@@ -42,11 +42,11 @@ from atom.messages.nodes import (
     ToNode,
     Welcome,
 )
-from atom.messages.supervisor import Engines
+from atom.shared.messages.supervisor import Engines
+from atom.shared.utils.endpoint import LINK_SILENCE_MS, bind
+from atom.shared.utils.logger import get_logger
 from atom.supervisor.identity import difference
 from atom.supervisor.node import Node
-from atom.utils.endpoint import LINK_SILENCE_MS, bind
-from atom.utils.logger import get_logger
 
 __all__ = ["Cluster", "RemoteNode", "RemoteProcess", "link_name"]
 

@@ -2,10 +2,10 @@
 
 import zmq
 
-from atom.messages.admin import ServerState
-from atom.messages.codec import Decoder, WireError, encode
-from atom.messages.supervisor import Engines, SetServerState, ToControl, control_identity
-from atom.utils.logger import get_logger
+from atom.shared.messages.admin import ServerState
+from atom.shared.messages.codec import Decoder, WireError, encode
+from atom.shared.messages.supervisor import Engines, SetServerState, ToControl, control_identity
+from atom.shared.utils.logger import get_logger
 
 
 class Control:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import zmq
 
-from atom.config.engine import EngineConfig
-from atom.messages.nodes import NodeInfo
+from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.nodes import NodeInfo
+from atom.shared.utils.logger import get_logger
 from atom.supervisor.failure import Failure, Restarts
 from atom.supervisor.life import Life, OnProgress
 from atom.supervisor.node import Node
 from atom.supervisor.placement import Placement
-from atom.utils.logger import get_logger
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ ends leaves the others in a collective: their workers are the ranks of one mesh.
 from dataclasses import replace
 from pathlib import Path
 
-from atom.config.engine import EngineConfig
-from atom.messages.codec import encode
-from atom.messages.launch import CoreLaunch, EngineAddress, Rendezvous, WorkerLaunch
-from atom.messages.supervisor import EngineEnded
-from atom.messages.worker import WorkerFailed
+from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.codec import encode
+from atom.shared.messages.launch import CoreLaunch, EngineAddress, Rendezvous, WorkerLaunch
+from atom.shared.messages.supervisor import EngineEnded
+from atom.shared.messages.worker import WorkerFailed
+from atom.shared.utils.endpoint import endpoint_key, tcp_endpoint
 from atom.supervisor.child import wait_for
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
-from atom.utils.endpoint import endpoint_key, tcp_endpoint
 
 # Time for the cores to send their frontends the cause.
 _NOTIFY_S = 1.0

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from atom.utils.exit_status import ExitStatus
+from atom.shared.utils.exit_status import ExitStatus
 
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 30.0

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from atom.messages.launch import FrontendLaunch
-from atom.messages.supervisor import Engines
+from atom.shared.messages.launch import FrontendLaunch
+from atom.shared.messages.supervisor import Engines
+from atom.shared.utils.net import ListenPort
 from atom.supervisor.cluster import RemotePort
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
-from atom.utils.net import ListenPort
 
 _FRONTEND = "frontend"
 NO_FD = -1

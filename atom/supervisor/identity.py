@@ -7,11 +7,11 @@ from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.engine import EngineConfig
-from atom.config.server import ServerConfig
-from atom.utils.envs import VARIABLES, Area
-from atom.utils.version import atom_version
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.server import ServerConfig
+from atom.shared.utils.envs import VARIABLES, Area
+from atom.shared.utils.version import atom_version
 
 __all__ = ["difference", "identity_of"]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from atom.messages.codec import Decoder
-from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
+from atom.shared.messages.codec import Decoder
+from atom.shared.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
+from atom.shared.utils.liveness import PeerMonitor
 from atom.supervisor.child import Child, is_core, kill, wait_for
 from atom.supervisor.failure import Failure
 from atom.supervisor.node import Node
-from atom.utils.liveness import PeerMonitor
 
 START_DEADLINE_S = 3600.0
 # How long the last message of a process may arrive after its end.

@@ -17,9 +17,9 @@ import zmq
 from msgspec.structs import replace
 from zmq.utils.monitor import recv_monitor_message
 
-from atom.messages.codec import Decoder, encode
-from atom.messages.launch import CoreLaunch, FrontendLaunch, WorkerLaunch
-from atom.messages.nodes import (
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.launch import CoreLaunch, FrontendLaunch, WorkerLaunch
+from atom.shared.messages.nodes import (
     Beat,
     Deliver,
     EndLife,
@@ -39,16 +39,16 @@ from atom.messages.nodes import (
     ToNode,
     Welcome,
 )
-from atom.messages.supervisor import Engines
+from atom.shared.messages.supervisor import Engines
+from atom.shared.utils.endpoint import LINK_SILENCE_MS, connect
+from atom.shared.utils.logger import get_logger, set_log_level
+from atom.shared.utils.net import ListenPort
+from atom.shared.utils.process import spawn
 from atom.supervisor.child import Child, kill
 from atom.supervisor.control import Control
 from atom.supervisor.failure import StartError
 from atom.supervisor.node import Process, deliver
 from atom.supervisor.node_place import NodePlace
-from atom.utils.endpoint import LINK_SILENCE_MS, connect
-from atom.utils.logger import get_logger, set_log_level
-from atom.utils.net import ListenPort
-from atom.utils.process import spawn
 
 __all__ = ["Member"]
 

@@ -8,9 +8,9 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from atom.messages.nodes import NodeInfo
-from atom.utils.endpoint import connect
-from atom.utils.process import spawn
+from atom.shared.messages.nodes import NodeInfo
+from atom.shared.utils.endpoint import connect
+from atom.shared.utils.process import spawn
 
 __all__ = ["LocalNode", "Node", "Process", "deliver"]
 

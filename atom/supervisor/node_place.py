@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from atom.config.fields import ConfigError
-from atom.config.nodes import NodesConfig
+from atom.shared.config.fields import ConfigError
+from atom.shared.config.nodes import NodesConfig
+from atom.shared.utils.endpoint import endpoint_key, tcp_endpoint
+from atom.shared.utils.interfaces import address_on_route_to, find_address, interface_of, resolve_address
+from atom.shared.utils.logger import get_logger
+from atom.shared.utils.net import ListenPort
 from atom.supervisor.cluster import link_name
-from atom.utils.endpoint import endpoint_key, tcp_endpoint
-from atom.utils.interfaces import address_on_route_to, find_address, interface_of, resolve_address
-from atom.utils.logger import get_logger
-from atom.utils.net import ListenPort
 
 __all__ = ["NodePlace", "find_place"]
 

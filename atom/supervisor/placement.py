@@ -10,9 +10,9 @@ keeps over all lives:
 A store is a port even on one node: torch has no other.
 """
 
-from atom.config.parallel import ParallelConfig
-from atom.messages.nodes import Port
-from atom.utils.net import ListenPort
+from atom.shared.config.parallel import ParallelConfig
+from atom.shared.messages.nodes import Port
+from atom.shared.utils.net import ListenPort
 
 __all__ = ["NodePorts", "Placement"]
 

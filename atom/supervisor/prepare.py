@@ -10,16 +10,16 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.model import ModelConfig
-from atom.config.resolve import DeviceCapabilities
-from atom.messages.launch import PrepareLaunch
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.model import ModelConfig
+from atom.shared.config.resolve import DeviceCapabilities
+from atom.shared.messages.launch import PrepareLaunch
+from atom.shared.utils import envs
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.process import spawn
 from atom.supervisor.child import Child, how_it_ended
 from atom.supervisor.failure import StartError
 from atom.supervisor.life import Life, OnProgress
-from atom.utils import envs
-from atom.utils.exit_status import ExitStatus
-from atom.utils.process import spawn
 
 PREPARE_DEADLINE_S = 3600.0
 _POLL_S = 0.1
@@ -39,7 +39,7 @@ def prepare(
 ) -> tuple[Checkpoint, DeviceCapabilities]:
     """Run the step as a process of `life`, and call `on_turn` meanwhile; raises StartError."""
     launch = PrepareLaunch(config, envs.ATOM_CACHE_DIR, life.endpoint("supervisor"))
-    process = spawn("workers.prepare", launch, stdout=subprocess.PIPE)
+    process = spawn("workers.checkpoint.prepare", launch, stdout=subprocess.PIPE)
     life.children["prepare"] = Child("prepare", process)
     task = f"preparing {config.model}"
     output = _output_of(life, process, task, on_turn)

@@ -8,15 +8,19 @@ from enum import Enum
 
 import zmq
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.engine import EngineConfig
-from atom.config.model import ModelConfig
-from atom.config.resolve import DeviceCapabilities
-from atom.config.server import ServerConfig
-from atom.messages.admin import ServerState
-from atom.messages.launch import EngineAddress
-from atom.messages.nodes import NodeInfo
-from atom.messages.supervisor import Engines, Progress
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.model import ModelConfig
+from atom.shared.config.resolve import DeviceCapabilities
+from atom.shared.config.server import ServerConfig
+from atom.shared.messages.admin import ServerState
+from atom.shared.messages.launch import EngineAddress
+from atom.shared.messages.nodes import NodeInfo
+from atom.shared.messages.supervisor import Engines, Progress
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.logger import get_logger, set_log_level
+from atom.shared.utils.net import ListenPort
+from atom.shared.utils.run_directory import RunDirectory
 from atom.supervisor.cluster import Cluster, RemotePort, Settings
 from atom.supervisor.control import Control
 from atom.supervisor.domain import Domain, Setup
@@ -29,10 +33,6 @@ from atom.supervisor.node import LocalNode, Node
 from atom.supervisor.node_place import NodePlace
 from atom.supervisor.placement import NodePorts, Placement
 from atom.supervisor.prepare import prepare
-from atom.utils.exit_status import ExitStatus
-from atom.utils.logger import get_logger, set_log_level
-from atom.utils.net import ListenPort
-from atom.utils.run_directory import RunDirectory
 
 STALL_NOTICE_S = 60.0
 JOIN_NOTICE_S = 10.0

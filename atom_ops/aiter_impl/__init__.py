@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from atom.utils import optional_library
+from atom.shared.utils import optional_library
 
 TARGETS = ("gfx942", "gfx950")
 """Architectures for which AITER has compiled kernels: MI300X, MI308X, MI325X; MI350X, MI355X."""

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from atom_ops.aiter_impl import NEEDS, runs_on, takes
-from atom_ops.ops.activation import silu_and_mul
+from atom_ops.ops.elementwise.activation import silu_and_mul
 
 _VECTOR = 16
 """The kernel reads a row in vectors of at most so many features."""

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from atom_ops.aiter_impl import NEEDS, runs_on, takes_dtype
 from atom_ops.attention_backend import AttentionBackend, AttentionConfig, register_attention_backend
-from atom_ops.ops.attention import AttentionRule
-from atom_ops.ops.attention_plan import AttentionPlan
-from atom_ops.ops.kv_cache import zeros
-from atom_ops.ops.norm import rms_norm
-from atom_ops.ops.qkv import HeadNorms, rotated_heads
+from atom_ops.ops.attention.attention import AttentionRule
+from atom_ops.ops.attention.attention_plan import AttentionPlan
+from atom_ops.ops.attention.kv_cache import zeros
+from atom_ops.ops.attention.qkv import HeadNorms, rotated_heads
+from atom_ops.ops.elementwise.norm import rms_norm
 
 _WIDEST_HEAD = 256
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from atom_ops.aiter_impl import NEEDS, quantized_linear, runs_on, takes_dtype
 from atom_ops.aiter_impl.mxfp4 import PADDED, shuffled_stack
 from atom_ops.aiter_impl.rounding import has_mxfp4
-from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertRole, ExpertWeights, experts
+from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation, ExpertRole, ExpertWeights, experts
 from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, Shuffled, ShuffledFP8, ShuffledMXFP4, Weight
 from atom_ops.weights.shuffled import can_shuffle
 

@@ -13,7 +13,7 @@ from atom_ops.aiter_impl import NEEDS, mxfp4, runs_on, takes
 from atom_ops.aiter_impl.norm import MOST_FEATURES
 from atom_ops.aiter_impl.quantized_linear import finished, multiply_rounded
 from atom_ops.aiter_impl.rounding import GROUP, Rounded
-from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
+from atom_ops.ops.linear.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.weights import BlockFP8, ChannelFP8, ShuffledFP8, ShuffledMXFP4, Weight
 
 

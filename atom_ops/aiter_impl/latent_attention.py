@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from atom_ops.aiter_impl import NEEDS, runs_on, takes
 from atom_ops.aiter_impl.latent_cache import WIDTHS, float8_rows, shared_scale, widths_of
-from atom_ops.ops.attention_plan import AttentionPlan, Ints, plan_attention
-from atom_ops.ops.kv_indices import KVIndices, kv_indices
-from atom_ops.ops.latent_attention import latent_attention, prompt_attention
-from atom_ops.ops.latent_cache import LatentLayer
+from atom_ops.ops.attention.attention_plan import AttentionPlan, Ints, plan_attention
+from atom_ops.ops.attention.kv_indices import KVIndices, kv_indices
+from atom_ops.ops.latent.latent_attention import latent_attention, prompt_attention
+from atom_ops.ops.latent.latent_cache import LatentLayer
 from atom_ops.transfer import to_device
 
 _HEADS = 16

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from atom_ops import aiter_impl
 from atom_ops.aiter_impl import NEEDS, runs_on, takes
-from atom_ops.ops.kv_cache import FP8
-from atom_ops.ops.latent_cache import (
+from atom_ops.ops.attention.kv_cache import FP8
+from atom_ops.ops.attention.rotary import rotary
+from atom_ops.ops.elementwise.norm import rms_norm
+from atom_ops.ops.latent.latent_cache import (
     LatentLayer,
     LatentNorms,
     norm_and_write_latents,
     with_shared_scale,
     write_latent,
 )
-from atom_ops.ops.norm import rms_norm
-from atom_ops.ops.rotary import rotary
 
 WIDTHS = (512, 64)
 """Features of the latent and of the key with RoPE, for which AITER has decode kernels."""

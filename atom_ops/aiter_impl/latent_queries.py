@@ -4,9 +4,9 @@ from torch import Tensor
 
 from atom_ops.aiter_impl import NEEDS, runs_on
 from atom_ops.aiter_impl.fused_linear import norm_supports
-from atom_ops.ops.fused_linear import add_norm_linear
-from atom_ops.ops.latent_cache import LatentLayer, LatentNorms, write_latent
-from atom_ops.ops.latent_queries import latent_queries
+from atom_ops.ops.latent.latent_cache import LatentLayer, LatentNorms, write_latent
+from atom_ops.ops.latent.latent_queries import latent_queries
+from atom_ops.ops.linear.fused_linear import add_norm_linear
 from atom_ops.weights import Weight
 
 

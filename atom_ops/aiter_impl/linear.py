@@ -6,7 +6,7 @@ from torch import Tensor
 
 from atom_ops.aiter_impl import NEEDS, mxfp4, quantized_linear, runs_on, takes, takes_dtype
 from atom_ops.aiter_impl.quantized_linear import EightBits
-from atom_ops.ops.linear import linear
+from atom_ops.ops.linear.linear import linear
 from atom_ops.weights import MXFP4, ShuffledMXFP4, Weight
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from atom_ops.aiter_impl import NEEDS, runs_on, takes
-from atom_ops.ops.rotary import rotary
+from atom_ops.ops.attention.rotary import rotary
 
 _HALVES, _PAIRS = 0, 1
 """AITER's rotate_style: GPT-NeoX, GPT-J."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atom_ops.aiter_impl import NEEDS, runs_on
-from atom_ops.ops.routing import RoutingRule, route
+from atom_ops.ops.experts.routing import RoutingRule, route
 
 _GROUPS = (1, 2, 4, 8)
 """Of the kernels with groups."""

@@ -17,9 +17,9 @@ from atom_ops.aiter_impl.latent_attention import (
     takes_latents,
     with_padding_heads,
 )
-from atom_ops.ops.attention_plan import AttentionPlan
-from atom_ops.ops.latent_cache import LatentLayer
-from atom_ops.ops.sparse_attention import TopKIndices, sparse_latent_attention
+from atom_ops.ops.attention.attention_plan import AttentionPlan
+from atom_ops.ops.latent.latent_cache import LatentLayer
+from atom_ops.ops.latent.sparse_attention import TopKIndices, sparse_latent_attention
 
 
 @sparse_latent_attention.provider(

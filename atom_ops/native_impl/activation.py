@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from atom_ops.native_impl import NEEDS, call, runs_on, takes
-from atom_ops.ops.activation import silu_and_mul
+from atom_ops.ops.elementwise.activation import silu_and_mul
 
 
 @silu_and_mul.provider("native", needs=NEEDS, supported=runs_on, supports=lambda x_T2F: takes(x_T2F))

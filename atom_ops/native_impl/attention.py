@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from atom_ops.native_impl import NEEDS, call, runs_on, takes
-from atom_ops.ops.attention import AttentionRule, paged_attention
-from atom_ops.ops.attention_plan import AttentionPlan
-from atom_ops.ops.kv_cache import KVLayer
+from atom_ops.ops.attention.attention import AttentionRule, paged_attention
+from atom_ops.ops.attention.attention_plan import AttentionPlan
+from atom_ops.ops.attention.kv_cache import KVLayer
 
 _WIDTHS = (16, 64, 80, 128, 256)
 """Features of a head for which the kernel is compiled."""

@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-from atom.utils import envs
-from atom.utils.logger import get_logger
+from atom.shared.utils import envs
+from atom.shared.utils.logger import get_logger
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _HEADERS = tuple(sorted(_SOURCE.parent.glob("*.h")))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from atom_ops.native_impl import NEEDS, call, linear_ints, runs_on, takes
 from atom_ops.native_impl.linear import fits
-from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
+from atom_ops.ops.linear.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.weights import PackedInts, PackedPanels, Weight
 
 

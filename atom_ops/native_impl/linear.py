@@ -8,8 +8,8 @@ from torch import Tensor
 
 from atom_ops.native_impl import NEEDS, call, has, linear_ints, runs_on
 from atom_ops.native_impl.build import library
-from atom_ops.ops.linear import linear, pack_linear_weight, with_packed_weight
-from atom_ops.ops.linear_argmax import linear_argmax
+from atom_ops.ops.linear.linear import linear, pack_linear_weight, with_packed_weight
+from atom_ops.ops.linear.linear_argmax import linear_argmax
 from atom_ops.weights import Integers, PackedInts, PackedPanels, Weight
 
 _ROUNDED_OFF = 0xFFFF

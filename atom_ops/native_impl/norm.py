@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from atom_ops.native_impl import NEEDS, call, runs_on, takes
-from atom_ops.ops.norm import add_rms_norm, rms_norm
+from atom_ops.ops.elementwise.norm import add_rms_norm, rms_norm
 
 
 @rms_norm.provider(

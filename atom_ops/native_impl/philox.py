@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from atom_ops.native_impl import NEEDS, call, runs_on
-from atom_ops.ops.philox import LANES, store_words
+from atom_ops.ops.sampling.philox import LANES, store_words
 
 
 def _supports(

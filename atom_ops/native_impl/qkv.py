@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from atom_ops.native_impl import NEEDS, call, runs_on, takes
-from atom_ops.ops.kv_cache import KVLayer
-from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
+from atom_ops.ops.attention.kv_cache import KVLayer
+from atom_ops.ops.attention.qkv import HeadNorms, rotate_and_write_kv
 
 _MOST_FEATURES = 256
 """Of a head: a thread holds it on its stack."""

@@ -1,4 +1,4 @@
-// Philox4x32-7 of blocks of four tokens, as `atom_ops/ops/philox.py` defines the words.
+// Philox4x32-7 of blocks of four tokens, as `atom_ops/ops/sampling/philox.py` defines the words.
 
 #pragma once
 

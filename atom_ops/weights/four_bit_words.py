@@ -1,4 +1,4 @@
-"""MXFP4 and INT4 in the layout of the Triton kernels: `atom_ops.triton_impl.four_bit` describes the words."""
+"""MXFP4 and INT4 in the layout of the Triton kernels (`atom_ops.triton_impl.quantized.four_bit`)."""
 
 from dataclasses import dataclass, replace
 

@@ -5,15 +5,16 @@ from typing import Any
 
 import msgspec
 
-from atom.utils.version import atom_version
+from atom.shared.utils.version import atom_version
+from frontend.api.chat.schema import MESSAGE, ChatRequest
+from frontend.api.messages import schema as messages
+from frontend.api.messages.schema import CountRequest, MessagesRequest, Turn
+from frontend.api.responses import schema as responses
+from frontend.api.responses.schema import ResponsesRequest
+from frontend.api.schemas.fields import Schema
+from frontend.api.tokenization.schema import TokenizeRequest
 from frontend.errors import ErrorBody
 from frontend.openapi.operations import JSON, OPERATIONS, Operation
-from frontend.schemas import messages, responses
-from frontend.schemas.chat import MESSAGE, ChatRequest
-from frontend.schemas.fields import Schema
-from frontend.schemas.messages import CountRequest, MessagesRequest, Turn
-from frontend.schemas.responses import ResponsesRequest
-from frontend.schemas.tokenization import TokenizeRequest
 
 __all__ = ["openapi_document"]
 

@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from frontend.schemas.chat import CHAT, ChatResponse
-from frontend.schemas.completions import COMPLETIONS, CompletionResponse
-from frontend.schemas.fields import Schema
-from frontend.schemas.messages import COUNT, MESSAGES, CountResponse, MessagesResponse
-from frontend.schemas.models import ModelCard, ModelList
-from frontend.schemas.request_info import RequestReport
-from frontend.schemas.responses import RESPONSES, Response
-from frontend.schemas.tokenization import DETOKENIZE, TOKENIZE, DetokenizeResponse, TokenizeResponse
+from frontend.api.chat.schema import CHAT, ChatResponse
+from frontend.api.completions.schema import COMPLETIONS, CompletionResponse
+from frontend.api.messages.schema import COUNT, MESSAGES, CountResponse, MessagesResponse
+from frontend.api.models.schema import ModelCard, ModelList
+from frontend.api.responses.schema import RESPONSES, Response
+from frontend.api.schemas.fields import Schema
+from frontend.api.schemas.request_info import RequestReport
+from frontend.api.tokenization.schema import DETOKENIZE, TOKENIZE, DetokenizeResponse, TokenizeResponse
 from frontend.status.records import State
 
 __all__ = ["OPERATIONS", "Operation"]

@@ -15,12 +15,12 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from atom.messages.admin import LogLevel
-from atom.utils.net import is_loopback_host
+from atom.shared.messages.admin import LogLevel
+from atom.shared.utils.net import is_loopback_host
+from frontend.api.generation.request_info import listed, report
 from frontend.errors import RequestError
 from frontend.keys import CLIENT, SUPERVISOR
 from frontend.routes.bodies import open_body
-from frontend.serving.request_info import listed, report
 
 __all__ = ["admin_access", "routes"]
 

@@ -7,7 +7,7 @@ key, and shows the response to the page only if its headers allow it: also an er
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from frontend.cors import METHOD, REQUESTED_HEADERS
+from frontend.http.cors import METHOD, REQUESTED_HEADERS
 from frontend.keys import CORS
 
 __all__ = ["add_cors_headers", "cors_middleware"]

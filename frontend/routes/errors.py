@@ -5,10 +5,10 @@ import secrets
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from atom.utils.logger import get_logger
+from atom.shared.utils.logger import get_logger
+from frontend.api.generation.caller import REQUEST_ID
+from frontend.api.messages.errors import anthropic_error
 from frontend.errors import ApiError, DeadlineError, InternalError, RequestError
-from frontend.renderers.anthropic_errors import anthropic_error
-from frontend.serving.caller import REQUEST_ID
 
 __all__ = [
     "add_request_id",

@@ -6,16 +6,16 @@ import re
 
 from aiohttp import web
 
-from frontend.admission import AdmissionSlot
+from frontend.api.generation.caller import Caller
+from frontend.api.generation.endpoint import Endpoint
+from frontend.engine_client.admission import AdmissionSlot
 from frontend.errors import RequestError
 from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, MESSAGES, METRICS, RESPONSES
+from frontend.metrics.tracing import TraceContext
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 from frontend.routes.errors import client_request_id
 from frontend.routes.writing import EventStream, send_json
-from frontend.serving.caller import Caller
-from frontend.serving.endpoint import Endpoint
-from frontend.tracing import TraceContext
 
 __all__ = ["routes"]
 

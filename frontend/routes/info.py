@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from atom.config.server import ServerConfig
-from atom.utils.version import atom_version
-from frontend.exposition import CONTENT_TYPE, Snapshot, expose
+from atom.shared.config.server import ServerConfig
+from atom.shared.utils.version import atom_version
 from frontend.keys import CLIENT, LAUNCH, LIMITS, MODELS, SHARED_METRICS
+from frontend.metrics.exposition import CONTENT_TYPE, Snapshot, expose
 
 __all__ = ["routes"]
 

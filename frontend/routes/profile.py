@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from atom.messages.profile import ProfileResult, RankTrace
+from atom.shared.messages.profile import ProfileResult, RankTrace
 from frontend.errors import EngineError, RequestError
 from frontend.keys import API_KEYS, CLIENT, IS_ADMIN, LAUNCH, LIFECYCLE
 

@@ -3,10 +3,10 @@
 import msgspec
 from aiohttp import web
 
+from frontend.api.generation.request_info import report
 from frontend.errors import RequestError
 from frontend.keys import CLIENT
 from frontend.routes.access import TENANT
-from frontend.serving.request_info import report
 
 __all__ = ["routes"]
 

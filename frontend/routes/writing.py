@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from aiohttp import HttpVersion11, web
 
-from atom.utils.logger import get_logger
+from atom.shared.utils.logger import get_logger
 from frontend.errors import ApiError, InternalError
 from frontend.keys import LIFECYCLE, LIMITS, METRICS
-from frontend.metrics import Metrics
+from frontend.metrics.metrics import Metrics
 
 __all__ = ["PROBE", "EventStream", "send_json", "unbuffered", "with_deadline"]
 

@@ -1,0 +1,1 @@
+"""What the status page shows, collected and streamed."""

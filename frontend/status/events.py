@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from frontend.metrics import Metrics
+from frontend.metrics.metrics import Metrics
 from frontend.status.records import Event, Rank
 
 __all__ = ["EventLog"]

@@ -13,13 +13,13 @@ from collections.abc import AsyncGenerator, Iterator
 
 import msgspec
 
-from atom.messages.launch import FrontendLaunch
-from atom.utils.logger import get_logger
-from frontend.engine_client import ID_BITS, EngineClient
+from atom.shared.messages.launch import FrontendLaunch
+from atom.shared.utils.logger import get_logger
+from frontend.engine_client.client import ID_BITS, EngineClient
 from frontend.errors import UnavailableError
-from frontend.lifecycle import Lifecycle
-from frontend.metrics import RunningRequest
-from frontend.shared_metrics import SharedMetrics, Totals
+from frontend.http.lifecycle import Lifecycle
+from frontend.metrics.metrics import RunningRequest
+from frontend.metrics.shared_metrics import SharedMetrics, Totals
 from frontend.status.events import EventLog
 from frontend.status.latency import Window
 from frontend.status.layout import layout_of

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from frontend.metrics import Histogram
+from frontend.metrics.metrics import Histogram
 from frontend.status.records import Quantiles
 
 __all__ = ["Window", "quantiles"]

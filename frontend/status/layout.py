@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from atom.messages.launch import FrontendLaunch
-from atom.utils.version import atom_version
+from atom.shared.messages.launch import FrontendLaunch
+from atom.shared.utils.version import atom_version
 from frontend.status.records import Layout
 
 __all__ = ["layout_of"]

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from atom.messages.engine import CoreStats
-from frontend.core_link import LinkState
-from frontend.engine_client import EngineClient
+from atom.shared.messages.engine import CoreStats
+from frontend.engine_client.client import EngineClient
+from frontend.engine_client.core_link import LinkState
 from frontend.status.records import Rank
 
 __all__ = ["Ranks"]

@@ -1,6 +1,6 @@
 """Which form of dispatch runs: by `--all2all-backend`, and with auto by the tokens of each step.
 
-The figures of `Crossovers` are all that decides; `python -m atom.benchmarks.expert_dispatch` measures them.
+The figures of `Crossovers` are all that decides; `python -m benchmarks.expert_dispatch` measures them.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atom.config.parallel import All2AllBackend
-from atom.utils import envs
-from atom.utils.logger import get_logger
+from atom.shared.config.parallel import All2AllBackend
+from atom.shared.utils import envs
+from atom.shared.utils.logger import get_logger
 from parallel.expert.all_to_all import AllToAllDispatch
 from parallel.expert.dispatch import ExpertDispatch, LocalDispatch, PlannedDispatch, RoutedTokens
 from parallel.expert.gather import GatherDispatch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from atom.utils import optional_library
+from atom.shared.utils import optional_library
 from parallel.expert.all_to_all import owners
 from parallel.expert.dispatch import PlannedDispatch, RoutedTokens
 from parallel.expert.mori_plan import (

@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from atom.benchmarks.arguments import add_output_flag, single_line_errors
-from atom.benchmarks.report import report, write
 from atom.benchmarks.serving.errors import BenchmarkError
-from atom.config.cli import CommandLineParser
-from atom.config.model import ModelConfig
+from atom.shared.config.cli import CommandLineParser
+from atom.shared.config.model import ModelConfig
 from atom.supervisor import Supervisor
+from benchmarks.common.arguments import add_output_flag, single_line_errors
+from benchmarks.common.report import report, write
 from tests.accuracy.results import TASKS, Run, compared, equal, read_run, text
 from tests.helpers.server import running_server
 from tests.helpers.smollm2 import gguf_path

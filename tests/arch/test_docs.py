@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from atom.utils.exit_status import ExitStatus
-from frontend.schemas.chat import CHAT
-from frontend.schemas.completions import COMPLETIONS
-from frontend.schemas.generation import StreamOptions
-from frontend.schemas.tokenization import DETOKENIZE, TOKENIZE
+from atom.shared.utils.exit_status import ExitStatus
+from frontend.api.chat.schema import CHAT
+from frontend.api.completions.schema import COMPLETIONS
+from frontend.api.schemas.generation import StreamOptions
+from frontend.api.tokenization.schema import DETOKENIZE, TOKENIZE
 from tests.helpers.source import ROOT
 from tools.docs_tables import TABLES, with_table
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import atom
-from atom.config.engine import EngineConfig
-from atom.config.fields import fields_of
-from atom.config.not_yet import REFUSED
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.fields import fields_of
+from atom.shared.config.not_yet import REFUSED
 from tests.helpers.source import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -53,7 +53,7 @@ def test_length() -> None:
 
 def test_decode_times_are_the_recorded_ones() -> None:
     text = " ".join(README.split())
-    vllm = read_json("atom/benchmarks/recorded.json")["models"]
+    vllm = read_json("benchmarks/pages/recorded.json")["models"]
     for model in ("Qwen3-0.6B", "Qwen3-8B"):
         ours = read_json(f"docs/benchmarks/{model}.json")["rows"]["batch-256"]["value"]
         assert f"{model} {ours:.2f} ms (vLLM {vllm[model]['batch-256']['vllm']:.2f} ms)" in text

@@ -10,7 +10,6 @@ from tests.helpers.source import PACKAGES, ROOT
 
 DEADLINE_S = 100
 SUFFIXES = (".py", ".cpp", ".h")
-DATA_FOLDERS = ("atom/benchmarks",)  # JSON beside the modules that read it
 
 
 def sources() -> set[str]:
@@ -18,12 +17,8 @@ def sources() -> set[str]:
     return {
         str(path.relative_to(ROOT))
         for path in found
-        if path.suffix in SUFFIXES or path.name == "py.typed" or "static" in path.parts or is_data(path)
+        if path.suffix in SUFFIXES or path.name == "py.typed" or "static" in path.parts
     }
-
-
-def is_data(path: Path) -> bool:
-    return path.suffix == ".json" and any(path.is_relative_to(ROOT / folder) for folder in DATA_FOLDERS)
 
 
 def test_the_wheel_is_the_source(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from atom.config.server import ServerConfig
-from atom.messages.engine import AddRequest, FinishReason, unpack_ids
+from atom.shared.config.server import ServerConfig
+from atom.shared.messages.engine import AddRequest, FinishReason, unpack_ids
 from tests.helpers import tiny_tokenizer
 from tests.helpers.browser import Page, browser_page
 from tests.helpers.fake_core import FakeCore, Script

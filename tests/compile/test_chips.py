@@ -14,16 +14,16 @@ import torch
 
 from atom_ops import triton_impl
 from atom_ops.op import REGISTRY, Case
-from atom_ops.ops.attention import AttentionRule
-from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, AttentionPlan
-from atom_ops.ops.experts import ClampedSwiglu, ExpertWeights
-from atom_ops.ops.index_keys import IndexNorm, make_index_keys
-from atom_ops.ops.kv_cache import FP8, make_kv_layer
-from atom_ops.ops.latent_cache import LatentNorms, make_latent_layer
-from atom_ops.ops.linear import BATCH_INVARIANT
-from atom_ops.ops.qkv import HeadNorms
-from atom_ops.ops.sparse_attention import TopKIndices
-from atom_ops.ops.token_shard import TokenShard
+from atom_ops.ops.attention.attention import AttentionRule
+from atom_ops.ops.attention.attention_plan import BATCH_INVARIANT_SPLIT, AttentionPlan
+from atom_ops.ops.attention.kv_cache import FP8, make_kv_layer
+from atom_ops.ops.attention.qkv import HeadNorms
+from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertWeights
+from atom_ops.ops.latent.index_keys import IndexNorm, make_index_keys
+from atom_ops.ops.latent.latent_cache import LatentNorms, make_latent_layer
+from atom_ops.ops.latent.sparse_attention import TopKIndices
+from atom_ops.ops.linear.linear import BATCH_INVARIANT
+from atom_ops.ops.sampling.token_shard import TokenShard
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords
 from tests.helpers.chips import CHIPS, Compiled, compiling_for
 from tests.helpers.kernel_table import COMPILED, launched, record
@@ -104,9 +104,9 @@ def attention(heads: int, kv_heads: int, width: int, rule: AttentionRule, split_
 
 def prompts(heads: int, kv_heads: int, width: int, rule: AttentionRule) -> None:
     """By the kernel for Hopper, from the cache, and gathered from a float8 one."""
-    from atom_ops.triton_impl import hopper_attention
-    from atom_ops.triton_impl.gathered_prompts import gather_prompts
-    from atom_ops.triton_impl.query_tiles import ListTiles
+    from atom_ops.triton_impl.attention import hopper_attention
+    from atom_ops.triton_impl.attention.gathered_prompts import gather_prompts
+    from atom_ops.triton_impl.attention.query_tiles import ListTiles
 
     plan = AttentionPlan(ints(2, 64), ints(2), ints(3), 2048, 1024, 1024, 1024)
     listed = plan.derived(ListTiles(hopper_attention.tile_length(heads, kv_heads), 2))
@@ -216,7 +216,8 @@ def test_windows_and_sinks(chip: str) -> None:
 @chips
 def test_every_plan_and_tile_of_linear(chip: str) -> None:
     triton_impl.load()
-    from atom_ops.triton_impl import batch_invariant, linear, tuned
+    from atom_ops.triton_impl.linear import batch_invariant, linear
+    from atom_ops.triton_impl.plans import tuned
 
     x = tensor(256, 4096)
     with compiling_for(CHIPS[chip]) as compiled:
@@ -242,7 +243,9 @@ def test_every_plan_and_tile_of_linear(chip: str) -> None:
 def test_linear_with_quantized_weights(format: str) -> None:
     """On NVIDIA alone, where it is used."""
     triton_impl.load()
-    from atom_ops.triton_impl import (
+    from atom_ops.triton_impl.linear import hopper_gemv, hopper_linear
+    from atom_ops.triton_impl.plans.tuned import StreamKPlan
+    from atom_ops.triton_impl.quantized import (
         eight_bit_linear,
         four_bit_gemv,
         four_bit_linear,
@@ -250,12 +253,10 @@ def test_linear_with_quantized_weights(format: str) -> None:
         four_bit_ring,
         four_bit_split_k,
         four_bit_wgmma,
-        hopper_gemv,
-        hopper_linear,
         quantized_gemv,
     )
-    from atom_ops.triton_impl.quantized_candidates import candidates
-    from atom_ops.triton_impl.quantized_plans import (
+    from atom_ops.triton_impl.quantized.quantized_candidates import candidates
+    from atom_ops.triton_impl.quantized.quantized_plans import (
         MEASURED,
         GemmPlan,
         GemvPlan,
@@ -265,8 +266,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
         WgmmaPlan,
         general_plans,
     )
-    from atom_ops.triton_impl.rounded_rows import round_rows
-    from atom_ops.triton_impl.tuned import StreamKPlan
+    from atom_ops.triton_impl.quantized.rounded_rows import round_rows
 
     measured = [key for key in MEASURED["NVIDIA H200"] if key[0] == format]
     four_bit = format.startswith(("int4", "mxfp4"))
@@ -316,8 +316,8 @@ def test_linear_with_quantized_weights(format: str) -> None:
 
 def ring_of_one(key: tuple[str, int, int], weight: Any) -> None:
     """One token, after a norm with and without a residual, and after an activation."""
-    from atom_ops.triton_impl import four_bit_ring
-    from atom_ops.triton_impl.quantized_plans import RingPlan
+    from atom_ops.triton_impl.quantized import four_bit_ring
+    from atom_ops.triton_impl.quantized.quantized_plans import RingPlan
 
     _, outputs, inputs = key
     x, norm = tensor(1, inputs), tensor(inputs)
@@ -350,7 +350,7 @@ def packed(format: str, outputs: int, inputs: int) -> Any:
 def test_every_plan_of_experts(chip: str) -> None:
     """With the layers of Qwen3-30B-A3B, and of GPT-OSS-20B with its biases."""
     triton_impl.load()
-    from atom_ops.triton_impl import expert_plans, experts
+    from atom_ops.triton_impl.experts import expert_plans, experts
 
     hopper: list[expert_plans.ExpertPlan] = [plan for _, plan in expert_plans._HOPPER]
     anywhere: list[expert_plans.ExpertPlan] = [plan for _, plan in expert_plans._ANYWHERE]
@@ -398,8 +398,8 @@ def test_every_plan_of_quantized_experts(format: Any, chip: str) -> None:
     if format == "block_fp8" and chip != "H200":
         pytest.skip("experts in FP8 run on torch or AITER there")
     triton_impl.load()
-    from atom_ops.triton_impl import expert_plans as plans
-    from atom_ops.triton_impl import experts
+    from atom_ops.triton_impl.experts import expert_plans as plans
+    from atom_ops.triton_impl.experts import experts
 
     four_bit = format in ("mxfp4", "int4")
     tables = (*plans._HOPPER_4BIT, *plans._HOPPER_4BIT_ANY) if four_bit else plans._HOPPER_8BIT
@@ -433,8 +433,8 @@ def test_every_plan_of_quantized_experts(format: Any, chip: str) -> None:
 def test_the_all_reduce_over_peer_memory() -> None:
     """On NVIDIA alone, where it is used."""
     triton_impl.load()
-    from atom_ops.triton_impl.all_reduce import Inboxes, all_reduce_rows
-    from atom_ops.triton_impl.received_rows import add_received_rows
+    from atom_ops.triton_impl.elementwise.all_reduce import Inboxes, all_reduce_rows
+    from atom_ops.triton_impl.experts.received_rows import add_received_rows
 
     with compiling_for(CHIPS["H200"]) as compiled:
         for ranks, two_shots in ((2, False), (8, False), (8, True)):
@@ -451,7 +451,8 @@ def test_the_all_reduce_over_peer_memory() -> None:
 def test_an_unknown_gpu_has_plans_to_choose_from(chip: str) -> None:
     """For one token, and the class that needs the most shared memory: enough plans fit without spilling."""
     triton_impl.load()
-    from atom_ops.triton_impl import linear, tuned, tuning
+    from atom_ops.triton_impl.linear import linear
+    from atom_ops.triton_impl.plans import tuned, tuning
 
     for least, tokens in (tuning.CLASSES[0], tuning.CLASSES[-1]):
         fitting = 0
@@ -470,7 +471,9 @@ def test_an_unknown_gpu_has_plans_to_choose_from(chip: str) -> None:
 def test_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, decodes of a float8 cache, and the fused GEMVs, which have plans for an H200 alone."""
     triton_impl.load()
-    from atom_ops.triton_impl import fused_linear, hopper_decode, tuned
+    from atom_ops.triton_impl.attention import hopper_decode
+    from atom_ops.triton_impl.linear import fused_linear
+    from atom_ops.triton_impl.plans import tuned
 
     with compiling_for(CHIPS["H200"]) as compiled:
         # GPT-OSS.

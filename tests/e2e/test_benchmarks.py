@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atom import LLMEngine, SamplingParams
-from atom.benchmarks.gpu_rows import ROWS
+from benchmarks.gpu_runs.gpu_rows import ROWS
 from tests.helpers.smollm2 import gguf_path
 
 CONFIG = {
@@ -125,7 +125,7 @@ def test_throughput_of_conversations(tmp_path: Path) -> None:
 
 def run_gpu_benchmark(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     places = ["--results", str(folder / "results"), "--document", str(folder / "docs/benchmarks.md")]
-    command = [sys.executable, "-m", "atom.benchmarks.gpu", *places, *flags]
+    command = [sys.executable, "-m", "benchmarks.gpu", *places, *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 

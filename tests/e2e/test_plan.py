@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from atom.utils.exit_status import ExitStatus
+from atom.shared.utils.exit_status import ExitStatus
 from tests.helpers.random_server import ARGS, write_checkpoint
 from tests.helpers.server import running_server
 

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from frontend.tokenizer import Tokenizer
+from frontend.text.tokenizer import Tokenizer
 from tests.helpers.server import running_server
 from tests.helpers.smollm2 import REFERENCE_DEADLINE_S, gguf_path, prepared
 

@@ -13,7 +13,7 @@ import anthropic
 import openai
 import pytest
 
-from frontend.tokenizer import Tokenizer
+from frontend.text.tokenizer import Tokenizer
 from tests.helpers.server import Server, is_alive, running_server
 from tests.helpers.smollm2 import NEW_TOKENS, NUM_LONG, PROMPTS, gguf_path, prepared, references
 

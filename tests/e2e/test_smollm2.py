@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atom import LLMEngine, SamplingParams
-from atom.outputs import RequestOutput
+from atom.shared.outputs import RequestOutput
 from tests.helpers.smollm2 import NEW_TOKENS, NUM_LONG, PROMPTS, Reference, gguf_path, references
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)

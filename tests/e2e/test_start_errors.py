@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from atom.utils.exit_status import ExitStatus
+from atom.shared.utils.exit_status import ExitStatus
 from tests.helpers.random_server import ARGS, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)

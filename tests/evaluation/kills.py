@@ -27,7 +27,7 @@ from typing import Any
 
 import aiohttp
 
-from atom.utils.open_files import raise_open_files_limit
+from atom.shared.utils.open_files import raise_open_files_limit
 from tests.helpers.edges import metrics_text
 from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
 from tests.helpers.server import Server, is_alive, running_server

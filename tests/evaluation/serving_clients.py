@@ -30,7 +30,7 @@ import uvloop
 from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput
 from atom.benchmarks.serving.load import Load, open_session, run_load
 from atom.benchmarks.serving.metrics import calculate_metrics
-from atom.utils.open_files import raise_open_files_limit
+from atom.shared.utils.open_files import raise_open_files_limit
 from tests.helpers.random_server import write_checkpoint
 from tests.helpers.server import running_server
 from tests.helpers.token_clock import running_clock

@@ -34,9 +34,9 @@ _GPU_TESTS = (
 _CONFIGS = "atom/benchmarks/models"
 _MODELS = ("Qwen3-8B", "Qwen3-30B-A3B", "Qwen3-30B-A3B-FP8", "DeepSeek-V2-Lite", "gpt-oss-20b-MXFP4")
 _CPU_TESTS = {
-    "ops": ("tests/unit/atom_ops/test_ops.py", "-k", "rms_norm"),
+    "ops": ("tests/unit/atom_ops/ops/test_ops.py", "-k", "rms_norm"),
     "AITER's calls, on a model of it in torch": (
-        "tests/unit/atom_ops/test_aiter.py", "-k", "rms_norm or llama",
+        "tests/unit/atom_ops/aiter_impl/test_aiter_impl.py", "-k", "rms_norm or llama",
     ),
     "SmolLM2": ("tests/e2e/test_smollm2.py", "-k", "cold_and_warm"),
 }  # fmt: skip
@@ -108,15 +108,15 @@ def _pytest(name: str, *chosen: str) -> Part:
 def _benchmarks(options: Options) -> Iterator[Part]:
     """Of every provider of each op; and of engines and decode steps with AITER, and where it is hidden."""
     on_cpu = options.device == "cpu"
-    kernels = ["-m", "atom.benchmarks.kernels", "--device", options.device]
+    kernels = ["-m", "benchmarks.kernels", "--device", options.device]
     kernels += ["--ops", "rms_norm", "--shapes", "decode-1", "--seconds", "0.01"] if on_cpu else []
     yield Part("benchmark: ops", tuple(kernels), 30 * _MINUTE)
     few = ("--input-len", "128", "--output-len", "8", "--num-prompts", "4")
     many = ("--input-len", "128", "--output-len", "256", "--num-prompts", "512")
-    engine = ("-m", "atom.benchmarks.throughput", "--model", gguf_path(), "--device", options.device)
+    engine = ("-m", "benchmarks.throughput", "--model", gguf_path(), "--device", options.device)
     yield from _twice("benchmark: SmolLM2", (*engine, *(few if on_cpu else many)), options)
     for model in () if on_cpu else _MODELS:
-        step = ("-m", "atom.benchmarks.decode_step", "--load-dummy", "--model", f"{_CONFIGS}/{model}")
+        step = ("-m", "benchmarks.decode_step", "--load-dummy", "--model", f"{_CONFIGS}/{model}")
         yield from _twice(f"benchmark: decode step of {model}", (*step, "--kernels"), options)
 
 

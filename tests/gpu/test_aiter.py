@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.device import DeviceConfig
-from atom.config.engine import EngineConfig
-from atom.messages.worker import AllocateKV
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import DeviceConfig
+from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.worker import AllocateKV
 from atom_ops import aiter_impl, backend
 from atom_ops.attention_backend import ATTENTION_BACKENDS
 from atom_ops.op import REGISTRY
@@ -17,7 +17,7 @@ from parallel.mesh import Mesh
 from tests.helpers.core_side import CoreSide
 from tests.helpers.teacher_forcing import forced_logits
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, hf_logits, prompt_of, save_tiny
-from tests.unit.atom_ops.test_aiter import MODELS
+from tests.unit.atom_ops.aiter_impl.test_aiter_impl import MODELS
 from workers.worker import Worker
 
 GPU = torch.device("cuda", 0)

@@ -10,7 +10,7 @@ import torch
 
 import atom_ops
 from atom_ops import AttentionPlan, KVLayer, backend
-from atom_ops.ops.kv_cache import FP8
+from atom_ops.ops.attention.kv_cache import FP8
 from tests.helpers.paged_step import CPU, STEPS, Step
 
 GPU = torch.device("cuda", 0)
@@ -220,7 +220,7 @@ WHOLE = [name for name, (query_lens, _) in PROMPTS.items() if max(query_lens) >=
 
 def by_other_kernels(step: Step) -> torch.Tensor:
     """The same step without the kernel for prompts."""
-    from atom_ops.triton_impl import hopper_attention
+    from atom_ops.triton_impl.attention import hopper_attention
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_attention, "supports", lambda *args: False)
@@ -230,11 +230,12 @@ def by_other_kernels(step: Step) -> torch.Tensor:
 @pytest.fixture
 def prompt_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the kernel for prompts however few tokens they have, and check that it is used."""
-    from atom_ops.triton_impl import attention, is_hopper
+    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.attention import attention
 
     if not is_hopper(GPU):
         pytest.skip("needs a Hopper GPU")
-    from atom_ops.triton_impl import hopper_attention
+    from atom_ops.triton_impl.attention import hopper_attention
 
     monkeypatch.setattr(attention, "WORTH_GATHERING", 1)
     attend, calls = hopper_attention.attend, []

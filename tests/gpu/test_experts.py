@@ -9,8 +9,8 @@ import torch
 
 from atom_ops import ExpertWeights, RoutingRule, backend, experts, route
 from atom_ops.op import REFERENCE, Case, Op
-from atom_ops.ops.experts import ClampedSwiglu
-from atom_ops.ops.linear import BATCH_INVARIANT
+from atom_ops.ops.experts.experts import ClampedSwiglu
+from atom_ops.ops.linear.linear import BATCH_INVARIANT
 from tests.helpers.op_cases import CPU, DTYPES, changed, check
 
 GPU = torch.device("cuda", 0)
@@ -136,8 +136,9 @@ def test_kernels_at_the_shapes_of_models(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GPT-OSS-20B"])
 def test_every_kind_of_plan(name: str) -> None:
     backend.resolve(GPU)
-    from atom_ops.triton_impl import expert_plans, is_hopper
-    from atom_ops.triton_impl.experts import multiply
+    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.experts import expert_plans
+    from atom_ops.triton_impl.experts.experts import multiply
 
     hopper = is_hopper(GPU)
     plans: list[expert_plans.ExpertPlan] = [expert_plans._FEW, expert_plans.BATCH_INVARIANT]

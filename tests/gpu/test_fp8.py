@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from atom_ops.ops.kv_cache import FP8
+from atom_ops.ops.attention.kv_cache import FP8
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from atom_ops.triton_impl.fp8 import decode_fp8_pairs  # noqa: E402
+from atom_ops.triton_impl.quantized.fp8 import decode_fp8_pairs  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

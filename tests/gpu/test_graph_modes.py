@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch._inductor.async_compile import shutdown_compile_workers
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.device import GraphMode
-from atom.messages.worker import AllocateKV
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import GraphMode
+from atom.shared.messages.worker import AllocateKV
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.gpu.test_step_graphs import BLOCK_SIZE, BLOCKS, config
 from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, prompt_of, save_tiny, tiny
-from tests.unit.workers.test_step_shape import Agreement, state_of
-from workers import graph_recorder
-from workers.step_shape import StepMode, StepShape
+from tests.unit.workers.batch.test_step_shape import Agreement, state_of
+from workers.batch.step_shape import StepMode, StepShape
+from workers.graphs import graph_recorder
 from workers.worker import Worker
 
 GPU = torch.device("cuda", 0)

@@ -9,8 +9,8 @@ import torch
 import atom_ops
 from atom_ops import AttentionPlan, backend
 from atom_ops.op import REGISTRY
-from atom_ops.ops.kv_cache import FP8
-from atom_ops.ops.linear import BATCH_INVARIANT
+from atom_ops.ops.attention.kv_cache import FP8
+from atom_ops.ops.linear.linear import BATCH_INVARIANT
 from tests.helpers.latent_step import CPU, LatentStep, exchanged, parts
 from tests.helpers.paged_step import STEPS
 

@@ -17,7 +17,7 @@ pytestmark = [
 def planned() -> list[tuple[int, int]]:
     if not torch.cuda.is_available():
         return []
-    from atom_ops.triton_impl.tuned import LINEAR
+    from atom_ops.triton_impl.plans.tuned import LINEAR
 
     return list(LINEAR.get(torch.cuda.get_device_name(GPU), {}))
 

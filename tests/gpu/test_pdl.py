@@ -40,7 +40,7 @@ def weight(outputs: int, inputs: int) -> Tensor:
 def planned(name: str) -> list[tuple[int, int]]:
     if not torch.cuda.is_available():
         return []
-    from atom_ops.triton_impl import tuned
+    from atom_ops.triton_impl.plans import tuned
 
     return list(getattr(tuned, name).get(torch.cuda.get_device_name(GPU), {}))
 
@@ -141,7 +141,7 @@ def chain(x: Tensor, weights: list[Tensor], scale: Tensor) -> Callable[[], Tenso
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_a_captured_chain_never_reads_too_early(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from atom_ops.triton_impl import pdl
+    from atom_ops.triton_impl.hardware import pdl
 
     x, scale = randn(tokens, 1024), torch.rand(1024, device=GPU).to(BF16)
     weights = [weight(*shape) for _ in range(12) for shape in ((6144, 1024), (1024, 3072))]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from atom.config.device import DeviceConfig
-from atom.messages.worker import AllocateKV, KVSpec, ScheduledBatch
+from atom.shared.config.device import DeviceConfig
+from atom.shared.messages.worker import AllocateKV, KVSpec, ScheduledBatch
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.helpers.core_side import CoreSide, generate

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atom_ops import ExpertWeights, backend, experts
-from atom_ops.ops.linear import BATCH_INVARIANT
+from atom_ops.ops.linear.linear import BATCH_INVARIANT
 from tests.gpu.test_experts import CPU, GPT_OSS, GPU
 from tests.gpu.test_experts import exact as plain_exact
 
@@ -77,9 +77,9 @@ def test_kernels_at_the_shapes_of_models(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_plan(name: str) -> None:
-    from atom_ops.triton_impl import expert_plans as plans
     from atom_ops.triton_impl import is_hopper
-    from atom_ops.triton_impl.experts import multiply
+    from atom_ops.triton_impl.experts import expert_plans as plans
+    from atom_ops.triton_impl.experts.experts import multiply
 
     backend.resolve(GPU)
     format, hopper = layer(name)[0].format, is_hopper(GPU)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from atom_ops import add_norm_linear, backend, linear, silu_and_mul_linear
-from atom_ops.ops.activation import silu_and_mul
-from atom_ops.ops.norm import add_rms_norm, rms_norm
+from atom_ops.ops.elementwise.activation import silu_and_mul
+from atom_ops.ops.elementwise.norm import add_rms_norm, rms_norm
 from atom_ops.weights import FourBitWords
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -49,8 +49,8 @@ def readable(format: str, shape: tuple[int, int]) -> Any:
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_plan(format: str, shape: tuple[int, int]) -> None:
     """Several times: a race shows in one tile of thousands."""
-    from atom_ops.triton_impl.quantized_linear import multiply, takes
-    from atom_ops.triton_impl.quantized_plans import LibraryPlan, general_plans, key_of, plans_of
+    from atom_ops.triton_impl.quantized.quantized_linear import multiply, takes
+    from atom_ops.triton_impl.quantized.quantized_plans import LibraryPlan, general_plans, key_of, plans_of
 
     torch.manual_seed(5)
     weight = readable(format, shape)
@@ -75,8 +75,8 @@ def test_every_plan(format: str, shape: tuple[int, int]) -> None:
 def test_stream_k_of_several_tiles(format: str, outputs: int) -> None:
     """A tile of 128 tokens, two, and tiles that end within; with a bias where the rows end within one."""
     from atom_ops.triton_impl import is_hopper
-    from atom_ops.triton_impl.quantized_linear import multiply
-    from atom_ops.triton_impl.tuned import StreamKPlan
+    from atom_ops.triton_impl.plans.tuned import StreamKPlan
+    from atom_ops.triton_impl.quantized.quantized_linear import multiply
 
     if not is_hopper(GPU):
         pytest.skip("for Hopper")
@@ -99,9 +99,9 @@ def test_stream_k_of_several_tiles(format: str, outputs: int) -> None:
 def test_the_persistent_gemv(shape: tuple[int, int]) -> None:
     """Every candidate, alone with a bias and with the activation before it."""
     from atom_ops.triton_impl import is_hopper
-    from atom_ops.triton_impl.quantized_candidates import candidates
-    from atom_ops.triton_impl.quantized_linear import multiply
-    from atom_ops.triton_impl.quantized_plans import PersistentGemvPlan
+    from atom_ops.triton_impl.quantized.quantized_candidates import candidates
+    from atom_ops.triton_impl.quantized.quantized_linear import multiply
+    from atom_ops.triton_impl.quantized.quantized_plans import PersistentGemvPlan
 
     if not is_hopper(GPU):
         pytest.skip("for Hopper")
@@ -126,8 +126,9 @@ def test_the_persistent_gemv(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(1008, 4096), (512, 12288), (4096, 4096), (24576, 4096)], ids=str)
 def test_few_tokens_by_a_ring(format: str, shape: tuple[int, int]) -> None:
     """Programs with fewer stages than the ring, and with more."""
-    from atom_ops.triton_impl import four_bit_ring, is_hopper
-    from atom_ops.triton_impl.quantized_plans import RingPlan
+    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.quantized import four_bit_ring
+    from atom_ops.triton_impl.quantized.quantized_plans import RingPlan
 
     if not is_hopper(GPU):
         pytest.skip("needs Hopper")
@@ -152,8 +153,8 @@ def test_few_tokens_by_a_ring(format: str, shape: tuple[int, int]) -> None:
 def test_one_token_by_a_ring_after_a_norm_or_an_activation(format: str, shape: tuple[int, int]) -> None:
     """As their own kernels and the ring alone; programs of both sizes."""
     from atom_ops.triton_impl import is_hopper
-    from atom_ops.triton_impl.quantized_linear import multiply
-    from atom_ops.triton_impl.quantized_plans import RingPlan
+    from atom_ops.triton_impl.quantized.quantized_linear import multiply
+    from atom_ops.triton_impl.quantized.quantized_plans import RingPlan
 
     if not is_hopper(GPU):
         pytest.skip("needs Hopper")
@@ -185,8 +186,8 @@ def test_one_token_by_a_ring_after_a_norm_or_an_activation(format: str, shape: t
 @pytest.mark.parametrize("shape", [(1000, 960), (520, 12288), (4096, 4096)], ids=str)
 def test_few_tokens_on_tensor_cores(format: str, shape: tuple[int, int], zeros: bool) -> None:
     """Columns and rows that fill no step and no tile; a zero of its own for each group."""
-    from atom_ops.triton_impl import four_bit_mma
-    from atom_ops.triton_impl.quantized_plans import MmaPlan
+    from atom_ops.triton_impl.quantized import four_bit_mma
+    from atom_ops.triton_impl.quantized.quantized_plans import MmaPlan
 
     if format == "mxfp4" and zeros:
         pytest.skip("e2m1 has no zeros")
@@ -212,8 +213,9 @@ def test_few_tokens_on_tensor_cores(format: str, shape: tuple[int, int], zeros: 
 @pytest.mark.parametrize("shape", [(1000, 960), (1000, 1024), (520, 12288), (4096, 4096)], ids=str)
 def test_four_bits_by_wgmma(format: str, shape: tuple[int, int]) -> None:
     """Rows, columns and tokens that fill no tile, with one step to a split and with many; a bias."""
-    from atom_ops.triton_impl import four_bit_split_k, four_bit_wgmma, is_hopper
-    from atom_ops.triton_impl.quantized_plans import WgmmaPlan
+    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.quantized import four_bit_split_k, four_bit_wgmma
+    from atom_ops.triton_impl.quantized.quantized_plans import WgmmaPlan
 
     if not is_hopper(GPU):
         pytest.skip("for Hopper")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from atom.messages.worker import AllocateKV
+from atom.shared.messages.worker import AllocateKV
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.gpu.test_step_graphs import BLOCK_SIZE, BLOCKS, config

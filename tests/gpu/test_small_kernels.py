@@ -8,7 +8,7 @@ from torch import Tensor
 
 import atom_ops
 from atom_ops import HeadNorms, KVLayer, backend
-from atom_ops.ops.kv_cache import FP8, read_kv
+from atom_ops.ops.attention.kv_cache import FP8, read_kv
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from atom.config.cache import CacheConfig
-from atom.config.device import DeviceConfig
-from atom.config.engine import EngineConfig
-from atom.config.model import ModelConfig
-from atom.config.scheduler import SchedulerConfig
-from atom.messages.engine import Sampling
-from atom.messages.worker import AllocateKV, ScheduledBatch
+from atom.shared.config.cache import CacheConfig
+from atom.shared.config.device import DeviceConfig
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.model import ModelConfig
+from atom.shared.config.scheduler import SchedulerConfig
+from atom.shared.messages.engine import Sampling
+from atom.shared.messages.worker import AllocateKV, ScheduledBatch
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.helpers.core_side import GREEDY, CoreSide, generate

@@ -7,7 +7,7 @@ import torch
 
 import atom_ops
 from atom_ops import TopKIndices, backend
-from atom_ops.ops.kv_cache import FP8
+from atom_ops.ops.attention.kv_cache import FP8
 from tests.helpers.index_step import IndexStep, with_spare_tokens
 from tests.helpers.latent_step import CPU
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.device import DeviceConfig
-from atom.config.engine import EngineConfig
-from atom.config.speculative import SpeculativeConfig
-from atom.messages.engine import LogitsProcessors, Sampling, pack_ids
-from atom.messages.worker import AllocateKV
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import DeviceConfig
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.speculative import SpeculativeConfig
+from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids
+from atom.shared.messages.worker import AllocateKV
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.helpers.core_side import GREEDY, CoreSide

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.device import DeviceConfig
-from atom.config.engine import EngineConfig
-from atom.messages.engine import Sampling
-from atom.messages.worker import AllocateKV, ScheduledBatch
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import DeviceConfig
+from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.engine import Sampling
+from atom.shared.messages.worker import AllocateKV, ScheduledBatch
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
-from tests.unit.workers.test_step_shape import Agreement, state_of
-from workers.kv_cache import kv_specs
-from workers.step_shape import StepMode, StepShape
+from tests.unit.workers.batch.test_step_shape import Agreement, state_of
+from workers.batch.step_shape import StepMode, StepShape
+from workers.memory.kv_cache import kv_specs
 from workers.worker import Worker
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atom.config.device import DeviceConfig
+from atom.shared.config.device import DeviceConfig
 from atom_ops import backend, linear
 from parallel.mesh import Mesh
 from tests.helpers.tiny_models import engine_config, save_tiny, tiny
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from atom_ops.triton_impl import linear as kernels
+    from atom_ops.triton_impl.linear import linear as kernels
 
     monkeypatch.setattr(kernels, "LINEAR", {})
     kernels.plans_on.cache_clear()
@@ -45,14 +45,14 @@ def some_weights(dtype: torch.dtype) -> list[torch.Tensor]:
 
 def forget() -> None:
     """Reset the caches as in a new process."""
-    from atom_ops.triton_impl import linear as kernels
+    from atom_ops.triton_impl.linear import linear as kernels
 
     kernels.plans_on.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_results_match_torch_and_the_next_start_measures_nothing(dtype: torch.dtype, tmp_path: Path) -> None:
-    from atom_ops.triton_impl.linear import plans_on
+    from atom_ops.triton_impl.linear.linear import plans_on
 
     weights = some_weights(dtype)
     assert not linear.providers["triton"].supports(weights[0][:1, :], weights[0])
@@ -81,8 +81,8 @@ def test_results_match_torch_and_the_next_start_measures_nothing(dtype: torch.dt
 
 
 def test_a_plan_that_needs_too_much_shared_memory_is_left_out() -> None:
-    from atom_ops.triton_impl.bench import GPUBench
-    from atom_ops.triton_impl.tuned import LinearPlan
+    from atom_ops.triton_impl.plans.bench import GPUBench
+    from atom_ops.triton_impl.plans.tuned import LinearPlan
 
     shape = SHAPES[0]
     fits = LinearPlan(16, False, 64, 128, 4, 3, least=2)
@@ -91,7 +91,7 @@ def test_a_plan_that_needs_too_much_shared_memory_is_left_out() -> None:
 
 
 def test_shapes_of_a_table_are_never_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from atom_ops.triton_impl import linear as kernels
+    from atom_ops.triton_impl.linear import linear as kernels
 
     monkeypatch.setattr(kernels, "LINEAR", {torch.cuda.get_device_name(GPU): dict.fromkeys(SHAPES, ())})
     backend.tune(GPU, some_weights(torch.bfloat16), tmp_path, lambda *progress: None)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from atom.config.device import DeviceConfig
-from atom.messages.worker import AllocateKV
+from atom.shared.config.device import DeviceConfig
+from atom.shared.messages.worker import AllocateKV
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.helpers.core_side import CoreSide

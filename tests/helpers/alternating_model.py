@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from atom.config.checkpoint import Checkpoint
+from atom.shared.config.checkpoint import Checkpoint
 from tests.helpers.tiny_models import MAX_MODEL_LEN, VOCAB
-from workers.layers.attention import Attention, KVGroup
+from workers.layers.attention.attention import Attention, KVGroup
+from workers.layers.attention.rotary import RotaryEmbedding
+from workers.layers.attention.rotation import Rotation
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RotaryEmbedding
-from workers.layers.rotation import Rotation
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 HIDDEN, EPS, BASE = 48, 1e-6, 10000.0

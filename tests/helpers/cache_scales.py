@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.models.llama import modeling_llama
 
-from atom.benchmarks.quantization import prose
+from benchmarks.quantization import prose
 from tests.helpers.smollm2 import gguf_path, in_transformers
 
 _LARGEST = 448.0

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh64_digest
 
-from atom.messages.engine import (
+from atom.shared.messages.engine import (
     AddRequest,
     Finished,
     FinishReason,
@@ -18,7 +18,7 @@ from atom.messages.engine import (
     pack_ids,
     unpack_ids,
 )
-from atom.messages.worker import BatchResult, KVSpec, NewRow
+from atom.shared.messages.worker import BatchResult, KVSpec, NewRow
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_events import Cleared, Removed, Stored, listed_group

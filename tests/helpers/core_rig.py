@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from atom.config.cache import CacheConfig
-from atom.config.checkpoint import Checkpoint
-from atom.config.engine import EngineConfig
-from atom.config.parallel import ParallelConfig
-from atom.config.scheduler import SchedulerConfig
-from atom.messages.codec import Decoder, encode
-from atom.messages.engine import (
+from atom.shared.config.cache import CacheConfig
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.parallel import ParallelConfig
+from atom.shared.config.scheduler import SchedulerConfig
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.engine import (
     AddRequest,
     FinishReason,
     FromCore,
@@ -25,9 +25,9 @@ from atom.messages.engine import (
     pack_ids,
     unpack_ids,
 )
-from atom.messages.launch import CoreLaunch
-from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
-from atom.messages.worker import (
+from atom.shared.messages.launch import CoreLaunch
+from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
+from atom.shared.messages.worker import (
     AllocateKV,
     FullAttentionSpec,
     Loaded,
@@ -36,7 +36,7 @@ from atom.messages.worker import (
     ToWorker,
     WorkerReady,
 )
-from atom.utils.process import spawn
+from atom.shared.utils.process import spawn
 from tests.helpers.core_driver import GREEDY, VOCABULARY
 from tests.helpers.simulated_worker import SimulatedWorker
 

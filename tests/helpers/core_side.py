@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from atom.messages.engine import Sampling, pack_ids, unpack_ids
-from atom.messages.worker import (
+from atom.shared.messages.engine import Sampling, pack_ids, unpack_ids
+from atom.shared.messages.worker import (
     MAX_LENGTH,
     BatchResult,
     KVSpec,

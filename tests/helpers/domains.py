@@ -8,12 +8,12 @@ from pathlib import Path
 
 import zmq
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.engine import EngineConfig
-from atom.config.server import ServerConfig
-from atom.messages.codec import encode
-from atom.messages.nodes import NodeInfo
-from atom.messages.supervisor import ToSupervisor
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.server import ServerConfig
+from atom.shared.messages.codec import encode
+from atom.shared.messages.nodes import NodeInfo
+from atom.shared.messages.supervisor import ToSupervisor
 from atom.supervisor.child import Child
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.failure import Failure

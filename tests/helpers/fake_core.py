@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from atom.messages.codec import Decoder, encode
-from atom.messages.engine import (
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.engine import (
     Abort,
     AddRequest,
     CoreDead,
@@ -30,8 +30,8 @@ from atom.messages.engine import (
     pack_ids,
     unpack_ids,
 )
-from atom.messages.launch import EngineAddress
-from atom.messages.profile import Profile, ProfileResult
+from atom.shared.messages.launch import EngineAddress
+from atom.shared.messages.profile import Profile, ProfileResult
 
 DEADLINE_S = 10.0
 VOCABULARY = 360

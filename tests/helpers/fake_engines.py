@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from atom.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
-from frontend.client_settings import ClientSettings
-from frontend.dp_router import Policy, Router
-from frontend.engine_client import EngineClient
-from frontend.metrics import Metrics
-from frontend.output_processor import OutputProcessor, TextOptions
-from frontend.streams import Stream
+from atom.shared.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
+from frontend.engine_client.client import EngineClient
+from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.dp_router import Policy, Router
+from frontend.engine_client.streams import Stream
+from frontend.metrics.metrics import Metrics
+from frontend.text.output_processor import OutputProcessor, TextOptions
 from tests.helpers.fake_core import FakeCore, Script
 
 DEADLINE_S = 30.0

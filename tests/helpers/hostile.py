@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from frontend.api.chat.schema import CHAT
+from frontend.api.completions.schema import COMPLETIONS
+from frontend.api.messages.schema import COUNT, MESSAGES
+from frontend.api.responses.schema import RESPONSES
+from frontend.api.tokenization.schema import DETOKENIZE, TOKENIZE
 from frontend.openapi.operations import OPERATIONS
-from frontend.schemas.chat import CHAT
-from frontend.schemas.completions import COMPLETIONS
-from frontend.schemas.messages import COUNT, MESSAGES
-from frontend.schemas.responses import RESPONSES
-from frontend.schemas.tokenization import DETOKENIZE, TOKENIZE
 
 _DEEP = 3000
 

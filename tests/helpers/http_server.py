@@ -14,18 +14,18 @@ from typing import Any
 
 import uvloop
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.engine import EngineConfig
-from atom.config.model import ModelConfig
-from atom.config.observability import ObservabilityConfig
-from atom.config.parallel import ParallelConfig
-from atom.config.reliability import ReliabilityConfig
-from atom.config.scheduler import SchedulerConfig
-from atom.config.server import ServerConfig
-from atom.config.speculative import SpeculativeConfig
-from atom.messages.launch import FrontendLaunch
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.model import ModelConfig
+from atom.shared.config.observability import ObservabilityConfig
+from atom.shared.config.parallel import ParallelConfig
+from atom.shared.config.reliability import ReliabilityConfig
+from atom.shared.config.scheduler import SchedulerConfig
+from atom.shared.config.server import ServerConfig
+from atom.shared.config.speculative import SpeculativeConfig
+from atom.shared.messages.launch import FrontendLaunch
 from frontend.app import create_app, start
-from frontend.limits import HttpLimits
+from frontend.http.limits import HttpLimits
 from tests.helpers.fake_core import FakeCore
 
 MODEL = "org/tiny"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import atom_ops
 from atom_ops import IndexKeys, TopKIndices
-from atom_ops.ops.kv_cache import FP8, float8_codes
+from atom_ops.ops.attention.kv_cache import FP8, float8_codes
 from tests.helpers.latent_step import CPU, LatentStep
 
 

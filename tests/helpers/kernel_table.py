@@ -39,8 +39,8 @@ def record(compiled: Sequence[Compiled], chip: str) -> None:
 def launched() -> set[str]:
     """Every kernel that the sources launch, as `kernel[grid](...)`."""
     found = set()
-    for each in pkgutil.iter_modules(triton_impl.__path__):
-        module = importlib.import_module(f"{triton_impl.__name__}.{each.name}")
+    for each in pkgutil.walk_packages(triton_impl.__path__, f"{triton_impl.__name__}."):
+        module = importlib.import_module(each.name)
         assert module.__file__ is not None
         found |= set(_launched(module, ast.parse(Path(module.__file__).read_text(encoding="utf-8"))))
     return found

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import atom_ops
 from atom_ops import LatentLayer, TokenShard
-from atom_ops.ops.kv_cache import FP8
+from atom_ops.ops.attention.kv_cache import FP8
 
 CPU = torch.device("cpu")
 _STALE = 1e4

@@ -15,10 +15,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from atom.config import eplb
-from atom.config.checkpoint import Checkpoint
-from atom.config.engine import EngineConfig
-from atom.messages.worker import AllocateKV, ExpertLoad, ScheduledBatch
+from atom.shared.config import eplb
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.worker import AllocateKV, ExpertLoad, ScheduledBatch
 from parallel import communicator
 from parallel.communicator import Communicator
 from parallel.host_group import HostGroup
@@ -27,7 +27,7 @@ from parallel.rendezvous import MeetingPoint
 from tests.helpers.core_side import CoreSide, generate
 from tests.helpers.layouts import Layout
 from workers import expert_balancer
-from workers.layers.moe import Experts
+from workers.layers.moe.moe import Experts
 from workers.worker import Worker
 
 BLOCKS = 64

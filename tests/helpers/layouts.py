@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import msgspec
 
-from atom.config.engine import EngineConfig
-from atom.config.parallel import All2AllBackend
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.parallel import All2AllBackend
 from parallel.mesh import MeshShape
 
 

@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from atom.config.online_quantization import online_quantization
+from atom.shared.config.online_quantization import online_quantization
 from atom_ops import ClampedSwiglu, RoutingRule, backend
 from parallel.communicator import Communicator
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
-from workers.layers.expert_layouts import INTERLEAVED
-from workers.layers.moe import MoE, MoEArgs
+from workers.layers.moe.expert_layouts import INTERLEAVED
+from workers.layers.moe.moe import MoE, MoEArgs
 from workers.layers.quantization.config import resolve
 from workers.models.llama import LlamaForCausalLM
 from workers.weights.loader import load_directory, weight_bytes

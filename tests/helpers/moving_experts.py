@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from atom.config.eplb import EPLBConfig
+from atom.shared.config.eplb import EPLBConfig
 from atom_ops import RoutingRule
 from parallel.communicator import Communicator
 from parallel.expert import expert_dispatch
@@ -15,7 +15,7 @@ from workers import expert_balancer
 from workers.expert_balancer import ExpertBalancer
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
-from workers.layers.moe import MoE, MoEArgs
+from workers.layers.moe.moe import MoE, MoEArgs
 from workers.weights.loader import load_dummy
 
 HIDDEN, FEATURES, EXPERTS, REDUNDANT = 16, 8, 9, 4

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from atom_ops.triton_impl.sampling import token_uniforms
+from atom_ops.triton_impl.sampling.sampling import token_uniforms
 
 
 @triton.jit

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import atom_ops
-from atom_ops.ops import attention_plan
-from atom_ops.ops.kv_cache import FP8
+from atom_ops.ops.attention import attention_plan
+from atom_ops.ops.attention.kv_cache import FP8
 
 CPU = torch.device("cpu")
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from atom.messages.launch import Rendezvous
-from atom.utils.rendezvous import open_rendezvous
+from atom.shared.messages.launch import Rendezvous
+from atom.shared.utils.rendezvous import open_rendezvous
 
 DEADLINE_S = 240.0
 _PREAMBLE = """
     import os, sys, msgspec, torch
-    from atom.messages.launch import Rendezvous
+    from atom.shared.messages.launch import Rendezvous
     from parallel.mesh import MeshShape, join_mesh
     torch.set_num_threads(1)
     rank, timeout = int(sys.argv[1]), float(sys.argv[2])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.helpers.tiny_models import Greedy, Tiny, build_tiny, hf_greedy, hf_logits, prompt_of
-from workers.families import keeps_states
+from workers.checkpoint.families import keeps_states
 
 NEW_TOKENS = 32
 PROMPT_LENGTHS = (5, 37, 64)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atom.messages.engine import AddRequest, FinishReason, LogitsProcessors, unpack_ids
+from atom.shared.messages.engine import AddRequest, FinishReason, LogitsProcessors, unpack_ids
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import Client, running_frontend

@@ -6,7 +6,7 @@ Sums are in float64, so that two orders of summation give the same number, which
 import torch
 from torch import Tensor
 
-from atom_ops.ops.linear import linear
+from atom_ops.ops.linear.linear import linear
 from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, Weight
 from tests.aiter_contract import machine, mxfp4, rounding
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from atom import LLMEngine, SamplingParams
-from atom.messages.engine import CoreStats
-from atom.messages.worker import SlidingWindowSpec
-from atom.sampling_params import MAX_LOGPROBS
+from atom.shared.messages.engine import CoreStats
+from atom.shared.messages.worker import SlidingWindowSpec
+from atom.shared.sampling_params import MAX_LOGPROBS
 from engine_core.kv_plan import peak_blocks
 from tests.helpers.reference import MAX_TOKENS, NEW_TOKENS, TOLERANCE, Reference
 

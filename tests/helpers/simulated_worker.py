@@ -17,8 +17,8 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from atom.messages.engine import LogprobTable, PromptLogprobs, SampledLogprobs, pack_ids, unpack_ids
-from atom.messages.worker import (
+from atom.shared.messages.engine import LogprobTable, PromptLogprobs, SampledLogprobs, pack_ids, unpack_ids
+from atom.shared.messages.worker import (
     BatchResult,
     FullAttentionSpec,
     KVSpec,

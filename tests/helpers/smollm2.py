@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.model import ModelConfig
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.model import ModelConfig
 from atom.supervisor import Supervisor
 
 NEW_TOKENS = 48

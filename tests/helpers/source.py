@@ -9,13 +9,13 @@ PACKAGES = ("atom", "frontend", "engine_core", "workers", "parallel", "atom_ops"
 
 
 def package_files() -> list[Path]:
-    """Every Python file that is shipped, relative to the root."""
-    return _python_files(*PACKAGES)
+    """Every Python file that is shipped, and the benchmarks, relative to the root."""
+    return _python_files(*PACKAGES, "benchmarks")
 
 
 def all_files() -> list[Path]:
     """Every Python file of the repository, relative to the root."""
-    return _python_files(*PACKAGES, "tools", "tests")
+    return _python_files(*PACKAGES, "benchmarks", "tools", "tests")
 
 
 def module_name(path: Path) -> str:

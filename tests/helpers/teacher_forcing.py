@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from atom.config.device import GraphMode
-from atom.config.resolve import Dtype
-from atom.messages.worker import AllocateKV, ScheduledBatch
+from atom.shared.config.device import GraphMode
+from atom.shared.config.resolve import Dtype
+from atom.shared.messages.worker import AllocateKV, ScheduledBatch
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh
 from tests.helpers.core_side import CoreSide

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from atom.messages.worker import ScheduledBatch
+from atom.shared.messages.worker import ScheduledBatch
 from parallel.communicator import Communicator
 from parallel.mesh import MeshShape
 from tests.helpers.core_side import CoreSide

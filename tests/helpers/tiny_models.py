@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from atom.config.cache import CacheConfig
-from atom.config.checkpoint import Checkpoint
-from atom.config.device import DeviceConfig
-from atom.config.engine import EngineConfig
-from atom.config.model import ModelConfig
-from atom.config.parallel import ParallelConfig
-from atom.config.resolve import Dtype
-from atom.config.scheduler import SchedulerConfig
+from atom.shared.config.cache import CacheConfig
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import DeviceConfig
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.model import ModelConfig
+from atom.shared.config.parallel import ParallelConfig
+from atom.shared.config.resolve import Dtype
+from atom.shared.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh
-from workers.families import keeps_states
-from workers.hf_directory import normalised_config
+from workers.checkpoint.families import keeps_states
+from workers.checkpoint.hf_directory import normalised_config
 
 # Tiny matrices gain nothing from threads that wait for one another on a busy machine.
 torch.set_num_threads(1)

@@ -7,8 +7,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from atom.config.checkpoint import Checkpoint
-from frontend.tokenizer import Tokenizer
+from atom.shared.config.checkpoint import Checkpoint
+from frontend.text.tokenizer import Tokenizer
 
 BOS, EOS = "<s>", "</s>"
 CORPUS = [

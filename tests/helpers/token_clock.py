@@ -19,7 +19,7 @@ from typing import cast
 
 import uvloop
 
-from atom.utils.open_files import raise_open_files_limit
+from atom.shared.utils.open_files import raise_open_files_limit
 
 _HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.server import ServerConfig
-from atom.messages.engine import AddRequest, FinishReason, unpack_ids
-from frontend.tokenizer import Tokenizer
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.server import ServerConfig
+from atom.shared.messages.engine import AddRequest, FinishReason, unpack_ids
+from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import Client, running_frontend

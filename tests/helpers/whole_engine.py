@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from atom.messages.engine import AddRequest, LogprobTable, Sampling, TokenDeltas, pack_ids, unpack_ids
-from atom.messages.worker import AllocateKV, BatchResult
+from atom.shared.messages.engine import AddRequest, LogprobTable, Sampling, TokenDeltas, pack_ids, unpack_ids
+from atom.shared.messages.worker import AllocateKV, BatchResult
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits

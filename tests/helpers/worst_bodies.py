@@ -4,8 +4,8 @@ import gzip
 import json
 from dataclasses import dataclass
 
-from frontend.limits import HttpLimits
-from frontend.schemas.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
+from frontend.api.schemas.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
+from frontend.http.limits import HttpLimits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

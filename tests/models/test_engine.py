@@ -7,7 +7,7 @@ with recurrent states must have no prefix cache hits and the same outputs.
 
 import pytest
 
-from atom.sampling_params import MAX_LOGPROBS
+from atom.shared.sampling_params import MAX_LOGPROBS
 from tests.helpers.reference import TOLERANCE
 from tests.helpers.rows import roomy_rows, tight_rows
 from tests.helpers.served import CHUNK, Counted, Served, ids_of, worst_difference

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from atom.sampling_params import MAX_LOGPROBS
+from atom.shared.sampling_params import MAX_LOGPROBS
 from tests.helpers.reference import TOLERANCE, problems, problems_of, windows
 from tests.helpers.served import worst_difference
 from tests.helpers.tiny_models import TINY_MODELS, Greedy, tiny, tiny_config
-from workers.families import families
+from workers.checkpoint.families import families
 
 GOOD = Greedy(list(range(32)), smallest_margin=0.1)
 

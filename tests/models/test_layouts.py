@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from atom.config.checkpoint import Checkpoint
+from atom.shared.config.checkpoint import Checkpoint
 from parallel.mesh import Mesh
 from tests.helpers.layout_rank import Job, Outcome, run
 from tests.helpers.layouts import LAYOUTS, MOVING, ROWS, Layout, cases

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from atom import LLMEngine, SamplingParams
-from atom.sampling_params import MAX_LOGPROBS
+from atom.shared.sampling_params import MAX_LOGPROBS
 from tests.helpers.reference import MAX_TOKENS, NEW_TOKENS, TOLERANCE, Reference, make_reference
 from tests.helpers.served import ids_of, worst_difference
 from tests.helpers.tiny_models import tiny

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from atom.config.model import ModelConfig
-from atom.config.observability import ObservabilityConfig
-from atom.config.reliability import ReliabilityConfig
-from atom.messages.codec import encode
-from atom.messages.engine import (
+from atom.shared.config.model import ModelConfig
+from atom.shared.config.observability import ObservabilityConfig
+from atom.shared.config.reliability import ReliabilityConfig
+from atom.shared.messages.codec import encode
+from atom.shared.messages.engine import (
     Abort,
     AddRequest,
     CoreDead,
@@ -27,9 +27,9 @@ from atom.messages.engine import (
     pack_ids,
     unpack_ids,
 )
-from atom.messages.profile import Profile, ProfileResult, RankTrace
-from atom.messages.supervisor import Dead, Heartbeat
-from atom.messages.worker import (
+from atom.shared.messages.profile import Profile, ProfileResult, RankTrace
+from atom.shared.messages.supervisor import Dead, Heartbeat
+from atom.shared.messages.worker import (
     Loaded,
     Shutdown,
     WorkerFailed,

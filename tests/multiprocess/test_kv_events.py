@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import zmq
 
-from atom.messages.admin import ResetPrefixCache
-from atom.messages.engine import (
+from atom.shared.messages.admin import ResetPrefixCache
+from atom.shared.messages.engine import (
     FinishReason,
 )
-from atom.messages.supervisor import Dead
+from atom.shared.messages.supervisor import Dead
 from tests.helpers.core_rig import CONFIG, Engine, collect, request
 from tests.helpers.kv_events import BATCHES, replay
 

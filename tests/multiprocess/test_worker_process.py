@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.engine import EngineConfig
-from atom.messages.codec import Decoder, encode
-from atom.messages.engine import LogitsProcessors, LogprobTable, Sampling, pack_ids, unpack_ids
-from atom.messages.launch import WorkerLaunch
-from atom.messages.supervisor import Dead, Progress, ToSupervisor
-from atom.messages.worker import (
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.engine import LogitsProcessors, LogprobTable, Sampling, pack_ids, unpack_ids
+from atom.shared.messages.launch import WorkerLaunch
+from atom.shared.messages.supervisor import Dead, Progress, ToSupervisor
+from atom.shared.messages.worker import (
     AllocateKV,
     BatchResult,
     FromWorker,
@@ -29,9 +29,9 @@ from atom.messages.worker import (
     WorkerHeartbeat,
     WorkerReady,
 )
-from atom.utils.exit_status import ExitStatus
-from atom.utils.process import spawn
-from atom.utils.rendezvous import open_rendezvous
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.process import spawn
+from atom.shared.utils.rendezvous import open_rendezvous
 from tests.helpers.core_side import CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
 

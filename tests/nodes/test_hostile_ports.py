@@ -12,7 +12,7 @@ import psutil
 import pytest
 import zmq
 
-from atom.utils.endpoint import connect, tcp_endpoint
+from atom.shared.utils.endpoint import connect, tcp_endpoint
 from tests.helpers.node_requests import ids_of, some_requests, until_up
 from tests.helpers.nodes import ARGS, Host, NodeProcess, inside, network_hosts, nodes_of
 

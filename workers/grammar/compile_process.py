@@ -16,10 +16,10 @@ import signal
 import socket
 from typing import TYPE_CHECKING
 
-from atom.messages.codec import Decoder, encode
-from atom.messages.grammar import GrammarCompilerLaunch, GrammarSource
-from atom.utils.logger import setup_logging
-from atom.utils.process import read_launch
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.grammar import GrammarCompilerLaunch, GrammarSource
+from atom.shared.utils.logger import setup_logging
+from atom.shared.utils.process import read_launch
 from workers.grammar.compiling import compiled
 from workers.grammar.vocabulary import tokenizer_info
 

@@ -4,7 +4,12 @@ import re
 import zlib
 from typing import TYPE_CHECKING
 
-from atom.messages.grammar import MAX_COMPILED_BYTES, MAX_GRAMMAR_MEMORY, CompiledGrammar, GrammarSource
+from atom.shared.messages.grammar import (
+    MAX_COMPILED_BYTES,
+    MAX_GRAMMAR_MEMORY,
+    CompiledGrammar,
+    GrammarSource,
+)
 from workers.grammar.json_schema import SchemaError, prepared, prepared_tag
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ import threading
 import zlib
 from typing import TYPE_CHECKING
 
-from atom.config.checkpoint import Checkpoint
-from atom.messages.grammar import GrammarLoaded, LoadGrammar
-from atom.utils.errors import one_line
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.messages.grammar import GrammarLoaded, LoadGrammar
+from atom.shared.utils.errors import one_line
 from workers.grammar.vocabulary import tokenizer_info
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom.messages.grammar import RowGrammar
-from atom.messages.worker import NewRow
+from atom.shared.messages.grammar import RowGrammar
+from atom.shared.messages.worker import NewRow
 from workers.grammar.library import GrammarLibrary
 
 Words = NDArray[np.int32]

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import tokenizers
 
-from atom.config.checkpoint import Checkpoint
-from atom.utils.token_pieces import TokenPieces
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.utils.token_pieces import TokenPieces
 
 if TYPE_CHECKING:
     import xgrammar

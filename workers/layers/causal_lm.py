@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from atom_ops import SamplingBatch, sample
-from workers.layers.cache_groups import CacheGroup
+from workers.layers.attention.cache_groups import CacheGroup
 from workers.layers.context import BuildContext, ForwardContext
 
 

@@ -12,9 +12,9 @@ import torch
 from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan, TopKIndices
 from parallel.communicator import Communicator
 from parallel.expert import ExpertDispatch, LocalDispatch
+from workers.layers.attention.rotation import Rotation
+from workers.layers.moe.second_stream import SecondStream
 from workers.layers.quantization.config import QuantizationConfig
-from workers.layers.rotation import Rotation
-from workers.layers.second_stream import SecondStream
 
 CacheLayer = KVLayer | LatentLayer | StateLayer | Any
 """The cache of one layer; other types belong to attention backends with layouts of their own."""

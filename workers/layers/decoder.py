@@ -22,17 +22,17 @@ from torch import nn
 from atom_ops import HeadNorms, SamplingBatch
 from parallel.sharding import head_shard
 from workers.layers.activation import gated_linear
-from workers.layers.attention import Attention, KVGroup, group_by_window
-from workers.layers.cache_groups import CacheGroup
+from workers.layers.attention.attention import Attention, KVGroup, group_by_window
+from workers.layers.attention.cache_groups import CacheGroup
+from workers.layers.attention.rotary import RotaryEmbedding
+from workers.layers.attention.rotation import Rotation
+from workers.layers.attention.window import Windows
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, mlp_range
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RotaryEmbedding
-from workers.layers.rotation import Rotation
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
-from workers.layers.window import Windows
 
 _DEFAULT_ROPE_THETA = 10000.0
 

@@ -25,10 +25,10 @@ from atom_ops import (
     gated_delta_rule,
     gated_rms_norm,
 )
+from workers.layers.attention.rotation import Rotation
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.linear import ReorderedLinear, RowParallelLinear, tp_range
 from workers.layers.norm import RMSNorm
-from workers.layers.rotation import Rotation
 from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer
 
 DELTA_MODULES = {"in_proj": ("in_proj_qkvz", "in_proj_ba")}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.layers.context import BuildContext
-from workers.layers.latent_decoder import DEEPSEEK_V3_DEFAULTS, LatentDecoderLM, noaux_tc_rule
+from workers.layers.mla.latent_decoder import DEEPSEEK_V3_DEFAULTS, LatentDecoderLM, noaux_tc_rule
 
 
 class DeepseekV3ForCausalLM(LatentDecoderLM):

@@ -8,7 +8,7 @@ import torch
 from atom_ops import RoutingRule
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, common_fields
-from workers.layers.moe import MoE, MoEArgs
+from workers.layers.moe.moe import MoE, MoEArgs
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-5,

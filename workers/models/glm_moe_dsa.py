@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.layers.context import BuildContext
-from workers.layers.latent_decoder import SparseLatentDecoderLM
+from workers.layers.mla.latent_decoder import SparseLatentDecoderLM
 
 _DEFAULTS = {
     "q_lora_rank": 2048,

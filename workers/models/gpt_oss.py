@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from atom_ops import ClampedSwiglu, RoutingRule
+from workers.layers.attention.window import windows_by_type
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
-from workers.layers.expert_layouts import INTERLEAVED
-from workers.layers.moe import MoE, MoEArgs
-from workers.layers.window import windows_by_type
+from workers.layers.moe.expert_layouts import INTERLEAVED
+from workers.layers.moe.moe import MoE, MoEArgs
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-5,

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from atom_ops import RoutingRule
+from workers.layers.attention.window import same_window
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
-from workers.layers.expert_layouts import PerExpert
-from workers.layers.moe import MoE, MoEArgs
-from workers.layers.window import same_window
+from workers.layers.moe.expert_layouts import PerExpert
+from workers.layers.moe.moe import MoE, MoEArgs
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2}
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from workers.layers.attention.window import windows_of_types
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
-from workers.layers.window import windows_of_types
 
 _DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "attention_bias": False}
 

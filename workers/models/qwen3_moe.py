@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from atom.utils import envs
+from atom.shared.utils import envs
 from atom_ops import RoutingRule
+from workers.layers.attention.window import same_window
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, common_fields
-from workers.layers.moe import MoE, MoEArgs
-from workers.layers.window import same_window
+from workers.layers.moe.moe import MoE, MoEArgs
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-6,

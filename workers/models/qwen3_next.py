@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from atom_ops import RoutingRule
-from workers.layers.cache_groups import StateGroup
+from workers.layers.attention.cache_groups import StateGroup
+from workers.layers.attention.gated_attention import GatedAttention
 from workers.layers.context import BuildContext
 from workers.layers.decoder import (
     DecoderArgs,
@@ -16,9 +17,8 @@ from workers.layers.decoder import (
     common_fields,
     kv_group,
 )
-from workers.layers.gated_attention import GatedAttention
 from workers.layers.gated_delta_net import DELTA_MODULES, DeltaArgs, GatedDeltaNet, state_shape
-from workers.layers.moe import MoE, MoEArgs
+from workers.layers.moe.moe import MoE, MoEArgs
 
 KEEPS_STATES = True
 

@@ -4,9 +4,9 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.online_quantization import OnlineQuantization
-from workers.families import check_supported
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.online_quantization import OnlineQuantization
+from workers.checkpoint.families import check_supported
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.quantization.config import resolve

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from atom_ops import NO_DRAFT
-from workers.group_rows import Rows
+from workers.batch.group_rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

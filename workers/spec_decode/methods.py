@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from atom.config.speculative import SpeculativeConfig
-from workers.layers.cache_groups import CacheGroup
+from atom.shared.config.speculative import SpeculativeConfig
+from workers.layers.attention.cache_groups import CacheGroup
 from workers.spec_decode.ngram import Ngram
 from workers.spec_decode.proposer import Method
 

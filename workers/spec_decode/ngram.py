@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import torch
 
-from atom.config.speculative import SpeculativeConfig
-from atom.messages.worker import KVSpec, NewRow, RecurrentStateSpec
+from atom.shared.config.speculative import SpeculativeConfig
+from atom.shared.messages.worker import KVSpec, NewRow, RecurrentStateSpec
 from atom_ops import NgramRule, RowState, StatePlan, TokenHistory, propose_ngrams, to_device
-from workers.block_table import BatchLimits
-from workers.group_rows import GroupRows
-from workers.layers.attention import KVGroup
-from workers.layers.cache_groups import CacheGroup
+from workers.batch.block_table import BatchLimits
+from workers.batch.group_rows import GroupRows
+from workers.layers.attention.attention import KVGroup
+from workers.layers.attention.cache_groups import CacheGroup
 from workers.layers.context import GroupContext
 from workers.spec_decode.proposer import Method, Proposer
 

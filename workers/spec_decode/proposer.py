@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
-from atom.messages.worker import KVSpec, NewRow
+from atom.shared.messages.worker import KVSpec, NewRow
 from atom_ops import RowState, StatePlan
-from workers.block_table import BatchLimits
-from workers.group_rows import GroupRows
+from workers.batch.block_table import BatchLimits
+from workers.batch.group_rows import GroupRows
 from workers.layers.context import GroupContext
 
 

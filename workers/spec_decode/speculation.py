@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom.messages.worker import NewRow
+from atom.shared.messages.worker import NewRow
 from atom_ops import NO_DRAFT, RowState, StatePlan, to_device, verify_drafts
-from workers.block_table import BatchLimits
-from workers.group_rows import Rows
+from workers.batch.block_table import BatchLimits
+from workers.batch.group_rows import Rows
 from workers.layers.context import GroupContext
 from workers.spec_decode.draft_rows import DraftRows, Verified
 from workers.spec_decode.proposer import Proposer

@@ -12,8 +12,8 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from atom.utils import envs
-from workers.checkpoint_files import tensors_in
+from atom.shared.utils import envs
+from workers.checkpoint.checkpoint_files import tensors_in
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from atom.utils.logger import get_logger
+from atom.shared.utils.logger import get_logger
 from atom_ops import tensors_of
 from workers.layers.causal_lm import CausalLM
-from workers.layers.moe import Experts
+from workers.layers.moe.moe import Experts
 from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import CheckpointTensor, WeightedLayer
 from workers.weights.cache_scales import is_cache_scale

@@ -9,7 +9,7 @@ from atom.benchmarks.serving.datasets import DATASETS
 from atom.benchmarks.serving.errors import BenchmarkError
 from atom.benchmarks.serving.metrics import METRICS, SLO_METRICS
 from atom.benchmarks.serving.tokenizer import MODES
-from atom.config.cli import CommandLineParser
+from atom.shared.config.cli import CommandLineParser
 
 __all__ = ["DEFAULT_PROMPTS", "check", "make_parser"]
 

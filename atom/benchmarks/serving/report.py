@@ -13,7 +13,7 @@ from atom.benchmarks.benchmark_utils import convert_to_pytorch_benchmark_format
 from atom.benchmarks.serving.errors import BenchmarkError
 from atom.benchmarks.serving.metrics import METRICS, BenchmarkMetrics, percentile_name
 from atom.benchmarks.serving.speculation import Speculation
-from atom.utils import envs
+from atom.shared.utils import envs
 
 __all__ = ["DETAILS", "failures", "file_name", "make_result", "result_lines", "write_result"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from atom.benchmarks.serving.errors import BenchmarkError
-from atom.utils import envs
+from atom.shared.utils import envs
 
 __all__ = ["MODES", "PromptTokenizer", "has_tokenizer", "load_tokenizer", "vocabulary_size"]
 

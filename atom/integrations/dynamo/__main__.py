@@ -3,8 +3,8 @@
 import sys
 from importlib.util import find_spec
 
-from atom.utils.exit_status import ExitStatus
-from atom.utils.install_check import check_install
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.install_check import check_install
 
 
 def main() -> int:

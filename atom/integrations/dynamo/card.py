@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from atom.config.checkpoint import Checkpoint
+from atom.shared.config.checkpoint import Checkpoint
 
 
 def write_card(checkpoint: Checkpoint, cache: Path) -> Path:

@@ -14,30 +14,30 @@ from typing import Any
 
 import msgspec
 
-from atom.config.cache import CacheConfig
-from atom.config.checkpoint import Checkpoint
-from atom.config.engine import EngineConfig
-from atom.config.kv_events import KVEventsConfig, kv_events_config
-from atom.config.resolve import resolve
 from atom.integrations.dynamo.card import write_card
 from atom.integrations.dynamo.reply import Reply
 from atom.integrations.dynamo.request import read_request
-from atom.messages.engine import CoreStats
-from atom.messages.grammar import Grammar
+from atom.shared.config.cache import CacheConfig
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.kv_events import KVEventsConfig, kv_events_config
+from atom.shared.config.resolve import resolve
+from atom.shared.messages.engine import CoreStats
+from atom.shared.messages.grammar import Grammar
+from atom.shared.utils import envs
+from atom.shared.utils.logger import get_logger
 from atom.supervisor import StartError, Supervisor
-from atom.utils import envs
-from atom.utils.logger import get_logger
-from frontend.client_settings import ClientSettings
-from frontend.dp_router import router_for
-from frontend.engine_client import EngineClient
+from frontend.engine_client.client import EngineClient
+from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.dp_router import router_for
+from frontend.engine_client.output_memory import default_output_memory
 from frontend.errors import EngineError
-from frontend.grammar_process import GrammarProcess
-from frontend.grammars import Grammars
-from frontend.input_processor import InputProcessor
-from frontend.metrics import Metrics
-from frontend.output_memory import default_output_memory
-from frontend.output_processor import OutputProcessor, TextOptions
-from frontend.tokenizer import Tokenizer
+from frontend.metrics.metrics import Metrics
+from frontend.text.grammar_process import GrammarProcess
+from frontend.text.grammars import Grammars
+from frontend.text.input_processor import InputProcessor
+from frontend.text.output_processor import OutputProcessor, TextOptions
+from frontend.text.tokenizer import Tokenizer
 
 _READY_S = 60.0
 _MAX_QUEUED = 1024

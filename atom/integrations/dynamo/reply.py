@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from frontend.output_processor import Update
-from frontend.token_logprobs import TokenLogprob
+from frontend.text.output_processor import Update
+from frontend.text.token_logprobs import TokenLogprob
 
 _REASONS = {"eos": "stop", "max_tokens": "length", "aborted": "cancelled"}
 

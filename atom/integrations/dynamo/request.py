@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from atom.sampling_params import SamplingParams, StructuredOutputsParams
-from frontend.constraint import Constraint, constraint_of
+from atom.shared.sampling_params import SamplingParams, StructuredOutputsParams
 from frontend.errors import RequestError
+from frontend.text.constraint import Constraint, constraint_of
 
 _FRONTENDS = frozenset(
     {

@@ -20,19 +20,19 @@ from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.publisher import ComponentSnapshot, ZmqSource
 from dynamo.llm import exceptions
 
-from atom.config.cli import (
+from atom.integrations.dynamo.host import EngineHost
+from atom.shared.config.cli import (
     CommandLineParser,
     add_engine_args,
     engine_config_from,
     explicit_fields,
     with_environment,
 )
-from atom.config.engine import EngineConfig
-from atom.integrations.dynamo.host import EngineHost
-from atom.messages.engine import CoreStats
+from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.engine import CoreStats
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.logger import setup_logging
 from atom.supervisor import StartError
-from atom.utils.exit_status import ExitStatus
-from atom.utils.logger import setup_logging
 from frontend.errors import EngineDeadError, OverloadedError, RequestError, UnavailableError
 
 _STATS_S = 0.25

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from atom.config.cli import (
+from atom.shared.config.cli import (
     CommandLineParser,
     add_engine_args,
     add_server_args,
     all_fields,
     server_config_from,
 )
-from atom.config.reliability import ReliabilityConfig
-from atom.utils import envs
-from atom.utils.exit_status import ExitStatus
+from atom.shared.config.reliability import ReliabilityConfig
+from atom.shared.utils import envs
+from atom.shared.utils.exit_status import ExitStatus
+from tests.helpers.source import ROOT
 
-UNIT = Path(__file__).parents[3] / "deploy/systemd/atom@.service"
+UNIT = ROOT / "deploy/systemd/atom@.service"
 
 
 def service() -> configparser.SectionProxy:

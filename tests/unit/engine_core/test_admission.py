@@ -12,9 +12,17 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.messages.codec import Decoder, encode
-from atom.messages.engine import Abort, AddRequest, FinishReason, GetStats, LogitsProcessors, ToCore, pack_ids
-from atom.messages.worker import FullAttentionSpec, ScheduledBatch
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.engine import (
+    Abort,
+    AddRequest,
+    FinishReason,
+    GetStats,
+    LogitsProcessors,
+    ToCore,
+    pack_ids,
+)
+from atom.shared.messages.worker import FullAttentionSpec, ScheduledBatch
 from engine_core.admission import check_request
 from engine_core.links import FrontendLink
 from engine_core.scheduler import Limits

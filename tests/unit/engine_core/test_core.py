@@ -3,8 +3,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from atom.messages.engine import AddRequest, FinishReason, TokenDeltas, unpack_ids
-from atom.messages.worker import BatchResult, FullAttentionSpec, RowFailure
+from atom.shared.messages.engine import AddRequest, FinishReason, TokenDeltas, unpack_ids
+from atom.shared.messages.worker import BatchResult, FullAttentionSpec, RowFailure
 from engine_core.scheduler import Limits
 from tests.helpers.core_driver import GREEDY, CoreDriver
 from tests.helpers.simulated_worker import unpack_scores

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from atom.messages.admin import RequestStatus
-from atom.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
-from atom.messages.grammar import (
+from atom.shared.messages.admin import RequestStatus
+from atom.shared.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
+from atom.shared.messages.grammar import (
     MAX_COMPILED_BYTES,
     MAX_GRAMMAR_MEMORY,
     DropGrammar,
@@ -18,7 +18,7 @@ from atom.messages.grammar import (
     LoadGrammar,
     RowGrammar,
 )
-from atom.messages.worker import BatchResult, FullAttentionSpec
+from atom.shared.messages.worker import BatchResult, FullAttentionSpec
 from engine_core.core import EngineCore
 from engine_core.grammars import MAX_MEMORY
 from engine_core.kv_cache_manager import KVCacheManager

@@ -2,8 +2,8 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from atom.messages.engine import pack_ids
-from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom.shared.messages.engine import pack_ids
+from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core import kv_cache_manager
 from engine_core.block_pool import BlockPool
 from engine_core.kv_cache_manager import PLACEHOLDER, KVCacheManager, RequestBlocks

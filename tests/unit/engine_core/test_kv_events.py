@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import zmq
 
-from atom.config.cache import CacheConfig
-from atom.config.fields import ConfigError
-from atom.config.kv_events import DEFAULT_ENDPOINT, KVEventsConfig, kv_events_config
-from atom.messages.engine import pack_ids
+from atom.shared.config.cache import CacheConfig
+from atom.shared.config.fields import ConfigError
+from atom.shared.config.kv_events import DEFAULT_ENDPOINT, KVEventsConfig, kv_events_config
+from atom.shared.messages.engine import pack_ids
 from engine_core import kv_event_publisher
 from engine_core.kv_event_publisher import KVEventPublisher, PublishError
 from engine_core.kv_events import Cleared, KVEvent, KVEventLog, Removed, Stored

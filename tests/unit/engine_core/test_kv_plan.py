@@ -1,6 +1,6 @@
 import pytest
 
-from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.kv_plan import cache_tokens, first_visible_block, longest_sequence, peak_blocks, plan_blocks
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=100)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atom.messages.profile import Profile, ProfileResult, RankTrace
+from atom.shared.messages.profile import Profile, ProfileResult, RankTrace
 from engine_core.profiling import Outcome, Profiling
 
 RANKS = 2

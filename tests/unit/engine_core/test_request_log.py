@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from atom.messages.admin import (
+from atom.shared.messages.admin import (
     MAX_INFOS,
     AbortNamed,
     Done,
@@ -15,8 +15,8 @@ from atom.messages.admin import (
     RequestStatus,
     ResetPrefixCache,
 )
-from atom.messages.engine import FinishReason, TokenDeltas
-from atom.messages.worker import FullAttentionSpec, SlidingWindowSpec
+from atom.shared.messages.engine import FinishReason, TokenDeltas
+from atom.shared.messages.worker import FullAttentionSpec, SlidingWindowSpec
 from engine_core.commands import answers
 from engine_core.recent import Recent
 from engine_core.request import Request

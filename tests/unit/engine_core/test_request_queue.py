@@ -1,6 +1,6 @@
 import pytest
 
-from atom.messages.engine import AddRequest, Sampling, pack_ids
+from atom.shared.messages.engine import AddRequest, Sampling, pack_ids
 from engine_core.kv_cache_manager import RequestBlocks
 from engine_core.request import Request, SharedSettings
 from engine_core.request_queue import RequestQueue

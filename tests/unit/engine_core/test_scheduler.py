@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from atom.messages.engine import FinishReason, pack_ids
-from atom.messages.worker import FullAttentionSpec, ScheduledBatch
+from atom.shared.messages.engine import FinishReason, pack_ids
+from atom.shared.messages.worker import FullAttentionSpec, ScheduledBatch
 from engine_core.scheduler import Limits
 from tests.helpers.core_driver import GREEDY, VOCABULARY, CoreDriver
 from tests.helpers.simulated_worker import undisturbed

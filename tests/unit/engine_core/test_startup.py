@@ -2,13 +2,13 @@ from typing import Literal
 
 import pytest
 
-from atom.config.cache import CacheConfig
-from atom.config.device import DeviceConfig
-from atom.config.engine import EngineConfig
-from atom.config.model import ModelConfig
-from atom.config.scheduler import SchedulerConfig
-from atom.config.speculative import SpeculativeConfig
-from atom.messages.worker import FullAttentionSpec, Loaded, RecurrentStateSpec, SlidingWindowSpec
+from atom.shared.config.cache import CacheConfig
+from atom.shared.config.device import DeviceConfig
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.model import ModelConfig
+from atom.shared.config.scheduler import SchedulerConfig
+from atom.shared.config.speculative import SpeculativeConfig
+from atom.shared.messages.worker import FullAttentionSpec, Loaded, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.startup import StartupError, limits_of, plan_cache
 
 FULL = FullAttentionSpec(block_size=16, bytes_per_block=1000)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from atom.messages.codec import Decoder
-from atom.messages.engine import AddRequest, FinishReason
-from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
-from atom.utils.process import spawn
+from atom.shared.messages.codec import Decoder
+from atom.shared.messages.engine import AddRequest, FinishReason
+from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
+from atom.shared.utils.process import spawn
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import DEADLINE_S, Client, launch_frame

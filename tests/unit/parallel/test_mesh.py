@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from atom.messages.launch import Rendezvous
-from atom.utils.rendezvous import open_rendezvous
+from atom.shared.messages.launch import Rendezvous
+from atom.shared.utils.rendezvous import open_rendezvous
 from parallel.mesh import MeshShape, join_mesh
 from tests.helpers.ranks import DEADLINE_S, Ranks
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from atom.utils.step_trace import StepTrace
+from atom.shared.utils.step_trace import StepTrace
 from tools.step_report import idle_line, read, sent_before_result
 
 

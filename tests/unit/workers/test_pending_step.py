@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from atom.config.checkpoint import Checkpoint
-from atom.messages.engine import AddRequest, pack_ids
-from atom.messages.worker import AllocateKV
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.messages.engine import AddRequest, pack_ids
+from atom.shared.messages.worker import AllocateKV
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
@@ -13,7 +13,7 @@ from tests.helpers.core_driver import Clock
 from tests.helpers.core_side import GREEDY, CoreSide
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
 from workers import worker as worker_module
-from workers.kv_cache import kv_specs
+from workers.memory.kv_cache import kv_specs
 from workers.worker import Worker
 
 BLOCKS, BLOCK_SIZE = 64, 4

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from atom.config.checkpoint import Checkpoint
-from atom.config.observability import ObservabilityConfig
-from atom.messages.profile import RankTrace
-from atom.messages.worker import AllocateKV, NewRow, ScheduledBatch
-from atom.traces.events import read_events
-from atom.traces.steps import captures_of, read_steps, steps_of
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.observability import ObservabilityConfig
+from atom.shared.messages.profile import RankTrace
+from atom.shared.messages.worker import AllocateKV, NewRow, ScheduledBatch
 from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
-from tests.unit.workers.test_step_graphs import Rerun
+from tests.unit.workers.graphs.test_decode_graphs import Rerun
+from tools.traces.events import read_events
+from tools.traces.steps import captures_of, read_steps, steps_of
 from workers import profiler
-from workers.marks import MarkedRecorder
+from workers.batch.step_label import step_label
+from workers.graphs.marks import MarkedRecorder
 from workers.profiler import TraceRecorder
-from workers.step_label import step_label
 from workers.worker import Worker
 
 CPU = torch.device("cpu")

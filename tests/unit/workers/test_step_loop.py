@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import msgspec
 
-from atom.messages.grammar import GrammarLoaded
-from atom.messages.profile import RankTrace
-from atom.messages.worker import BatchResult, ExpertLoad, ScheduledBatch, Shutdown, ToWorker
-from atom.utils.step_trace import StepTrace
+from atom.shared.messages.grammar import GrammarLoaded
+from atom.shared.messages.profile import RankTrace
+from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch, Shutdown, ToWorker
+from atom.shared.utils.step_trace import StepTrace
 from workers.step_loop import StepLoop
 from workers.worker import Worker
 

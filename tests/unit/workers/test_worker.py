@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from atom.config.cache import CacheConfig
-from atom.config.checkpoint import Checkpoint
-from atom.config.engine import EngineConfig
-from atom.messages.engine import Sampling, unpack_ids
-from atom.messages.worker import AllocateKV, FullAttentionSpec, ScheduledBatch
-from atom.utils.logger import get_logger
+from atom.shared.config.cache import CacheConfig
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.engine import Sampling, unpack_ids
+from atom.shared.messages.worker import AllocateKV, FullAttentionSpec, ScheduledBatch
+from atom.shared.utils.logger import get_logger
 from tests.helpers.core_side import CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, VOCAB, engine_config, place, prompt_of, save_tiny, tiny
-from workers.kv_cache import cpu_kv_bytes, cuda_kv_bytes, kv_dtype
+from workers.memory.kv_cache import cpu_kv_bytes, cuda_kv_bytes, kv_dtype
 from workers.worker import Worker, worker_device
 
 BLOCKS, BLOCK_SIZE = 64, 4

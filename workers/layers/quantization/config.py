@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from atom.config.online_quantization import OnlineQuantization
+from atom.shared.config.online_quantization import OnlineQuantization
 from workers.layers.quantization.online import check_patterns, online_rules
 from workers.layers.quantization.rules import Rules
 from workers.layers.quantization.scheme import PLAIN, Scheme

@@ -10,7 +10,7 @@ from functools import cache, partial
 
 import torch
 
-from atom.config.online_quantization import OnlineQuantization
+from atom.shared.config.online_quantization import OnlineQuantization
 from atom_ops import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4
 from workers.layers.quantization import rounding
 from workers.layers.quantization.rules import Rule, Rules, as_written, check_regex
@@ -74,7 +74,7 @@ def _example(asked: Iterable[str]) -> str:
 
 @cache
 def scheme_of(name: str) -> Scheme:
-    """The scheme of a format of `atom.config.online_quantization`."""
+    """The scheme of a format of `atom.shared.config.online_quantization`."""
     if name.startswith("int4_g"):
         return _int4(int(name.removeprefix("int4_g")))
     return {

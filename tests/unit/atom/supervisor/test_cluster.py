@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from atom.config.engine import EngineConfig
-from atom.config.server import ServerConfig
-from atom.messages.codec import Decoder, encode
-from atom.messages.launch import CoreLaunch
-from atom.messages.nodes import (
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.server import ServerConfig
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.launch import CoreLaunch
+from atom.shared.messages.nodes import (
     Beat,
     Exited,
     Join,
@@ -32,11 +32,11 @@ from atom.messages.nodes import (
     ToNode,
     Welcome,
 )
-from atom.messages.supervisor import Ready
+from atom.shared.messages.supervisor import Ready
+from atom.shared.utils.endpoint import LINK_SILENCE_MS, connect, endpoint_key, tcp_endpoint
+from atom.shared.utils.net import ListenPort
 from atom.supervisor.cluster import Cluster, RemoteNode, Settings
 from atom.supervisor.life import Life
-from atom.utils.endpoint import LINK_SILENCE_MS, connect, endpoint_key, tcp_endpoint
-from atom.utils.net import ListenPort
 from tests.helpers.domains import CHECKPOINT, zmq_context
 
 IDENTITY = {"ATOM": "1.0", "--max-num-seqs": "8", "config.json's hidden_size": "64"}

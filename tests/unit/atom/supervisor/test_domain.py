@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from atom.config.engine import EngineConfig
-from atom.config.reliability import ReliabilityConfig
-from atom.messages.supervisor import Ready
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.reliability import ReliabilityConfig
+from atom.shared.messages.supervisor import Ready
 from atom.supervisor import failure as failure_module
 from atom.supervisor.domain import Setup
 from atom.supervisor.failure import STABLE_S, Failure, Restarts

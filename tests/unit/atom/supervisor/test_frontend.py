@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from atom.config.engine import EngineConfig
-from atom.config.server import ServerConfig
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.server import ServerConfig
+from atom.shared.utils.net import ListenPort
 from atom.supervisor import Supervisor
 from atom.supervisor import failure as failure_module
 from atom.supervisor.frontend import Frontend
 from atom.supervisor.life import Life
-from atom.utils.net import ListenPort
 from tests.helpers.domains import SLEEP, add_child, setup_in
 
 LOCAL = "127.0.0.1"

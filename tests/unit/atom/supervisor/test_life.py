@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
+from atom.shared.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.liveness import PeerMonitor
 from atom.supervisor import life as life_module
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
-from atom.utils.exit_status import ExitStatus
-from atom.utils.liveness import PeerMonitor
 from tests.helpers.domains import SLEEP, add_child, send, zmq_context
 
 

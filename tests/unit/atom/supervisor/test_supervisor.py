@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from atom.config.engine import EngineConfig
-from atom.config.model import ModelConfig
-from atom.config.parallel import ParallelConfig
-from atom.config.reliability import ReliabilityConfig
-from atom.messages.admin import ServerState
-from atom.messages.codec import Decoder, encode
-from atom.messages.supervisor import Engines, GetEngines, Ready, SetServerState, control_identity
-from atom.messages.worker import FromWorker, WorkerFailed
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.model import ModelConfig
+from atom.shared.config.parallel import ParallelConfig
+from atom.shared.config.reliability import ReliabilityConfig
+from atom.shared.messages.admin import ServerState
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.supervisor import Engines, GetEngines, Ready, SetServerState, control_identity
+from atom.shared.messages.worker import FromWorker, WorkerFailed
+from atom.shared.utils.exit_status import ExitStatus
 from atom.supervisor import StartError, Supervisor
 from atom.supervisor import failure as failure_module
 from atom.supervisor.control import Control
@@ -22,7 +23,6 @@ from atom.supervisor.engine_group import EngineGroup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
 from atom.supervisor.placement import Placement
-from atom.utils.exit_status import ExitStatus
 from tests.helpers.domains import SLEEP, add_child, send, setup_in
 
 SHARED_EXPERTS = EngineConfig(

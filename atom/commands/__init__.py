@@ -1,0 +1,1 @@
+"""Commands besides `atom-launch`: `atom doctor`, and the plan that `--plan` prints."""

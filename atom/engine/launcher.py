@@ -1,0 +1,391 @@
+"""One run of the server: command line, start, banner, signals, exit status."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+
+import zmq
+
+from atom.commands.plan import show_plan
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.cli import (
+    CommandLineParser,
+    ConfigError,
+    add_engine_args,
+    add_nodes_args,
+    add_program_args,
+    add_server_args,
+    all_fields,
+    engine_config_from,
+    explicit_fields,
+    nodes_config_from,
+    server_config_from,
+    with_launcher,
+    with_sources,
+)
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.nodes import NodesConfig, first_device
+from atom.shared.config.resolve import DeviceCapabilities, resolve
+from atom.shared.config.server import ServerConfig
+from atom.shared.config.sources import unknown_variables
+from atom.shared.messages.nodes import NodeInfo
+from atom.shared.messages.supervisor import Progress
+from atom.shared.utils import envs
+from atom.shared.utils.errors import out_of_memory
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.logger import setup_logging
+from atom.shared.utils.net import AdminSocket, ListenPort
+from atom.shared.utils.open_files import raise_open_files_limit
+from atom.shared.utils.run_directory import RunDirectory
+from atom.shared.utils.service_manager import ServiceManager
+from atom.shared.utils.version import atom_version
+from atom.supervisor import (
+    Member,
+    NodePlace,
+    NodePorts,
+    Placement,
+    StartError,
+    Supervisor,
+    find_place,
+    prepared,
+)
+from atom.supervisor.identity import identity_of
+from atom.supervisor.progress import ProgressBars
+from frontend.http.auth import ApiKeys
+from frontend.http.cors import CorsPolicy
+from frontend.http.tls import tls_context
+from frontend.metrics.tracing import check_installed
+
+# Time beyond the frontend's own deadline before it is killed.
+_STOP_MARGIN_S = 5.0
+# The most that the end takes beyond `--shutdown-timeout`; docs/operations.md, "Shutdown".
+_END_S = 20.0
+# After the engine's death the frontend responds with 503 for this long, for load balancers to notice.
+ENGINE_DEATH_HOLD_S = 3.0
+_HOLD_POLL_S = 0.05
+_LAST_MESSAGES_MS = 1000
+
+
+class Launcher:
+    """One run of the server, from the command line to the exit status."""
+
+    def __init__(self, config: EngineConfig, server: ServerConfig, nodes: NodesConfig, explicit: set[str]):
+        self.config = config
+        self.server = server
+        self.nodes = nodes
+        self.explicit = explicit
+        self.started = time.monotonic()
+        self._logger = setup_logging("launch")
+        self._bars = ProgressBars()
+        self._stops = 0
+        self._is_starting = True
+        self._phase = "preparing the model"
+        self._manager = ServiceManager()
+
+    def run(self) -> None:
+        """Serve until a signal. Raises StartError, ConfigError or OSError."""
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            signal.signal(number, self._on_signal)
+        try:
+            self._run()
+        finally:
+            self._manager.close()
+            for number in numbers:  # an ending Python restores their defaults, but not of ignored ones
+                signal.signal(number, signal.SIG_IGN)
+
+    def _check_server(self) -> str | None:
+        """Raises ValueError for unusable settings; returns the path of --chat-template."""
+        template = _template_file(self.server.chat_template)
+        ApiKeys(self.server.api_key)
+        CorsPolicy(self.server)
+        tls_context(self.server)
+        if self.server.otlp_traces_endpoint is not None:
+            check_installed()
+        return template
+
+    def _resolve(
+        self, checkpoint: Checkpoint, capabilities: DeviceCapabilities, place: NodePlace
+    ) -> NodePlace:
+        """Resolve the configuration; returns the place, with the GPUs of this node."""
+        resolved = resolve(self.config, checkpoint, self.explicit, capabilities)
+        self.config = resolved.config
+        self._log_notes(resolved.notes, checkpoint, capabilities.rocm)
+        if self.config.device.device == "cpu":
+            return place
+        workers = self.config.parallel.workers_per_node
+        return replace(place, first_device=first_device(self.nodes.local_rank, workers, capabilities.cuda))
+
+    def _run(self) -> None:
+        raise_open_files_limit()
+        template = self._check_server()
+        place = find_place(self.nodes) if self.config.parallel.nnodes > 1 else NodePlace()
+        with (
+            place.link or nullcontext(),
+            ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
+            _admin_socket(self.server) as admin,
+            Supervisor(self._on_progress, lambda: self._on_turn(supervisor)) as supervisor,
+        ):
+            try:
+                self._start(supervisor, place, port, admin, template)
+            finally:
+                self._is_starting = False
+            self._print_banner(supervisor, port.port, admin)
+            self._manager.ready(f"serving {self.config.model.names[0]} at {self._url(port.port)}")
+            try:
+                self._serve(supervisor)
+            except StartError as death:
+                self._stop_after_death(supervisor, str(death))
+                raise StartError(str(death)) from None  # a running engine that died exits with status 1
+
+    def _serve(self, supervisor: Supervisor) -> None:
+        supervisor.restart_failed()
+        while not self._stops:
+            supervisor.check()
+        self._logger.info("stopping: running requests may finish")
+        self._manager.stopping(self.server.shutdown_timeout + _END_S)
+        timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
+        supervisor.stop_frontends(timeout, hurry=lambda: self._stops > 1)
+        if supervisor.fault is not None:
+            raise StartError(supervisor.fault.text)
+
+    def _stop_after_death(self, supervisor: Supervisor, cause: str) -> None:
+        """Without an engine or a frontend, stop the rest; the frontends once their clients have errors."""
+        self._logger.error("%s: ending", cause)
+        self._manager.stopping(ENGINE_DEATH_HOLD_S + _END_S)
+        supervisor.end_engines(cause)
+        stops, deadline = self._stops, time.monotonic() + ENGINE_DEATH_HOLD_S
+        while supervisor.has_frontends and self._stops == stops and time.monotonic() < deadline:
+            time.sleep(_HOLD_POLL_S)
+        supervisor.stop_frontends(_STOP_MARGIN_S, hurry=lambda: self._stops > stops)
+
+    def _start(
+        self,
+        supervisor: Supervisor,
+        place: NodePlace,
+        port: ListenPort,
+        admin: AdminSocket | None,
+        template: str | None,
+    ) -> None:
+        checkpoint, capabilities = supervisor.prepare(self.config.model)
+        if template is not None:
+            checkpoint = replace(checkpoint, chat_template_file=template)
+        place = self._resolve(checkpoint, capabilities, place)
+        supervisor.gather_nodes(self.config, checkpoint, self.server, place)
+        supervisor.start_engines(self.config, checkpoint)
+        supervisor.start_frontends(port, None if admin is None else admin.socket)
+        supervisor.wait_ready()
+        self._bars.close()
+
+    def _log_notes(self, notes: list[str], checkpoint: Checkpoint, rocm: bool) -> None:
+        if self.config.parallel.nnodes == 1:
+            given = [field.name for field in fields(NodesConfig) if field.name in self.explicit]
+            flags = [f"--{name.replace('_', '-')}" for name in given]
+            notes = notes + [f"{flag} has no effect: there is one node; --nnodes adds more" for flag in flags]
+        notes = notes + envs.startup_notes(self.config.device.device, rocm)
+        notes += unknown_variables(all_fields(), os.environ)
+        if self.server.chat_template is not None and checkpoint.tokenizer_file is None:
+            notes.append("--chat-template has no effect: a checkpoint without a tokenizer serves token ids")
+        for note in notes:
+            self._logger.info(note)
+
+    def _print_banner(self, supervisor: Supervisor, port: int, admin: AdminSocket | None) -> None:
+        config, details, url = self.config, supervisor.details, self._url(port)
+        name = config.model.names[0]
+        changes = config.model.hf_overrides
+        each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
+        rows = [
+            ("model", f"{name} ({config.model.dtype})"),
+            *([("overrides", changes)] if changes not in (None, "{}") else []),
+            ("layout", config.parallel.layout(config.device.device)),
+            *([("frontends", str(frontends))] if (frontends := self.server.api_server_count) > 1 else []),
+            (
+                "KV cache",
+                f"{details.get('kv_tokens', 0):,} tokens{each} ({_kv_dtype(config)}), "
+                f"at most {details.get('max_model_len', 0):,} a request",
+            ),
+            (
+                "batch",
+                f"{config.scheduler.max_num_seqs} requests{each}, "
+                f"{config.scheduler.max_num_batched_tokens} tokens a step",
+            ),
+            *([("admin", admin.address)] if admin is not None else []),
+            ("ready", f"after {time.monotonic() - self.started:.1f} s at {url}"),
+        ]
+        lines = [
+            f"ATOM {atom_version()}",
+            *(f"  {label:<9} {text}" for label, text in rows),
+            *_try_it(url, name),
+        ]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        if self.server.host in ("0.0.0.0", "::") and self.server.api_key is None:
+            self._logger.info(
+                "listening on every interface without a key: use --host 127.0.0.1 to stay local, or --api-key"
+            )
+
+    def _url(self, port: int) -> str:
+        scheme = "http" if self.server.ssl_certfile is None else "https"
+        return f"{scheme}://{_reachable(self.server.host)}:{port}"
+
+    def _on_progress(self, progress: Progress) -> None:
+        self._bars.update(progress)
+        self._phase = f"{progress.phase}, {progress.done} of {progress.total}"
+
+    def _on_turn(self, supervisor: Supervisor) -> None:
+        """Tell the service manager that the start goes on, or that the engines work."""
+        if self._is_starting:
+            self._manager.starting(self._phase)
+        elif supervisor.is_working:
+            self._manager.alive()
+
+    def _on_signal(self, *_: object) -> None:
+        self._stops += 1
+        if self._is_starting:
+            self._is_starting = False  # once: a further signal must not interrupt the end of the children
+            raise SystemExit(0)  # stop the start at any point
+
+
+class NodeLauncher(Launcher):
+    """One run of a node other than 0, which takes part in a server that node 0 serves."""
+
+    _is_joining = True
+
+    def _run(self) -> None:
+        raise_open_files_limit()
+        template = self._check_server() if self.nodes.frontend_per_node else None
+        place = find_place(self.nodes)
+        with ExitStack() as open_things:
+            run_dir = open_things.enter_context(closing(RunDirectory())).path
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            open_things.callback(context.destroy, linger=_LAST_MESSAGES_MS)
+            http, admin = None, None
+            if self.nodes.frontend_per_node:
+                server = self.server
+                http = ListenPort(server.host, server.server_port, server.api_server_count)
+                open_things.enter_context(http)
+                admin = open_things.enter_context(_admin_socket(server))
+                self._logger.info("serving HTTP on %s port %d once engines are ready", server.host, http.port)
+            checkpoint, capabilities = prepared(
+                context, run_dir, self.config.model, self._on_progress, lambda: self._on_node_turn(False)
+            )
+            self._bars.close()
+            if template is not None:
+                checkpoint = replace(checkpoint, chat_template_file=template)
+            place = self._resolve(checkpoint, capabilities, place)
+            placement = Placement(self.config.parallel, self.nodes.frontend_per_node)
+            ports = open_things.enter_context(
+                closing(NodePorts(placement, place.rank, place.address, self.config.parallel.port))
+            )
+            info = NodeInfo(
+                place.rank,
+                place.address,
+                place.interface,
+                str(run_dir),
+                self.config,
+                checkpoint,
+                self.server,
+                ports.ports,
+                place.first_device,
+            )
+            identity = identity_of(self.config, checkpoint, self.server if http else None)
+            member = Member(context, info, place, identity, http, None if admin is None else admin.socket)
+            self._is_starting, self._phase = False, f"joining the master at {place.master}"
+            member.run(lambda: self._stops, self.server.shutdown_timeout + _STOP_MARGIN_S, self._on_node_turn)
+
+    def _on_node_turn(self, has_joined: bool) -> None:
+        """Tell the service manager that the start goes on, that it is over, or that this node lives."""
+        if self._is_joining and not has_joined:
+            self._manager.starting(self._phase)
+        elif self._is_joining:
+            self._is_joining = False
+            self._manager.ready(f"node {self.nodes.node_rank} has joined {self.nodes.master_addr}")
+        elif self._stops:
+            self._manager.stopping(self.server.shutdown_timeout + _END_S)
+        else:
+            self._manager.alive()
+
+
+def run() -> int:
+    """Serve with the options of the command line; returns the exit status."""
+    parser = CommandLineParser(prog="atom-launch", description="Serve a model over the OpenAI API.")
+    add_engine_args(parser)
+    add_server_args(parser)
+    add_nodes_args(parser)
+    add_program_args(parser)
+    parser.add_argument("--version", action="version", version=f"ATOM {atom_version()}")
+    args = parser.parse_args()
+    try:
+        args = with_launcher(with_sources(args))
+        config, server, explicit = engine_config_from(args), server_config_from(args), explicit_fields(args)
+        nodes = nodes_config_from(args)
+        if args.plan is not None:
+            return show_plan(config, explicit, args.plan, args.json)
+        if args.json:
+            raise ConfigError("--json needs --plan")
+        nodes.check(config.parallel.nnodes)
+        kind = NodeLauncher if nodes.node_rank else Launcher
+        kind(config, server, nodes, explicit).run()
+    except (StartError, ValueError, OSError, MemoryError) as error:
+        if envs.ATOM_LOG_MORE:
+            traceback.print_exc()
+        text = str(error) if isinstance(error, StartError) else out_of_memory(error) or str(error)
+        print(f"error: {text}", file=sys.stderr)
+        return _status_of(error)
+    return ExitStatus.DONE
+
+
+def _status_of(error: Exception) -> int:
+    """A ValueError is about a setting or a variable, another error about the host."""
+    if isinstance(error, StartError):
+        return error.status
+    return ExitStatus.USAGE if isinstance(error, ValueError) else ExitStatus.RESOURCES
+
+
+def _template_file(given: str | None) -> str | None:
+    """The absolute path of --chat-template; raises ConfigError for an unusable file."""
+    if given is None:
+        return None
+    from frontend.text.chat_template import ChatTemplate
+
+    path = Path(given).expanduser().resolve()
+    try:
+        ChatTemplate(path.read_text(encoding="utf-8"), {})
+    except OSError as error:
+        raise ConfigError(f"--chat-template {given}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--chat-template {given}: {error}") from None
+    return str(path)
+
+
+def _admin_socket(server: ServerConfig) -> AbstractContextManager[AdminSocket | None]:
+    """The socket of the administration, if there is one. Raises ConfigError, ListenError."""
+    if server.admin_port is not None and server.admin_socket is not None:
+        raise ConfigError("--admin-port and --admin-socket exclude one another: use one of them")
+    if server.admin_port is None and server.admin_socket is None:
+        return nullcontext()
+    return AdminSocket(server.admin_port, server.admin_socket)
+
+
+def _kv_dtype(config: EngineConfig) -> str:
+    return config.model.dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+
+
+def _reachable(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _try_it(url: str, model: str) -> list[str]:
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    return [
+        "  try it:",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+    ]

@@ -1,0 +1,450 @@
+"""The engine as a Python object: the same processes as the server, without HTTP.
+
+    from atom import LLMEngine, SamplingParams
+
+    with LLMEngine(model="path/to/model", kv_cache_dtype="fp8") as engine:
+        for output in engine.generate(["Hello"], SamplingParams(max_tokens=32)):
+            print(output["text"])
+
+The object belongs to one thread, and receives from the engine core only while a method runs.
+"""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import zmq
+
+from atom.engine.mtp_statistics import mtp_statistics, mtp_text
+from atom.shared.config.cli import engine_config_from_kwargs
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.resolve import DeviceCapabilities, resolve
+from atom.shared.messages.engine import (
+    AddRequest,
+    CoreDead,
+    CoreReady,
+    CoreStats,
+    FromCore,
+    GetStats,
+    TokenDeltas,
+)
+from atom.shared.messages.grammar import CompiledGrammar, Grammar, GrammarSource
+from atom.shared.messages.profile import Profile, ProfileResult
+from atom.shared.outputs import Logprobs, RequestOutput, Sequence
+from atom.shared.sampling_params import SamplingParams, StructuredOutputsParams
+from atom.shared.utils import envs
+from atom.shared.utils.logger import setup_logging
+from atom.supervisor import Supervisor
+from atom.supervisor.progress import ProgressBars
+from frontend.engine_client.core_links import CoreLinks
+from frontend.engine_client.dp_router import router_for
+from frontend.text.chat_encoder import ChatEncoder
+from frontend.text.chat_template import ChatTemplate
+from frontend.text.constraint import constraint_of
+from frontend.text.grammar_process import GrammarProcess
+from frontend.text.input_processor import InputProcessor
+from frontend.text.output_processor import OutputProcessor, TextOptions, Update
+from frontend.text.token_logprobs import TokenLogprob
+from frontend.text.tokenizer import Tokenizer
+
+Prompt = str | list[int]
+StreamCallback = Callable[[RequestOutput], None]
+
+_MAX_GRAMMARS = 64
+_STEP_WAIT_S = 0.2
+_STATS_DEADLINE_S = 30.0
+_CORE_READY_DEADLINE_S = 60.0
+_PROFILE_DEADLINE_S = 330.0
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's processes have ended; the text names the process and the cause."""
+
+
+class LLMEngine:
+    """Generates text with one model.
+
+    `LLMEngine(model, **options)` takes every field of the configuration classes by its name
+    (`tensor_parallel_size`, `kv_cache_dtype`, `device`, `dtype`, …) and starts the engine's
+    processes; an unknown name is a TypeError, a bad value a ValueError, and an engine that
+    cannot start a RuntimeError with the root cause. A dead engine is not restarted: its methods raise
+    EngineDeadError.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        config = engine_config_from_kwargs(model=model, **options)
+        self._start(config, explicit={"model", *options})
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, explicit: set[str]) -> "LLMEngine":
+        """As the constructor; `explicit` names the fields that the user set."""
+        engine = cls.__new__(cls)
+        engine._start(config, explicit)
+        return engine
+
+    def _start(self, config: EngineConfig, explicit: set[str]) -> None:
+        if config.parallel.nnodes > 1:
+            raise ValueError(f"nnodes={config.parallel.nnodes}: atom-launch starts engines on several nodes")
+        self._logger = setup_logging("library")
+        self._bars = ProgressBars()
+        self._grammar_process: GrammarProcess | None = None
+        self._supervisor = Supervisor(self._bars.update)
+        self._context = zmq.Context()
+        try:
+            self.checkpoint, capabilities = self._supervisor.prepare(config.model)
+            resolved = resolve(config, self.checkpoint, explicit, capabilities)
+            notes = resolved.notes + envs.startup_notes(resolved.config.device.device, capabilities.rocm)
+            if envs.ATOM_DP_SIZE > 1:
+                notes.append(
+                    f"ATOM_DP_SIZE={envs.ATOM_DP_SIZE} has no effect: it is read by atom-launch alone"
+                )
+            for note in notes:
+                self._logger.info(note)
+            self.config = _without_mixed_limit(resolved.config)
+            self.gpu_names = _used_gpus(self.config, capabilities)
+            self._supervisor.start_engines(self.config, self.checkpoint)
+            self._supervisor.wait_ready()
+            self._bars.close()
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        router = router_for(self.config, self.config.parallel.data_parallel_size)
+        self._links = CoreLinks(self._context, self._supervisor.engines, router)
+        self._links.connect()
+        ready = self._wait_for_all(CoreReady, _CORE_READY_DEADLINE_S)
+        self.max_model_len: int = min(one.max_model_len for one in ready)
+        self.kv_tokens: int = sum(one.kv_tokens for one in ready)
+        self.weight_bytes: list[int] = [size for one in ready for size in one.weight_bytes]
+        self.tokenizer = Tokenizer.from_checkpoint(self.checkpoint)
+        policy = self.config.scheduler.scheduling_policy
+        self._input = InputProcessor(self.checkpoint, self.tokenizer, self.max_model_len, policy)
+        self._output = OutputProcessor(self.tokenizer)
+        self._grammar_process = GrammarProcess(self.checkpoint)
+        self._compile = functools.lru_cache(_MAX_GRAMMARS)(
+            functools.partial(_compiled, self._grammar_process)
+        )
+        template = ChatTemplate.from_checkpoint(self.checkpoint)
+        self._chat = None if template is None else ChatEncoder(template, self._input)
+        self._request_ids = itertools.count()
+        self._running: dict[int, tuple[Sequence, StreamCallback | None]] = {}
+        self._finished_early: list[Sequence] = []  # returned by the next `step`
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Generate for all prompts (texts, or lists of token ids) and wait until all have finished.
+
+        Returns one dictionary for each prompt, in order (`n` in a row where `n` > 1), with
+        the keys text, token_ids, latency, finish_reason, num_tokens_input,
+        num_tokens_output, ttft and tpot; times are in seconds. When
+        requested there are also logprobs (one dictionary of id to log probability for each of
+        token_ids) and prompt_logprobs (for each prompt token; None for the first). Raises
+        ValueError for a prompt that cannot be served, before any of them starts; RuntimeError
+        when the engine refuses one later.
+        """
+        ids = self.add_request(prompts, sampling_params or SamplingParams())
+        missing, done, others = set(ids), {}, []
+        while missing:
+            for sequence in self.step():
+                if sequence.request_id in missing:
+                    missing.remove(sequence.request_id)
+                    done[sequence.request_id] = sequence
+                else:
+                    others.append(sequence)
+        self._finished_early = others
+        if failed := [sequence.error for sequence in done.values() if sequence.error]:
+            raise RuntimeError(f"{len(failed)} of {len(ids)} sequences failed: {failed[0]}")
+        return [done[request_id].as_dict() for request_id in ids]
+
+    def add_request(
+        self,
+        prompt_or_tokens_list: list[str] | list[list[int]],
+        sampling_params_list: SamplingParams | list[SamplingParams],
+        stream_callback: StreamCallback | None = None,
+        predictions: list[list[int]] | None = None,
+    ) -> list[int]:
+        """Submit prompts; `step` receives their output. Returns the ids of the new sequences.
+
+        `predictions` are the expected output ids of each prompt, as text for `--method ngram` to look
+        up; they change the speed and not the output.
+
+        `stream_callback` is called within `step` with a RequestOutput for each sequence's new
+        output. Raises ValueError, and submits nothing, for an invalid prompt.
+        """
+        params = _one_for_each(prompt_or_tokens_list, sampling_params_list)
+        expected = predictions or [[]] * len(params)
+        all_prompts = map(self._prompt_ids, prompt_or_tokens_list)
+        prepared = [
+            (prompt_ids, options, self._request(prompt_ids, options, prediction))
+            for prompt_ids, options, prediction in zip(all_prompts, params, expected, strict=True)
+        ]
+        for prompt_ids, options, request in prepared:
+            self._submit(request, prompt_ids, options, stream_callback)
+        return [request_id for _, _, request in prepared for request_id in request.request_ids]
+
+    def step(self) -> list[Sequence]:
+        """Receive new output; returns the sequences that have finished.
+
+        Waits a fraction of a second when there is none. Raises EngineDeadError.
+        """
+        if self._finished_early:
+            ended, self._finished_early = self._finished_early, []
+            return ended
+        _, message = self._receive()
+        return self._process_deltas(message) if isinstance(message, TokenDeltas) else []
+
+    def is_finished(self) -> bool:
+        """Whether every submitted sequence has finished and been returned."""
+        return not self._running and not self._finished_early
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Stop these sequences; they produce no further output."""
+        running = [request_id for request_id in request_ids if request_id in self._running]
+        for request_id in running:
+            del self._running[request_id]
+        self._output.remove(running)
+        self._links.abort(running)
+        for request_id in running:
+            self._links.end(request_id)
+
+    def stats(self) -> CoreStats:
+        """The engine cores' counters, summed. Raises RuntimeError while sequences are running."""
+        if self._running:
+            raise RuntimeError("stats() needs an idle engine: finish or abort the running sequences first")
+        self._links.send_to_all(GetStats())
+        return _sum(self._wait_for_all(CoreStats, _STATS_DEADLINE_S))
+
+    def get_mtp_statistics(self) -> dict[str, Any]:
+        """Figures of speculative decoding: acceptance by position. Raises RuntimeError as `stats` does."""
+        return mtp_statistics(self.stats())
+
+    def print_mtp_statistics(self) -> None:
+        """Print the figures of speculative decoding. Raises RuntimeError as `stats` does."""
+        print(mtp_text(self.get_mtp_statistics()))
+
+    def start_profile(self) -> None:
+        """Start profiling on all workers; needs `torch_profiler_dir`.
+
+        Raises RuntimeError when profiling is on already or fails.
+        """
+        self._profile(True)
+
+    def stop_profile(self) -> list[str]:
+        """Stop profiling; returns the paths of the traces, one for each rank.
+
+        Raises RuntimeError as `start_profile` does.
+        """
+        results = self._profile(False)
+        return [f"{trace.directory}/{trace.file}" for result in results for trace in result.traces]
+
+    def _profile(self, on: bool) -> list[ProfileResult]:
+        self._links.send_to_all(Profile(on))
+        results: list[ProfileResult] = self._wait_for_all(ProfileResult, _PROFILE_DEADLINE_S)
+        for result in results:
+            if result.refusal or result.error:
+                raise RuntimeError(result.refusal or f"profiling failed: {result.error}")
+        return results
+
+    @property
+    def template_options(self) -> frozenset[str]:
+        """Names of the variables that the model's chat template reads; empty without a template."""
+        return frozenset() if self._chat is None else self._chat.template.options
+
+    def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation in the model's chat template, ready for `generate`.
+
+        `options` (such as `enable_thinking`) are passed to the template. Raises ValueError for a model
+        without a template, and for an option that is not among `template_options`.
+        """
+        if self._chat is None:
+            raise ValueError("this model has no chat template: give prompts instead of messages")
+        return self._chat.encode(messages, options).ids
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name: core, worker 0, …"""
+        return self._supervisor.pids()
+
+    def close(self) -> None:
+        """End the engine's processes. May be called twice."""
+        self._bars.close()
+        if self._grammar_process is not None:
+            self._grammar_process.close()
+        self._supervisor.close()
+        self._context.destroy(linger=0)
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        return self._input.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _request(self, prompt_ids: list[int], params: SamplingParams, prediction: list[int]) -> AddRequest:
+        checked = self._input.check_params(params, self._grammar(params))
+        ids = list(itertools.islice(self._request_ids, params.n))
+        return self._input.request(prompt_ids, params, ids, checked=checked, prediction_ids=prediction)
+
+    def prepare_grammar(self, params: StructuredOutputsParams) -> None:
+        """Compile a grammar ahead of the requests with it; may run in any thread. Raises ValueError."""
+        self._compile(constraint_of(params).source)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of the outputs; waits until it is compiled."""
+        if params.structured_outputs is None:
+            return None
+        constraint = constraint_of(params.structured_outputs)
+        row = self._input.row_grammar(constraint, params, None)
+        compiled = self._compile(constraint.source)
+        return Grammar(row, compiled.compiled, compiled.memory)
+
+    def _submit(
+        self,
+        request: AddRequest,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        callback: StreamCallback | None,
+    ) -> None:
+        for request_id in request.request_ids:
+            sequence = Sequence(
+                request_id,
+                prompt_ids,
+                logprobs=None if params.logprobs is None else [],
+                prompt_logprobs=None if params.prompt_logprobs is None else [],
+                submitted=time.monotonic(),
+            )
+            self._running[request_id] = (sequence, callback)
+        text = TextOptions(
+            params.stop_strings or (), params.include_stop_str_in_output, params.skip_special_tokens
+        )
+        self._output.add(request, text)
+        self._links.add(request)
+
+    def _process_deltas(self, deltas: TokenDeltas) -> list[Sequence]:
+        processed = self._output.process(deltas)
+        self._links.abort(processed.aborts)
+        now = time.monotonic()
+        ended = []
+        for update in processed.updates:
+            sequence, callback = self._running[update.request_id]
+            if update.token_ids and not sequence.token_ids:
+                sequence.first_token = now
+                sequence.num_cached_tokens = update.cached_tokens
+            sequence.token_ids.extend(update.token_ids)
+            if update.text:
+                sequence.text += update.text
+            logprobs = [_as_logprobs(entry) for entry in update.logprobs] if update.logprobs else []
+            if sequence.logprobs is not None:
+                sequence.logprobs += logprobs
+            if sequence.prompt_logprobs == [] and update.token_ids:
+                sequence.prompt_logprobs = [None, *map(_as_logprobs, update.prompt_logprobs)]
+            if update.finished:
+                sequence.finished = now
+                sequence.finish_reason, sequence.error = update.reason, update.error
+                del self._running[update.request_id]
+                self._links.end(update.request_id)
+                ended.append(sequence)
+            if callback is not None:
+                callback(_as_output(update, logprobs, sequence))
+        return ended
+
+    def _receive(self) -> tuple[int, FromCore | None]:
+        """The next message, with its rank; None when none came in a fraction of a second.
+
+        Raises EngineDeadError.
+        """
+        rank, message = self._links.receive(_STEP_WAIT_S) or (0, None)
+        if isinstance(message, CoreDead):
+            raise EngineDeadError(message.reason)
+        if message is None:
+            self._check_alive()
+        return rank, message
+
+    def _wait_for_all(self, kind: type[Any], timeout_s: float) -> list[Any]:
+        """The next `kind` of message of each engine; sequences that finish meanwhile are kept for `step`."""
+        deadline, received = time.monotonic() + timeout_s, {}
+        while time.monotonic() < deadline:
+            rank, message = self._receive()
+            if isinstance(message, kind):
+                received[rank] = message
+                if len(received) == len(self._links):
+                    return [received[rank] for rank in sorted(received)]
+            if isinstance(message, TokenDeltas):
+                self._finished_early += self._process_deltas(message)
+        raise EngineDeadError(f"an engine core sent no {kind.__name__} within {timeout_s:.0f} s")
+
+    def _check_alive(self) -> None:
+        try:
+            self._supervisor.check(wait_s=0)
+        except RuntimeError as error:
+            raise EngineDeadError(str(error)) from None
+
+
+def _compiled(process: GrammarProcess, source: GrammarSource) -> CompiledGrammar:
+    """Raises ValueError for a source that cannot be used, or that takes too long this time."""
+    grammar, _ = process.compile(source)
+    if grammar.error:
+        raise ValueError(f"structured_outputs: {grammar.error}")
+    return grammar
+
+
+def _sum(stats: list[CoreStats]) -> CoreStats:
+    """Field by field; lists by place."""
+    columns = zip(*map(msgspec.structs.astuple, stats), strict=True)
+    return CoreStats(*(_sum_of(column) for column in columns))
+
+
+def _sum_of(values: tuple[Any, ...]) -> Any:
+    if isinstance(values[0], list):
+        return [sum(places) for places in zip(*values, strict=True)]
+    return sum(values)
+
+
+def _without_mixed_limit(config: EngineConfig) -> EngineConfig:
+    """Unless the user set one: offline no user waits for the next token, and larger steps take less time."""
+    scheduler = config.scheduler
+    mixed = scheduler.max_num_mixed_tokens or scheduler.max_num_batched_tokens
+    return replace(config, scheduler=replace(scheduler, max_num_mixed_tokens=mixed))
+
+
+def _used_gpus(config: EngineConfig, capabilities: DeviceCapabilities) -> list[str]:
+    """Names of the workers' GPUs; empty on a CPU."""
+    parallel = config.parallel
+    count = parallel.tensor_parallel_size * parallel.data_parallel_size
+    return capabilities.names[:count] if config.device.device == "cuda" else []
+
+
+def _one_for_each(
+    prompts: list[str] | list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling parameters")
+    return params
+
+
+def _as_output(update: Update, logprobs: list[Logprobs], sequence: Sequence) -> RequestOutput:
+    return RequestOutput(
+        update.request_id,
+        update.token_ids.tolist(),
+        update.text,
+        finished=sequence.finish_reason is not None,
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+        logprobs=logprobs,
+    )
+
+
+def _as_logprobs(entry: TokenLogprob) -> Logprobs:
+    return {entry.token_id: entry.logprob} | dict(entry.top)

@@ -1,0 +1,26 @@
+"""The KV cache."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from atom.shared.config.fields import OBJECT
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """Tokens per KV block: a power of two or a multiple of 16."""
+    kv_cache_dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    """Dtype of the KV cache. auto: FP8 if the checkpoint asks for it, else the compute dtype."""
+    enable_prefix_caching: bool = True
+    """Reuse the cached KV blocks of a common prompt prefix; off for models with recurrent layers."""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Fraction of a GPU's memory for weights, activations and KV cache of this server together."""
+    kv_cache_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """KV cache of each worker in bytes. If unset: what a GPU has left, up to 4 GiB on a CPU."""
+    num_kv_blocks: Annotated[int, Meta(ge=1)] | None = None
+    """Exact number of KV blocks; overrides the other memory settings."""
+    kv_events_config: Annotated[str, OBJECT] | None = None
+    """JSON object; '{"enable_kv_cache_events": true}' publishes what the prefix cache gains and loses."""

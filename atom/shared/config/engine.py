@@ -1,0 +1,31 @@
+"""The whole engine configuration, one frozen value that every process receives."""
+
+from dataclasses import dataclass, field
+
+from atom.shared.config.cache import CacheConfig
+from atom.shared.config.device import DeviceConfig
+from atom.shared.config.model import ModelConfig
+from atom.shared.config.observability import ObservabilityConfig
+from atom.shared.config.parallel import ParallelConfig
+from atom.shared.config.reliability import ReliabilityConfig
+from atom.shared.config.scheduler import SchedulerConfig
+from atom.shared.config.speculative import SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One field for each concern."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one KV block: each rank of a decode-context-parallel group has `block_size` of them."""
+        return self.cache.block_size * self.parallel.decode_context_parallel_size

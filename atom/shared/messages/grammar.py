@@ -1,0 +1,90 @@
+"""Compiled grammars: their source, the process that compiles them, and how a row uses one."""
+
+import msgspec
+
+from atom.shared.config.checkpoint import Checkpoint
+
+MAX_COMPILED_BYTES = 8 * 1024 * 1024
+"""Most bytes of one `Grammar.compiled`."""
+MAX_GRAMMAR_MEMORY = 64 * 1024 * 1024
+"""Most memory of one compiled grammar in a worker, in bytes."""
+
+
+class GrammarSource(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What to compile."""
+
+    kind: str
+    """json_schema, json_object, regex, grammar (EBNF), structural_tag (JSON), or tool_calls: a structural tag
+    in which a JSON schema that cannot be enforced means any object."""
+    text: str
+    """The schema, the expression …; empty for json_object."""
+    any_whitespace: bool = True
+    """Whether JSON may have white space between its tokens, as much as the model likes."""
+
+
+class CompiledGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The answer of the compile process: `error`, or a grammar."""
+
+    compiled: bytes = b""
+    """xgrammar's JSON, compressed by zlib."""
+    memory: int = 0
+    """Bytes that it takes in a worker."""
+    error: str = ""
+    """Why the source cannot be used, in one line, for the client."""
+
+
+class GrammarCompilerLaunch(msgspec.Struct, frozen=True):
+    """For `python -m workers.grammar.compile_process`."""
+
+    checkpoint: Checkpoint
+    control_fd: int
+    """An inherited Unix socket, over which the parent passes one connected socket for each source."""
+    timeout_s: int
+    """Seconds for each source, of wall time; a longer compilation is killed."""
+    max_parallel: int
+    """Sources that are compiled at a time."""
+
+
+class RowGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The grammar of one sequence's output."""
+
+    key: bytes
+    """Identifies the compiled grammar."""
+    stop_ids: list[int]
+    """Ids that may be sampled where the text is complete; they end it."""
+    in_reasoning: bool = False
+    """Whether the output begins inside of reasoning: the grammar begins behind `reasoning_end`."""
+    reasoning_begin: int = -1
+    """The id with which an output may begin its reasoning; -1: it cannot."""
+    reasoning_end: int = -1
+    """The id that ends reasoning; -1: the output has none."""
+
+
+class Grammar(msgspec.Struct, array_like=True, frozen=True, weakref=True):
+    """The grammar of a request."""
+
+    row: RowGrammar
+    compiled: bytes
+    """As in `CompiledGrammar`."""
+    memory: int
+
+
+class LoadGrammar(msgspec.Struct, tag=20, array_like=True, frozen=True, gc=False):
+    """From the core to each worker: load a grammar, for rows that come later."""
+
+    key: bytes
+    compiled: bytes
+
+
+class DropGrammar(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
+    """No further row uses the grammar."""
+
+    key: bytes
+
+
+class GrammarLoaded(msgspec.Struct, tag=22, array_like=True, frozen=True, gc=False):
+    """From each worker: rows may use the grammar, unless `error`."""
+
+    rank: int
+    key: bytes
+    error: str = ""

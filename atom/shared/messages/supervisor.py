@@ -1,0 +1,93 @@
+"""Messages between the supervisor and its children.
+
+Every child sends its state (supervisor binds PULL, children PUSH). Frontends also have a control
+connection (supervisor binds ROUTER, frontend n connects a DEALER with the identity of its index in
+four little-endian bytes): they send GetEngines, and receive Engines then and at every change. The one
+that serves the administrators sends SetServerState.
+
+`process` is the supervisor's name of the process: prepare, core, frontend, worker 0, worker 1, …
+"""
+
+import msgspec
+
+from atom.shared.messages.admin import ServerState
+from atom.shared.messages.launch import EngineAddress
+from atom.shared.utils.exit_status import ExitStatus
+
+
+class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
+    """`process` is ready."""
+
+    process: str
+    detail: dict[str, int | str] = {}
+    """Figures for the banner."""
+    num_blocks: list[int] = []
+    """From a core: KV blocks of each group."""
+
+
+class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
+    """Progress of a long phase of the start, for a progress bar."""
+
+    process: str
+    phase: str
+    done: int
+    total: int
+
+
+class Dead(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
+    """`process` ends because of `reason`: one line a user can act on."""
+
+    process: str
+    reason: str
+    status: int = ExitStatus.FAILURE
+    """Exit status for the program, if this was the root cause of a failed start."""
+
+
+class Heartbeat(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
+    """A sign of life of `process` about every second, from its main loop."""
+
+    process: str
+
+
+ToSupervisor = Ready | Progress | Dead | Heartbeat
+
+
+class GetEngines(msgspec.Struct, tag=20, array_like=True, frozen=True, gc=False):
+    """The first message of a frontend: it wants `Engines`, now and at every change."""
+
+    frontend: int
+
+
+class EngineEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The end of one life of an engine."""
+
+    rank: int
+    life: int
+    reason: str
+    """One line; clients of its requests get it."""
+    is_final: bool = False
+    """Whether the engine is not started again."""
+
+
+class SetServerState(msgspec.Struct, tag=22, array_like=True, frozen=True, gc=False):
+    """Set the state; every frontend gets it with the next `Engines`."""
+
+    state: ServerState
+
+
+ToControl = GetEngines | SetServerState
+
+
+class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
+    """All engines that live or start now; every other life has ended."""
+
+    engines: list[EngineAddress]
+    """At most one for each rank."""
+    ended: list[EngineEnded] = []
+    """The last ended life of each rank that has one."""
+    state: ServerState = ServerState()
+
+
+def control_identity(frontend: int) -> bytes:
+    """The identity of a frontend's control connection."""
+    return frontend.to_bytes(4, "little")

@@ -1,0 +1,1 @@
+"""Processes, sockets, environment variables, errors and logs: small tools without state."""

@@ -1,0 +1,39 @@
+"""One log format for all processes, on standard error."""
+
+import logging
+import sys
+
+_BRIEF = "%(asctime)s %(levelname).1s %(process_label)s] %(message)s"
+_VERBOSE = (
+    "%(asctime)s %(levelname)s %(process_label)s pid=%(process)d "
+    "%(pathname)s:%(lineno)d %(funcName)s] %(message)s"
+)
+
+
+def setup_logging(process_label: str) -> logging.Logger:
+    """Configure and return the root of ATOM's loggers; ATOM_LOG_MORE=1 adds process id, file and line."""
+    from atom.shared.utils import envs
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter(
+            _VERBOSE if envs.ATOM_LOG_MORE else _BRIEF,
+            datefmt="%H:%M:%S",
+            defaults={"process_label": process_label},
+        )
+    )
+    logger = logging.getLogger("atom")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    return logger
+
+
+def set_log_level(level: str) -> None:
+    """Log from this level on: debug, info, warning or error."""
+    get_logger().setLevel(level.upper())
+
+
+def get_logger() -> logging.Logger:
+    """The logger that `setup_logging` configured."""
+    return logging.getLogger("atom")

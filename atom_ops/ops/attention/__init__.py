@@ -1,0 +1,1 @@
+"""Paged attention, RoPE and the KV cache: torch references."""

@@ -1,0 +1,1 @@
+"""Routing and mixture-of-experts layers: torch references."""

@@ -1,0 +1,1 @@
+"""Linear layers and what is fused with them: torch references."""

@@ -1,0 +1,1 @@
+"""Recurrent layers (gated delta rule, causal convolution) and their states: torch references."""

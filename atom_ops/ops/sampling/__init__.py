@@ -1,0 +1,1 @@
+"""Logits processors, sampling, drafting and verification: torch references."""

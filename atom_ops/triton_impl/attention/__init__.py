@@ -1,0 +1,1 @@
+"""Triton kernels of paged attention, RoPE and the KV cache."""

@@ -1,0 +1,499 @@
+"""Prompt attention on Hopper: WGMMA, fed by TMA from the paged cache.
+
+One program runs on each SM and computes one item after the other: the query heads of one tile of tokens
+that share keys and values, as many as a power of two divides. It is warp-specialized:
+
+    keys        1 warp     takes the next item, announces it, loads its queries and keys (TMA)
+    values      1 warp     loads its values, and zeroes those that no query sees
+    consumers   2 x 4      64 queries each; the scores of a tile overlap with the product of the
+                           previous tile's weights and values
+
+A tile of keys or values is a whole number of blocks of the cache, each of which arrives in pieces of 64
+features, as wide as shared memory is swizzled:
+
+    keys, values    [stages, pieces of a head, blocks of a tile, tokens of a block, 64]
+
+The same kernel reads prompts that were gathered from a float8 cache (`gathered_prompts`): blocks of a whole
+tile, without a block table. Written in Gluon, which has no interpreter. Other devices run these rows in
+`attention_kernels`.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from atom_ops.ops.attention.attention import AttentionRule
+from atom_ops.ops.attention.attention_plan import AttentionPlan
+from atom_ops.ops.attention.kv_cache import KVLayer
+from atom_ops.triton_impl import is_hopper
+from atom_ops.triton_impl.attention.query_tiles import QueryTiles
+from atom_ops.triton_impl.hardware.hopper_pipeline import load_tile, make_barriers, release
+
+_TILE = 128
+"""Query heads x tokens of an item, and tokens of a tile of keys."""
+_HALF = 64
+_STAGES = 2
+_ITEMS = 2
+_BLOCK_SIZES = (16, 32, 64, 128)
+_LOG2_E = gl.constexpr(1.4426950408889634)
+# The running maximum before any score: finite, because inf - inf would be NaN.
+_LOWEST = gl.constexpr(-1.0e30)
+_PIECE = gl.constexpr(64)
+"""Features as wide as the swizzle of shared memory."""
+_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+_HEADS_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+_ROWS = gl.constexpr(8)
+"""Tokens after which the swizzle repeats."""
+_FIELDS = gl.constexpr(5)
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+def supports(q_THE: Tensor, cache: KVLayer) -> bool:
+    """Whether `attend` computes such queries, from `cache` or from what was gathered from a float8 one."""
+    width = q_THE.shape[2]
+    return (
+        q_THE.dtype in (torch.bfloat16, torch.float16)
+        and width in (64, 128)
+        and q_THE.stride(1) == width
+        and q_THE.stride(0) % 8 == q_THE.data_ptr() % 16 == 0
+        and (cache.scale is not None or (cache.kv.dtype == q_THE.dtype and cache.kv.shape[1] in _BLOCK_SIZES))
+        and cache.kv.is_contiguous()
+        and is_hopper(q_THE.device)
+    )
+
+
+def tile_length(heads: int, kv_heads: int) -> int:
+    """Tokens of an item."""
+    return _TILE // _heads_together(heads, kv_heads)
+
+
+def _heads_together(heads: int, kv_heads: int) -> int:
+    """Query heads of an item: the largest power of two that divides a group."""
+    group = heads // kv_heads
+    return min(group & -group, _HALF)
+
+
+@gluon.jit
+def _announce(items, barriers, number, fields, ITEMS: gl.constexpr):
+    """Hand item `number` of this program, `fields`, to the other warps."""
+    ready, free = barriers
+    slot = number % ITEMS
+    mbarrier.wait(free.index(slot), (number // ITEMS % 2) ^ 1)
+    for i in gl.static_range(_FIELDS):
+        field = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        items.index(slot * _FIELDS + i).store(field)
+    release(ready.index(slot))
+
+
+@gluon.jit
+def _field(items, at):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(items.index(at).load(layout), 0)
+
+
+@gluon.jit
+def _receive(items, barriers, number, ITEMS: gl.constexpr):
+    """Wait for item `number`: its head, row, first token, queries (0: there are no more), first position."""
+    ready, free = barriers
+    slot = number % ITEMS
+    mbarrier.wait(ready.index(slot), number // ITEMS % 2)
+    at = slot * _FIELDS
+    head, row, token = _field(items, at), _field(items, at + 1), _field(items, at + 2)
+    queries, position = _field(items, at + 3), _field(items, at + 4)
+    release(free.index(slot))
+    return head, row, token, queries, position
+
+
+@gluon.jit
+def _oldest(position, WINDOW: gl.constexpr):
+    """The first token that a query at `position` sees."""
+    return gl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+
+
+@gluon.jit
+def _keys_of(queries, position, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """Where the first tile of an item's keys begins, where its keys end, and its tiles."""
+    start = _oldest(position, WINDOW) // BLOCK_SIZE * BLOCK_SIZE
+    stop = position + queries
+    return start, stop, (stop - start + TILE - 1) // TILE
+
+
+@gluon.jit
+def _slots(
+    table, origin, start, stop, num_slots,
+    PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """The first slot of each block of the tile at `start`.
+
+    Of blocks after `stop`, a slot behind the cache, where TMA reads zeros.
+    """
+    slots = ()
+    for i in gl.static_range(TILE // BLOCK_SIZE):
+        token = start + i * BLOCK_SIZE
+        exists = (token >= 0) & (token < stop)
+        if PAGED:
+            slot = gl.load(table + token // BLOCK_SIZE, mask=exists, other=0) * BLOCK_SIZE
+        else:
+            slot = origin + token
+        slots = slots + (gl.where(exists, slot, num_slots),)  # type: ignore[assignment]  # noqa: RUF005
+    return slots
+
+
+@gluon.jit
+def _load_kv(
+    kv_desc, tiles, stage, barrier, slots, column,
+    PIECES: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Load one tile of the head at `column` of a slot's numbers."""
+    BLOCKS: gl.constexpr = TILE // BLOCK_SIZE
+    mbarrier.expect(barrier, PIECES * BLOCKS * kv_desc.block_type.nbytes)
+    for piece in gl.static_range(PIECES):
+        for i in gl.static_range(BLOCKS):
+            at = (stage * PIECES + piece) * BLOCKS + i
+            load_tile(kv_desc, [slots[i], column + piece * _PIECE], barrier, tiles.index(at))
+
+
+@gluon.jit
+def _copy_keys(
+    q_desc, kv_desc, q, keys, items, item_barriers, q_barriers, key_barriers,
+    counter, tiles, count, table, table_stride, num_slots,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, TOGETHER: gl.constexpr, WIDTH: gl.constexpr,
+    PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    ITEMS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Take items until there are none, and load their queries and keys, the last tile first."""
+    q_ready, q_free = q_barriers
+    keys_ready, keys_free = key_barriers
+    PIECES: gl.constexpr = WIDTH // _PIECE
+    SETS: gl.constexpr = HEADS // TOGETHER
+    HALF: gl.constexpr = TILE // 2 // TOGETHER
+    all_items = gl.load(count) * SETS
+    item = gl.atomic_add(counter, 1)
+    number, loaded = 0, 0
+    while item < all_items:
+        entry = tiles + item // SETS * 4
+        row, token, queries, position = (
+            gl.load(entry),
+            gl.load(entry + 1),
+            gl.load(entry + 2),
+            gl.load(entry + 3),
+        )
+        head = item % SETS * TOGETHER
+        # Taken long before it is needed, so that nothing waits for it.
+        item = gl.atomic_add(counter, 1)
+        _announce(items, item_barriers, number, (head, row, token, queries, position), ITEMS)
+        start, stop, num_tiles = _keys_of(queries, position, BLOCK_SIZE, TILE, WINDOW)
+        own_table = table + row.to(gl.int64) * table_stride
+        at = start + (num_tiles - 1) * TILE
+        slots = _slots(own_table, token - position, at, stop, num_slots, PAGED, BLOCK_SIZE, TILE)
+
+        mbarrier.wait(q_free, (number % 2) ^ 1)
+        mbarrier.expect(q_ready, 2 * PIECES * q_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            for piece in gl.static_range(PIECES):
+                where = [token + half * HALF, head, piece * _PIECE]
+                load_tile(q_desc, where, q_ready, q.index(half * PIECES + piece))
+        column = head // (HEADS // KV_HEADS) * WIDTH
+        for _tile in range(num_tiles):
+            stage = loaded % STAGES
+            mbarrier.wait(keys_free.index(stage), (loaded // STAGES % 2) ^ 1)
+            _load_kv(kv_desc, keys, stage, keys_ready.index(stage), slots, column, PIECES, BLOCK_SIZE, TILE)
+            at -= TILE
+            slots = _slots(own_table, token - position, at, stop, num_slots, PAGED, BLOCK_SIZE, TILE)
+            loaded += 1
+        number += 1
+    _announce(items, item_barriers, number, (0, 0, 0, 0, 0), ITEMS)
+    # Each program takes one item too many, and the last to do so leaves the counter as it was.
+    if item == all_items + gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+
+
+@gluon.jit
+def _zero(rows, first, end, start, oldest, stop, stage_row, PIECES: gl.constexpr, TILE: gl.constexpr):
+    """Zero the tokens outside of `oldest` … `stop` - 1 in groups first … end - 1 of the tile at `start`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for group in range(first, end):
+        token_R = start + group * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+        seen_R = (token_R >= oldest) & (token_R < stop)
+        for piece in gl.static_range(PIECES):
+            part = rows.index(stage_row + piece * (TILE // _ROWS) + group)
+            part_RE = part.load(layout)
+            part.store(gl.where(seen_R[:, None], part_RE, gl.zeros_like(part_RE)))
+
+
+@gluon.jit
+def _copy_values(
+    kv_desc, values, items, item_barriers, barriers, table, table_stride, num_slots,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WIDTH: gl.constexpr, PAGED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, ITEMS: gl.constexpr,
+    WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Load the values of all items. Where a block also has tokens that no query sees, they may be NaN, and
+    0 * NaN would be NaN: they are zeroed before the consumers are told of the tile."""
+    values_ready, values_free = barriers
+    PIECES: gl.constexpr = WIDTH // _PIECE
+    rows = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // _ROWS), _ROWS, _PIECE], _SWIZZLED)
+    number, loaded, mended = 0, 0, 0
+    head, row, token, queries, position = _receive(items, item_barriers, 0, ITEMS)
+    while queries > 0:
+        oldest = _oldest(position, WINDOW)
+        start, stop, num_tiles = _keys_of(queries, position, BLOCK_SIZE, TILE, WINDOW)
+        own_table = table + row.to(gl.int64) * table_stride
+        column = (KV_HEADS + head // (HEADS // KV_HEADS)) * WIDTH
+        at = start + (num_tiles - 1) * TILE
+        slots = _slots(own_table, token - position, at, stop, num_slots, PAGED, BLOCK_SIZE, TILE)
+        for _tile in range(num_tiles):
+            stage = loaded % STAGES
+            mbarrier.wait(values_free.index(stage), (loaded // STAGES % 2) ^ 1)
+            ends = (at + TILE > stop) & (stop % BLOCK_SIZE != 0)
+            begins = (at < oldest) if WINDOW > 0 else False
+            arrived = gl.where(ends | begins, STAGES, stage)
+            _load_kv(
+                kv_desc, values, stage, values_ready.index(arrived), slots, column, PIECES, BLOCK_SIZE, TILE
+            )
+            if ends | begins:
+                mbarrier.wait(values_ready.index(STAGES), mended % 2)
+                mended += 1
+                stage_row = stage * PIECES * (TILE // _ROWS)
+                if ends:
+                    block = (stop - at) // BLOCK_SIZE + 1
+                    _zero(
+                        rows, (stop - at) // _ROWS, block * (BLOCK_SIZE // _ROWS), at, oldest, stop,
+                        stage_row, PIECES, TILE,
+                    )  # fmt: skip
+                if begins:
+                    _zero(rows, 0, (oldest - at) // _ROWS + 1, at, oldest, stop, stage_row, PIECES, TILE)
+                fence_async_shared()
+                release(values_ready.index(stage))
+            at -= TILE
+            slots = _slots(own_table, token - position, at, stop, num_slots, PAGED, BLOCK_SIZE, TILE)
+            loaded += 1
+        number += 1
+        head, row, token, queries, position = _receive(items, item_barriers, number, ITEMS)
+
+
+@gluon.jit
+def _softmax_step(score_MN, top_M, total_M, scale):
+    """One step of the online softmax: new maximum, new total, factor of earlier sums, weights."""
+    new_top_M = gl.maximum(top_M, gl.max(score_MN, 1) * scale)
+    weight_MN = gl.exp2(score_MN * scale - new_top_M[:, None])
+    rescale_M = gl.exp2(top_M - new_top_M)
+    return new_top_M, total_M * rescale_M + gl.sum(weight_MN, 1), rescale_M, weight_MN
+
+
+@gluon.jit
+def _hide(score_MN, token_N, seen_M, WINDOW: gl.constexpr):
+    hidden_MN = token_N[None, :] > seen_M[:, None]
+    if WINDOW > 0:
+        hidden_MN = hidden_MN | (token_N[None, :] <= seen_M[:, None] - WINDOW)
+    return gl.where(hidden_MN, float("-inf"), score_MN)
+
+
+@gluon.jit
+def _store(out_ME, out, token, head, queries, HEADS: gl.constexpr, TOGETHER: gl.constexpr):
+    """Store `queries` tokens from `token` on, TOGETHER heads each from `head` on."""
+    HALF: gl.constexpr = out_ME.shape[0]
+    WIDTH: gl.constexpr = out_ME.shape[1]
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    m_M = gl.arange(0, HALF, gl.SliceLayout(1, stored))
+    at_M = ((token + m_M // TOGETHER).to(gl.int64) * HEADS + head + m_M % TOGETHER) * WIDTH
+    at_ME = at_M[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, stored))[None, :]
+    out_ME = gl.convert_layout(out_ME.to(out.dtype.element_ty), stored)
+    gl.store(out + at_ME, out_ME, mask=(m_M // TOGETHER < queries)[:, None])
+
+
+@gluon.jit
+def _consume(
+    q, keys, values, items, item_barriers, q_barriers, key_barriers, value_barriers, out, sinks, scale,
+    HALF_NUMBER: gl.constexpr, HEADS: gl.constexpr, TOGETHER: gl.constexpr, WIDTH: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+    ITEMS: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
+    """Attention of one half of each item's queries: query m is token m // TOGETHER, head m % TOGETHER."""
+    q_ready, q_free = q_barriers
+    keys_ready, keys_free = key_barriers
+    values_ready, values_free = value_barriers
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    factor: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    score_rows: gl.constexpr = gl.SliceLayout(1, scores)
+    sum_rows: gl.constexpr = gl.SliceLayout(1, sums)
+    OWN: gl.constexpr = HALF // TOGETHER
+    q_ME = q._reinterpret(q.dtype, [2, HALF, WIDTH], _SWIZZLED).index(HALF_NUMBER)
+    keys = keys._reinterpret(keys.dtype, [STAGES, TILE, WIDTH], _SWIZZLED)
+    values = values._reinterpret(values.dtype, [STAGES, TILE, WIDTH], _SWIZZLED)
+    none_MN = gl.zeros([HALF, TILE], gl.float32, scores)
+    number, used = 0, 0
+    head, _row, token, queries, position = _receive(items, item_barriers, 0, ITEMS)
+    while queries > 0:
+        start, _stop, num_tiles = _keys_of(queries, position, BLOCK_SIZE, TILE, WINDOW)
+        first_seen = position + HALF_NUMBER * OWN
+        seen_M = first_seen + gl.arange(0, HALF, score_rows) // TOGETHER
+        token_N = start + (num_tiles - 1) * TILE + gl.arange(0, TILE, gl.SliceLayout(0, scores))
+        at = start + (num_tiles - 1) * TILE
+        sum_ME = gl.zeros([HALF, WIDTH], gl.float32, sums)
+        top_M = gl.full([HALF], _LOWEST, gl.float32, score_rows)
+        total_M = gl.zeros([HALF], gl.float32, score_rows)
+
+        stage = used % STAGES
+        mbarrier.wait(q_ready, number % 2)
+        mbarrier.wait(keys_ready.index(stage), used // STAGES % 2)
+        score_MN = warpgroup_mma(q_ME, keys.index(stage).permute((1, 0)), none_MN, use_acc=False)
+        release(keys_free.index(stage))
+        score_MN = _hide(score_MN, token_N, seen_M, WINDOW)
+        top_M, total_M, rescale_M, weight_MN = _softmax_step(score_MN, top_M, total_M, scale)
+        weight_MN = gl.convert_layout(weight_MN.to(q.dtype), factor)
+        for _tile in range(1, num_tiles):
+            before, before_phase = used % STAGES, used // STAGES % 2
+            used += 1
+            at -= TILE
+            token_N -= TILE
+            stage = used % STAGES
+            mbarrier.wait(keys_ready.index(stage), used // STAGES % 2)
+            coming_MN = warpgroup_mma(
+                q_ME, keys.index(stage).permute((1, 0)), none_MN, use_acc=False, is_async=True
+            )
+            mbarrier.wait(values_ready.index(before), before_phase)
+            coming_ME = warpgroup_mma(weight_MN, values.index(before), sum_ME, is_async=True)
+            score_MN = warpgroup_mma_wait(1, deps=[coming_MN])
+            release(keys_free.index(stage))
+            hides = at + TILE > first_seen + 1
+            if WINDOW > 0:
+                hides = hides | (at <= first_seen + OWN - 1 - WINDOW)
+            if hides:
+                score_MN = _hide(score_MN, token_N, seen_M, WINDOW)
+            top_M, total_M, rescale_M, next_weight_MN = _softmax_step(score_MN, top_M, total_M, scale)
+            sum_ME = warpgroup_mma_wait(0, deps=[coming_ME])
+            release(values_free.index(before))
+            sum_ME = sum_ME * gl.convert_layout(rescale_M, sum_rows)[:, None]
+            weight_MN = gl.convert_layout(next_weight_MN.to(q.dtype), factor)
+        release(q_free)
+        stage = used % STAGES
+        mbarrier.wait(values_ready.index(stage), used // STAGES % 2)
+        sum_ME = warpgroup_mma(weight_MN, values.index(stage), sum_ME)
+        release(values_free.index(stage))
+        used += 1
+
+        if SINKS:
+            head_M = head + gl.arange(0, HALF, score_rows) % TOGETHER
+            total_M += gl.exp2(gl.load(sinks + head_M).to(gl.float32) * _LOG2_E - top_M)
+        out_ME = sum_ME / gl.convert_layout(total_M, sum_rows)[:, None]
+        first = HALF_NUMBER * OWN
+        _store(out_ME, out, token + first, head, queries - first, HEADS, TOGETHER)
+        number += 1
+        head, _row, token, queries, position = _receive(items, item_barriers, number, ITEMS)
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride", "num_slots"],
+    do_not_specialize_on_alignment=["tiles", "count", "counter", "table", "sinks"],
+)
+def _attend(
+    q_desc, kv_desc, out, tiles, count, counter, table, sinks, scale, table_stride, num_slots,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, TOGETHER: gl.constexpr, WIDTH: gl.constexpr,
+    PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr,
+    STAGES: gl.constexpr, ITEMS: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
+    """Grid (SMs,)."""
+    PIECES: gl.constexpr = WIDTH // _PIECE
+    BLOCKS: gl.constexpr = TILE // BLOCK_SIZE
+    dtype: gl.constexpr = q_desc.dtype
+    q = gl.allocate_shared_memory(dtype, [2 * PIECES, HALF // TOGETHER, TOGETHER, _PIECE], _HEADS_SWIZZLED)
+    keys = gl.allocate_shared_memory(dtype, [STAGES * PIECES * BLOCKS, BLOCK_SIZE, _PIECE], _SWIZZLED)
+    values = gl.allocate_shared_memory(dtype, [STAGES * PIECES * BLOCKS, BLOCK_SIZE, _PIECE], _SWIZZLED)
+    items = gl.allocate_shared_memory(gl.int32, [ITEMS * _FIELDS, 1], _PLAIN)
+    # An item is free once the values' warp and both consumers have arrived, the rest once both consumers
+    # have. The last barrier of the values is for those that are zeroed after they arrived.
+    item_barriers = make_barriers(ITEMS, 1), make_barriers(ITEMS, 3)
+    q_barriers = make_barriers(1, 1).index(0), make_barriers(1, 2).index(0)
+    key_barriers = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    value_barriers = make_barriers(STAGES + 1, 1), make_barriers(STAGES, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (
+                q, keys, values, items, item_barriers, q_barriers, key_barriers, value_barriers, out, sinks,
+                scale, 0, HEADS, TOGETHER, WIDTH, BLOCK_SIZE, TILE, HALF, STAGES, ITEMS, WINDOW, SINKS,
+            )),
+            (_consume, (
+                q, keys, values, items, item_barriers, q_barriers, key_barriers, value_barriers, out, sinks,
+                scale, 1, HEADS, TOGETHER, WIDTH, BLOCK_SIZE, TILE, HALF, STAGES, ITEMS, WINDOW, SINKS,
+            )),
+            (_copy_keys, (
+                q_desc, kv_desc, q, keys, items, item_barriers, q_barriers, key_barriers, counter, tiles,
+                count, table, table_stride, num_slots, HEADS, KV_HEADS, TOGETHER, WIDTH, PAGED, BLOCK_SIZE,
+                TILE, STAGES, ITEMS, WINDOW,
+            )),
+            (_copy_values, (
+                kv_desc, values, items, item_barriers, value_barriers, table, table_stride, num_slots, HEADS,
+                KV_HEADS, WIDTH, PAGED, BLOCK_SIZE, TILE, STAGES, ITEMS, WINDOW,
+            )),
+        ],
+        [4, 1, 1],
+        [232, 40, 40],
+    )  # fmt: skip
+
+
+def attend(
+    out_THE: Tensor,
+    q_THE: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    listed: QueryTiles,
+    rule: AttentionRule,
+    num_sms: int,
+) -> None:
+    """Write the tokens of the listed tiles, of `tile_length` tokens, to `out_THE`, which must be contiguous.
+
+    `kv`, in the queries' dtype: the cache [blocks, block size, 2, K, E] or `gathered_prompts` [T, 2, K, E].
+    """
+    tokens, heads, width = q_THE.shape
+    kv_heads, paged = kv.shape[-2], kv.dim() == 5
+    together = _heads_together(heads, kv_heads)
+    block_size = kv.shape[1] if paged else _TILE
+    slots = kv.shape[0] * block_size if paged else tokens
+    row = 2 * kv_heads * width
+    q_box, q_strides = [_HALF // together, together, _PIECE.value], [q_THE.stride(0), width, 1]
+    _attend[(num_sms,)](
+        TensorDescriptor(q_THE, [tokens, heads, width], q_strides, q_box, _HEADS_SWIZZLED.value),
+        TensorDescriptor(kv, [slots, row], [row, 1], [block_size, _PIECE.value], _SWIZZLED.value),
+        out_THE,
+        listed.tiles_N4,
+        listed.count,
+        _counter(q_THE.device),
+        plan.block_table_RW,
+        # Without sinks the kernel ignores this argument.
+        listed.count if rule.sinks_H is None else rule.sinks_H,
+        rule.scale * _LOG2_E.value,
+        plan.block_table_RW.stride(0),
+        slots,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        TOGETHER=together,
+        WIDTH=width,
+        PAGED=paged,
+        BLOCK_SIZE=block_size,
+        TILE=_TILE,
+        HALF=_HALF,
+        STAGES=_STAGES,
+        ITEMS=_ITEMS,
+        WINDOW=rule.window,
+        SINKS=rule.sinks_H is not None,
+        num_warps=4,
+    )
+
+
+@cache
+def _counter(device: torch.device) -> Tensor:
+    """Items taken; 0 between launches, which all use one stream."""
+    return torch.zeros(1, dtype=torch.int32, device=device)

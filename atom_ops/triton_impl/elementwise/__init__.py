@@ -1,0 +1,1 @@
+"""Triton kernels of norms, activations, embeddings and the one-shot all-reduce."""

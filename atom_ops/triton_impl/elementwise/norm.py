@@ -1,0 +1,113 @@
+"""RMS norm, alone, with a residual and with a gate: one program for each row."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom_ops.ops.elementwise.norm import add_rms_norm, gated_rms_norm, rms_norm
+from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait
+
+_MOST_FEATURES = 16384
+
+
+def _supports(x_TD: Tensor) -> bool:
+    return x_TD.is_floating_point() and x_TD.shape[-1] <= _MOST_FEATURES
+
+
+@triton.jit
+def _norm_rows(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    pdl_wait(PDL)
+    x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
+        # The residual stream is the rounded sum, so the norm is of that.
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + row + column, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    tl.store(out_ptr + row + column, wide * scale * weight.to(tl.float32), mask=inside)
+
+
+def _launch(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed, sum); without a residual the sum is `x_TD`."""
+    size = x_TD.shape[-1]
+    x_TD = x_TD.contiguous()
+    out_TD = torch.empty_like(x_TD)
+    total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
+    residual_TD = None if residual_TD is None else residual_TD.contiguous()
+    block = triton.next_power_of_2(size)
+    # Block size and warps depend on the width alone, for batch invariance.
+    warps = min(max(block // 512, 1), 16)
+    if x_TD.numel():
+        _norm_rows[(x_TD.numel() // size,)](
+            x_TD, residual_TD, weight_D, out_TD, total_TD, eps,
+            SIZE=size, BLOCK=block, num_warps=warps, **launch_options(x_TD.device),
+        )  # fmt: skip
+    return out_TD, total_TD
+
+
+@rms_norm.provider(
+    "triton", needs=NEEDS, supported=runs_on, supports=lambda x_TD, weight_D, eps: _supports(x_TD)
+)
+def _rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return _launch(x_TD, None, weight_D, eps)[0]
+
+
+@add_rms_norm.provider(
+    "triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda x_TD, residual_TD, weight_D, eps: _supports(x_TD) and x_TD.dtype == residual_TD.dtype,
+)
+def _add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _launch(x_TD, residual_TD, weight_D, eps)
+
+
+@triton.jit
+def _gated_norm_rows(
+    x_ptr, gate_ptr, weight_ptr, out_ptr, eps, gate_stride, gate_head_stride,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    pdl_wait(PDL)
+    gate_ptr += row // HEADS * gate_stride + row % HEADS * gate_head_stride
+    x = tl.load(x_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    tl.store(out_ptr + row * SIZE + column, x * scale * weight * gate * tl.sigmoid(gate), mask=inside)
+
+
+@gated_rms_norm.provider(
+    "triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda x_TD, gate_TD, weight_D, eps: (
+        _supports(x_TD) and x_TD.dim() <= 3 and gate_TD.stride(-1) == 1
+    ),
+)
+def _gated_rms_norm(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    x_TD, size = x_TD.contiguous(), x_TD.shape[-1]
+    out_TD = torch.empty_like(x_TD)
+    heads = x_TD.shape[1] if x_TD.dim() == 3 else 1
+    head_stride = gate_TD.stride(1) if x_TD.dim() == 3 else 0
+    if x_TD.numel():
+        _gated_norm_rows[(x_TD.numel() // size,)](
+            x_TD, gate_TD, weight_D, out_TD, eps, gate_TD.stride(0), head_stride,
+            HEADS=heads, SIZE=size, BLOCK=triton.next_power_of_2(size),
+            num_warps=min(max(size // 512, 1), 16), **launch_options(x_TD.device),
+        )  # fmt: skip
+    return out_TD

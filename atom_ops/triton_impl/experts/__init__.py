@@ -1,0 +1,1 @@
+"""Triton kernels of routing and mixture-of-experts layers."""

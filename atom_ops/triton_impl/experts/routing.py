@@ -1,0 +1,216 @@
+"""MoE routing in Triton: one program scores the experts of a token and selects the top k.
+
+Scores become int32 ranks of the same order, because a warp finds the largest integer of its lanes with
+one instruction. A token takes its top k one by one: the best rank, and of its experts the lowest number.
+Where ranks have room for the numbers, one instruction finds both: see `_softmax_of_top`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom_ops.ops.experts.routing import TINY, RoutingRule, route
+from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+
+_TAKEN = tl.constexpr(-(1 << 31))
+"""Lower than every rank."""
+_NO_NUMBER = tl.constexpr((1 << 31) - 1)
+_MOST_EXPERTS = 4096
+_NUMBERS = tl.constexpr((1 << 13) - 1)
+"""The bits of a float32 that are 0 if it was a float16 or bfloat16."""
+
+
+@triton.jit
+def _flipped(bits):
+    """Between the bits of a float32 and an int32 that sorts like it, in both directions."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _rank(score):
+    """int32 that sorts like the score, NaN first, as in torch."""
+    return tl.maximum(_flipped(score.to(tl.int32, bitcast=True)), _TAKEN + 1)
+
+
+@triton.jit
+def _score_of(rank):
+    return _flipped(rank).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _best_of(rank_GE, number_GE):
+    """The best rank of each group, and the lowest number that has it."""
+    best_G = tl.max(rank_GE, 1)
+    return best_G, tl.min(tl.where(rank_GE == best_G[:, None], number_GE, _NO_NUMBER), 1)
+
+
+@triton.jit
+def _best(rank_G, number_G):
+    """The best rank, and of the lowest number that has it."""
+    best = tl.max(rank_G, 0)
+    return best, tl.min(tl.where(rank_G == best, number_G, _NO_NUMBER), 0)
+
+
+@triton.jit
+def _in_best_groups(
+    rank_GE, number_GE, groups, GROUP_BEST: tl.constexpr, KEPT_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr
+):
+    """The ranks, _TAKEN outside the token's top groups."""
+    group_G = tl.arange(0, BLOCK_G)
+    left_GE, score_G = rank_GE, tl.zeros((BLOCK_G,), tl.float32)
+    for _ in tl.static_range(GROUP_BEST):
+        best_G, chosen_G = _best_of(left_GE, number_GE)
+        score_G += _score_of(best_G)
+        left_GE = tl.where(number_GE == chosen_G[:, None], _TAKEN, left_GE)
+    rank_G = tl.where(group_G < groups, _rank(score_G), _TAKEN)
+    for _ in tl.static_range(KEPT_GROUPS):
+        _, chosen = _best(rank_G, group_G)
+        rank_G = tl.where(group_G == chosen, _TAKEN, rank_G)
+    # What was not taken is lost; groups that do not exist are _TAKEN in every rank.
+    return tl.where((rank_G == _TAKEN)[:, None], rank_GE, _TAKEN)
+
+
+@triton.jit
+def _logit_of(key):
+    return (_flipped(key) & (-1 - _NUMBERS)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _softmax_of_top(
+    logit_E, number_E, exists_E, SCORING: tl.constexpr, TOP_K: tl.constexpr, BLOCK_J: tl.constexpr
+):  # fmt: skip
+    """The experts of the top k logits, which had 16 bits, and their weights.
+
+    The lowest bits of a logit's rank are known. With the number in their place it is a key that no other
+    expert has, which is greater the lower the number is: nothing but the maximum has to be found.
+    """
+    key_E = tl.where(
+        exists_E, (_flipped(logit_E.to(tl.int32, bitcast=True)) | _NUMBERS) - number_E, _TAKEN
+    )  # fmt: skip
+    place_J, key_J = tl.arange(0, BLOCK_J), tl.zeros((BLOCK_J,), tl.int32)
+    total = 0.0
+    for place in tl.static_range(TOP_K):
+        best = tl.max(key_E, 0)
+        if place == 0:
+            most = _logit_of(best)
+        total += tl.exp(_logit_of(best) - most)
+        key_J = tl.where(place_J == place, best, key_J)
+        key_E = tl.where(key_E == best, _TAKEN, key_E)
+    if SCORING == "softmax":
+        total = tl.sum(tl.exp(logit_E - most), 0)
+    return ~key_J & _NUMBERS, tl.exp(_logit_of(key_J) - most) / total
+
+
+@triton.jit
+def _top_scores(
+    logits, bias, logit_GE, number_GE, exists_GE, tiny,
+    GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, TOP_K: tl.constexpr,
+    SCORING: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """The experts of the top k scores, and their weights."""
+    most = tl.max(tl.max(logit_GE, 1), 0)
+    total = tl.sum(tl.sum(tl.exp(logit_GE - most), 1), 0)
+    if SCORING == "softmax":
+        score_GE = tl.exp(logit_GE - most) / total
+    elif SCORING == "sigmoid":
+        score_GE = tl.sigmoid(logit_GE)
+    else:
+        score_GE = logit_GE
+    if HAS_BIAS:
+        score_GE += tl.load(bias + number_GE, mask=exists_GE, other=0.0).to(tl.float32)
+    rank_GE = tl.where(exists_GE, _rank(score_GE), _TAKEN)
+    if GROUPS > 1:
+        rank_GE = _in_best_groups(rank_GE, number_GE, GROUPS, GROUP_BEST, KEPT_GROUPS, BLOCK_G)
+
+    place_J = tl.arange(0, BLOCK_J)
+    chosen_J = place_J < TOP_K
+    id_J, rank_J = tl.zeros((BLOCK_J,), tl.int32), tl.zeros((BLOCK_J,), tl.int32)
+    for place in tl.static_range(TOP_K):
+        best_G, number_G = _best_of(rank_GE, number_GE)
+        best, number = _best(best_G, number_G)
+        id_J = tl.where(place_J == place, number, id_J)
+        rank_J = tl.where(place_J == place, best, rank_J)
+        rank_GE = tl.where(number_GE == number, _TAKEN, rank_GE)
+
+    if not HAS_BIAS:
+        score_J = _score_of(rank_J)
+    else:
+        score_J = tl.load(logits + id_J, mask=chosen_J, other=0.0).to(tl.float32)
+        if SCORING == "softmax":
+            score_J = tl.exp(score_J - most) / total
+        elif SCORING == "sigmoid":
+            score_J = tl.sigmoid(score_J)
+    weight_J = score_J
+    if SCORING == "softmax_of_chosen":
+        score_J = tl.where(chosen_J, score_J, float("-inf"))
+        weight_J = tl.exp(score_J - tl.max(score_J, 0))
+        weight_J = weight_J / tl.sum(weight_J, 0)
+    if RENORMALISE:
+        weight_J = weight_J / (tl.sum(tl.where(chosen_J, weight_J, 0.0), 0) + tiny)
+    return id_J, weight_J
+
+
+@triton.jit
+def _route(
+    logits, bias, ids, weights, tiny, scale,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    TOP_K: tl.constexpr, SCORING: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,). KEYS: by `_softmax_of_top`."""
+    pdl_begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    of_group: tl.constexpr = EXPERTS // GROUPS
+    group_G, member_E = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
+    logits += token * EXPERTS
+    if KEYS:
+        exists_E = member_E < EXPERTS
+        logit_E = tl.load(logits + member_E, mask=exists_E, other=float("-inf")).to(tl.float32)
+        id_J, weight_J = _softmax_of_top(logit_E, member_E, exists_E, SCORING, TOP_K, BLOCK_J)
+    else:
+        number_GE = group_G[:, None] * of_group + member_E[None, :]
+        exists_GE = (group_G < GROUPS)[:, None] & (member_E < of_group)[None, :]
+        logit_GE = tl.load(logits + number_GE, mask=exists_GE, other=float("-inf")).to(tl.float32)
+        id_J, weight_J = _top_scores(
+            logits, bias, logit_GE, number_GE, exists_GE, tiny, GROUPS, KEPT_GROUPS, GROUP_BEST,
+            TOP_K, SCORING, RENORMALISE, HAS_BIAS, BLOCK_G, BLOCK_J,
+        )  # fmt: skip
+    place_J = tl.arange(0, BLOCK_J)
+    chosen_J = place_J < TOP_K
+    tl.store(ids + token * TOP_K + place_J, id_J.to(tl.int64), mask=chosen_J)
+    tl.store(weights + token * TOP_K + place_J, weight_J * scale, mask=chosen_J)
+
+
+def _supports(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> bool:
+    return logits_TX.is_floating_point() and logits_TX.shape[1] <= _MOST_EXPERTS
+
+
+@route.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
+def _launch(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    logits_TX = logits_TX.contiguous()
+    tokens, experts = logits_TX.shape
+    ids_TJ = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TX.device)
+    weights_TJ = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TX.device)
+    if not tokens:
+        return ids_TJ, weights_TJ
+    scoring = rule.scoring
+    # Groups have no effect if the scores are logits.
+    groups = 1 if scoring == "softmax_of_chosen" else rule.groups
+    keys = logits_TX.element_size() == 2 and groups == 1 and bias_X is None and scoring != "sigmoid"
+    if keys and rule.renormalise:
+        scoring = "softmax_of_chosen"  # the same: the sum over all experts cancels out
+    block_g, block_e = triton.next_power_of_2(groups), triton.next_power_of_2(experts // groups)
+    _route[(tokens,)](
+        logits_TX, bias_X, ids_TJ, weights_TJ, TINY, rule.scale,
+        EXPERTS=experts, GROUPS=groups, KEPT_GROUPS=rule.kept_groups, GROUP_BEST=rule.group_best,
+        TOP_K=rule.top_k, SCORING=scoring,
+        RENORMALISE=rule.renormalise and scoring != "softmax_of_chosen", HAS_BIAS=bias_X is not None,
+        KEYS=keys, BLOCK_G=block_g, BLOCK_E=block_e, BLOCK_J=triton.next_power_of_2(rule.top_k),
+        num_warps=1 if block_g * block_e <= 512 else 4,
+        **launch_options(logits_TX.device),
+    )  # fmt: skip
+    return ids_TJ, weights_TJ

@@ -1,0 +1,1 @@
+"""What kernels share: which GPU runs them, programmatic dependent launch, tiles, pipelines."""

@@ -1,0 +1,1 @@
+"""Triton kernels of multi-head latent attention, dense and sparse."""

@@ -1,0 +1,1 @@
+"""Triton kernels of logits processors, sampling, drafting and verification."""

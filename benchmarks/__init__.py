@@ -1,0 +1,1 @@
+"""What measures the code itself: kernels, steps, collectives, offline engines, simulation."""

@@ -1,0 +1,1 @@
+"""Arguments, reports and engines that several benchmarks share."""

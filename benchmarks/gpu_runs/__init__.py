@@ -1,0 +1,1 @@
+"""Rows, runs and results of `benchmarks.gpu`."""

@@ -1,0 +1,1 @@
+"""Shapes, inputs, floors and clock of `benchmarks.kernels`."""

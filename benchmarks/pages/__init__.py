@@ -1,0 +1,1 @@
+"""Writes docs/benchmarks.md and its picture from recorded results."""

@@ -1,0 +1,1 @@
+"""The HTTP API, a folder an endpoint: schema, endpoint, renderer."""

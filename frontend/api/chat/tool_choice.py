@@ -1,0 +1,136 @@
+"""Which tool calls a reply must have, and the constraint that enforces it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from atom.shared.messages.grammar import GrammarSource
+from frontend.api.generation.tag_parts import Format, any_of, as_content, in_frame, literal, sequence
+from frontend.api.schemas.tools import Function
+from frontend.errors import RequestError
+from frontend.text.constraint import Constraint
+from frontend.text.reply_formats.base import CallText, ReplyFrame
+
+__all__ = [
+    "AUTO",
+    "NAMED",
+    "NONE",
+    "REQUIRED",
+    "ToolChoice",
+    "call_constraint",
+    "optional_calls",
+    "read_choice",
+]
+
+AUTO, NONE, REQUIRED, NAMED = "auto", "none", "required", "named"
+
+_ANY_ARGUMENTS: Format = {"type": "object", "additionalProperties": True}
+_NO_ARGUMENTS: Format = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """`tool_choice`."""
+
+    mode: str
+    name: str = ""
+    """Of the only function that may be called, if it is named."""
+
+
+def read_choice(tool_choice: str | dict[str, Any] | None) -> ToolChoice:
+    """`tool_choice` in the form of chat completions. Raises RequestError for another one."""
+    match tool_choice:
+        case None:
+            return ToolChoice(AUTO)
+        case "auto" | "none" | "required" as mode:
+            return ToolChoice(str(mode))
+        case {"type": "function", "function": {"name": str() as name}}:
+            return ToolChoice(NAMED, name)
+    raise RequestError(
+        "'tool_choice' must be 'auto', 'none', 'required' or "
+        '{"type": "function", "function": {"name": …}}',
+        param="tool_choice",
+    )
+
+
+def call_constraint(
+    choice: ToolChoice,
+    functions: Sequence[Function],
+    text: CallText | None,
+    parallel: bool,
+    frame: ReplyFrame | None = None,
+) -> Constraint | None:
+    """What the reply must be; None where it is free, or the format of calls cannot be enforced.
+
+    With `auto`, strict functions alone constrain it: its text is free up to the beginning of a call.
+    """
+    is_strict = any(function.strict for function in functions)
+    if text is None or choice.mode == NONE or (choice.mode == AUTO and not is_strict):
+        return None
+    named = [function for function in functions if choice.mode != NAMED or function.name == choice.name]
+    is_single = choice.mode == NAMED or not parallel or frame is not None
+    if choice.mode != AUTO:
+        reply, field = _calls(_any_call(named, text, strict=True), text, is_single), "tool_choice"
+    elif frame is not None:
+        reply, field = any_of(_any_call(named, text), as_content({"type": "any_text"}, frame)), "tools"
+    else:
+        reply, field = _any_content(named, text, is_single), "tools"
+    tag = msgspec.json.encode({"type": "structural_tag", "format": in_frame(reply, frame)}).decode()
+    return Constraint(GrammarSource("structural_tag" if is_strict else "tool_calls", tag), field)
+
+
+def optional_calls(
+    choice: ToolChoice,
+    functions: Sequence[Function],
+    text: CallText | None,
+    parallel: bool,
+    frame: ReplyFrame | None = None,
+) -> Format | None:
+    """At least one call, for a reply that is either calls or structured output; None with another choice."""
+    if text is None or choice.mode != AUTO:
+        return None
+    return _calls(_any_call(functions, text), text, is_single=not parallel or frame is not None)
+
+
+def _any_content(functions: Sequence[Function], text: CallText, is_single: bool) -> Format:
+    """Text, and behind each trigger the rest of a call or of a section."""
+    if text.section[0]:
+        rest = _calls(_any_call(functions, text), replace(text, section=("", text.section[1])), is_single)
+    else:
+        rest = _any_call(functions, replace(text, before_name=text.before_name.removeprefix(text.trigger)))
+    if not text.tokens:
+        rules, excludes = [(text.trigger, rest)], text.no_content
+        return {"type": "dispatch", "rules": rules, "loop": not is_single, "excludes": excludes}
+    token_rules = [(text.tokens[text.trigger], rest)]
+    others = [token_id for marker, token_id in text.tokens.items() if marker != text.trigger]
+    return {"type": "token_dispatch", "rules": token_rules, "loop": not is_single, "exclude_tokens": others}
+
+
+def _calls(call: Format, text: CallText, is_single: bool) -> Format:
+    """At least one call, in a section if the format has one."""
+    further = sequence(*literal(text.separator, text.tokens), call)
+    more = [] if is_single else [{"type": "star", "content": further}]
+    begin, end = (literal(marker, text.tokens) for marker in text.section)
+    return sequence(*begin, call, *more, *end)
+
+
+def _any_call(functions: Sequence[Function], text: CallText, strict: bool = False) -> Format:
+    """A call of one of `functions`, with arguments of its schema if it is strict, or all are."""
+    return any_of(*(_call(function, text, strict or bool(function.strict)) for function in functions))
+
+
+def _call(function: Function, text: CallText, with_schema: bool) -> Format:
+    arguments = {
+        "type": "json_schema",
+        "json_schema": (function.parameters or _NO_ARGUMENTS) if with_schema else _ANY_ARGUMENTS,
+        "style": text.style,
+    }
+    return sequence(
+        *literal(text.before_name + function.name, text.tokens),
+        *([{"type": "regex", "pattern": text.number}] if text.number else ()),
+        *literal(text.before_arguments, text.tokens),
+        arguments,
+        *literal(text.end, text.tokens),
+    )

@@ -1,0 +1,1 @@
+"""What all generating endpoints share: from a parsed request to its stream of outputs."""

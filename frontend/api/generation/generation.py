@@ -1,0 +1,479 @@
+"""What generates, whatever the endpoint: check, tokenize, submit, and read updates until the end.
+
+An endpoint reads the body, and a renderer of its own turns the updates into bytes: see `endpoint.py`.
+"""
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import re
+import secrets
+import time
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from atom.shared.messages.engine import AddRequest
+from atom.shared.messages.grammar import Grammar
+from atom.shared.sampling_params import SamplingParams
+from frontend.api.generation.amounts import check_amounts, check_bad_words
+from frontend.api.generation.caller import Caller
+from frontend.api.generation.endpoint import Endpoint, ParsedRequest
+from frontend.api.generation.generate_request import GenerateRequest, ResponseOptions
+from frontend.api.generation.logprobs import TokenFormatter
+from frontend.api.generation.prompts import Prompt, given_id, salt, text_offsets
+from frontend.api.generation.renderer import Renderer
+from frontend.api.generation.sampling import requested_max_tokens, sampling_params, stop_strings
+from frontend.api.generation.structured_output import reply_constraint
+from frontend.api.generation.usage import UsageCounter
+from frontend.api.models.service import ModelService
+from frontend.api.schemas.generation import GenerationRequest
+from frontend.engine_client.client import EngineClient
+from frontend.engine_client.streams import Deadline, Stream
+from frontend.errors import DeadlineError, EngineError, RequestError
+from frontend.metrics.tracing import RequestTrace, Tracing
+from frontend.text.detokenizer import decode
+from frontend.text.grammars import Grammars
+from frontend.text.input_processor import InputProcessor
+from frontend.text.output_processor import TextOptions, Update
+from frontend.text.reply_formats.base import call_characters
+from frontend.text.text_executor import INLINE_BYTES, TextExecutor
+
+N = TypeVar("N", int, float)
+
+__all__ = ["Generation", "ServingOptions"]
+
+# What one token, and one token with log probabilities, take in a response, for choosing a thread.
+_TOKEN_BYTES = 8
+_LOGPROB_BYTES = 256
+_MAX_TIMEOUT_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """Settings of the server and the checkpoint."""
+
+    default_sampling: dict[str, float | int]
+    has_tokenizer: bool
+    fingerprint: str
+    """Equal for two servers that generate the same responses."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response in one piece."""
+
+    body: bytes
+    server_timing: str
+    """The Server-Timing header: durations in milliseconds."""
+
+
+class EventWriter(Protocol):
+    """Writes events to a client without waiting."""
+
+    def can_write(self) -> bool:
+        """Whether `write_now` may be called."""
+
+    def write_now(self, frame: bytes) -> None:
+        """Write events."""
+
+
+class Generation:
+    """Runs the requests of all endpoints."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        inputs: InputProcessor,
+        models: ModelService,
+        options: ServingOptions,
+        executor: TextExecutor,
+        grammars: Grammars,
+        tracing: Tracing | None = None,
+    ):
+        self._tracing = tracing
+        self._client = client
+        self._inputs = inputs
+        self._models = models
+        self._options = options
+        self._executor = executor
+        self._grammars = grammars
+
+    async def prepare(
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        caller: Caller = Caller(),  # noqa: B008 (it is frozen)
+    ) -> GenerateRequest:
+        """Check and tokenize a request. Raises ApiError; the engine is not involved yet."""
+        started = time.monotonic()
+        self._client.check_ready()
+        parsed = await self._executor.run(len(body), lambda: endpoint.read(body, caller))
+        try:
+            return await self._prepare(endpoint, parsed, len(body), caller, started)
+        except RequestError as error:
+            _rename(error, endpoint.field_names)
+            raise
+
+    async def _prepare(
+        self, endpoint: Endpoint, parsed: ParsedRequest, size: int, caller: Caller, started: float
+    ) -> GenerateRequest:
+        request, params, cache_salt = await self._executor.run(
+            size + parsed.earlier_bytes,
+            lambda: self._check(parsed, endpoint.id_prefix, caller, started),
+        )
+        grammar = None if request.constraint is None else await self._grammar(request, params[0])
+        self._client.check_ready(request.data_parallel_rank)
+        # The ids of one request are consecutive, since only the event loop allocates them.
+        ids = self._client.new_ids(request.n * len(request.prompts))
+        requests = await self._executor.run(
+            size // 8, lambda: self._requests(request, params, ids, cache_salt, grammar)
+        )
+        named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
+        return dataclasses.replace(request, requests=named)
+
+    async def respond(self, request: GenerateRequest, renderer: Renderer) -> Response:
+        """The complete response as JSON. Cancelling aborts the generation."""
+        counter = request.usage_counter()
+        results = [Update(request_id, array("i")) for request_id in request.request_ids]
+        async with self._open(request, every_step=False) as stream:
+            async for updates in stream:
+                for update in updates:
+                    _raise_error(update)
+                    index = request.index(update)
+                    counter.add(index, request.visible(update))
+                    results[index] = update  # the only one: see `every_step`
+            usage = counter.usage(stream)
+            body = await self._executor.run(
+                sum(map(_response_bytes, results)),
+                lambda: msgspec.json.encode(renderer.response(results, usage)),
+            )
+            return Response(body, _server_timing(stream))
+
+    async def stream(
+        self, request: GenerateRequest, renderer: Renderer, client: EventWriter
+    ) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events. Closing the generator aborts the generation.
+
+        While it waits for updates, events of small ones are written to `client`, whose reader gets the
+        events of all others from the generator. Raises ApiError when the generation fails.
+        """
+        counter = request.usage_counter()
+        async with self._open(request) as stream:
+            if len(request.request_ids) == 1:  # more are joined: one write for each step
+                stream.send_at_once(partial(_send, renderer, request, counter, stream, client))
+            if events := renderer.start():
+                yield events
+            async for updates in stream:
+                size = sum(map(_response_bytes, updates)) + _first_bytes(request, counter, updates)
+                render = partial(_render, renderer, request, counter, updates, stream)
+                if events := await self._executor.run(size, render):
+                    yield events
+        yield renderer.end(counter.usage(stream))
+
+    def _check(
+        self, parsed: ParsedRequest, id_prefix: str, caller: Caller, started: float
+    ) -> tuple[GenerateRequest, list[SamplingParams], str]:
+        """(the request without engine requests, parameters per prompt, cache salt)."""
+        fields = parsed.fields
+        model = self._models.check(fields.model)
+        options = self._response_options(parsed)
+        name = given_id(fields, caller) or secrets.token_hex(16)
+        cache_salt = salt(fields.cache_salt, caller)
+        prompts, params = self._prompts(parsed, options)
+        prediction = fields.prediction
+        checked = GenerateRequest(
+            id=id_prefix + name,
+            model=model,
+            fingerprint=self._options.fingerprint,
+            created=int(time.time()),
+            requests=[],
+            prompts=prompts,
+            text=self._text_options(fields, prompts),
+            options=options,
+            n=params[0].n,
+            streaming=bool(fields.stream),
+            warnings=parsed.warnings,
+            started=started,
+            new_renderer=parsed.renderer,
+            data_parallel_rank=_first_given(fields.data_parallel_rank, caller.data_parallel_rank),
+            timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
+            trace=caller.trace,
+            prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
+            constraint=None if options.score_only else reply_constraint(fields, prompts[0]),
+        )
+        return checked, params, cache_salt
+
+    @contextlib.asynccontextmanager
+    async def _open(self, request: GenerateRequest, every_step: bool = True) -> AsyncIterator[Stream]:
+        deadline = None
+        if request.timeout_s is not None:
+            deadline = Deadline(request.timeout_s, request.started + request.timeout_s)
+        opened = self._client.open(
+            request.requests, request.text, every_step, request.data_parallel_rank, deadline
+        )
+        async with opened as stream:
+            if self._tracing is None:
+                yield stream
+                return
+            error = ""
+            try:
+                yield stream
+            except (GeneratorExit, asyncio.CancelledError):
+                error = "the client has disconnected"
+                raise
+            except BaseException as raised:
+                error = str(raised) or type(raised).__name__
+                raise
+            finally:
+                self._tracing.record(_trace(request, stream, error))
+
+    def _response_options(self, parsed: ParsedRequest) -> ResponseOptions:
+        fields, has_tokenizer = parsed.fields, self._options.has_tokenizer
+        stream_options = fields.stream_options
+        _check_stream_options(fields)
+        if fields.echo and not has_tokenizer:
+            raise RequestError("'echo' needs a tokenizer, and this model has none", param="echo")
+        return ResponseOptions(
+            tokens=TokenFormatter(self._inputs.tokenizer, bool(fields.return_tokens_as_token_ids)),
+            logprobs=parsed.logprobs,
+            prompt_logprobs=_prompt_logprobs(fields),
+            echo=bool(fields.echo),
+            token_ids=bool(fields.return_token_ids) or not has_tokenizer,
+            prompt_ids=bool(fields.return_token_ids),
+            score_only=parsed.score_only,
+            usage=bool(stream_options and stream_options.include_usage),
+            continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
+            reasoning=parsed.reasoning,
+        )
+
+    def _text_options(self, fields: GenerationRequest, prompts: list[Prompt]) -> TextOptions:
+        """How the text of the replies to `prompts` is made."""
+        stops = stop_strings(fields.stop)
+        if stops and not self._options.has_tokenizer:
+            raise RequestError("this model has no tokenizer: use 'stop_token_ids'", param="stop")
+        skip_special = fields.skip_special_tokens is not False
+        # Only endpoints with one prompt parse replies.
+        return TextOptions(stops, bool(fields.include_stop_str_in_output), skip_special, prompts[0].reply)
+
+    def _prompts(
+        self, parsed: ParsedRequest, options: ResponseOptions
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """The checked prompts with their parameters, which differ in max_tokens only."""
+        prompts = parsed.prompts()
+        for prompt in prompts:
+            self._inputs.check_prompt(prompt.ids)
+        params = self._params(parsed, options, prompts)
+        logprobs_param = "logprobs" if options.prompt_logprobs is None else "prompt_logprobs"
+        check_amounts(prompts, params[0], logprobs_param)
+        if options.echo:
+            prompts = [self._with_echo(parsed.fields, options, prompt) for prompt in prompts]
+        return prompts, params
+
+    def _with_echo(self, fields: GenerationRequest, options: ResponseOptions, prompt: Prompt) -> Prompt:
+        tokenizer, skip_special = self._inputs.tokenizer, fields.skip_special_tokens is not False
+        assert tokenizer is not None  # `_response_options` refuses echo without one
+        echo = decode(tokenizer, prompt.ids, skip_special) if prompt.echo is None else prompt.echo
+        has_logprobs = options.logprobs is not None
+        offsets = text_offsets(tokenizer, prompt.ids, skip_special) if has_logprobs else ()
+        return dataclasses.replace(prompt, echo=echo, offsets=offsets)
+
+    def _params(
+        self, parsed: ParsedRequest, options: ResponseOptions, prompts: list[Prompt]
+    ) -> list[SamplingParams]:
+        limit = 1 if options.score_only else requested_max_tokens(parsed.fields)
+        if limit is None:
+            limits = [min(parsed.default_max_tokens, self._inputs.room(prompt.ids)) for prompt in prompts]
+        else:
+            limits = [limit] * len(prompts)
+        echoed = options.logprobs if options.echo and parsed.echo_logprobs else None
+        counts = [count for count in (options.prompt_logprobs, echoed) if count is not None]
+        # Checked once, with the smallest max_tokens, since min_tokens must not exceed it.
+        params = sampling_params(
+            parsed.fields,
+            self._options.default_sampling,
+            max_tokens=min(limits),
+            logprobs=options.logprobs,
+            prompt_logprobs=max(counts, default=None),
+        )
+        return [_with_max_tokens(params, limit) for limit in limits]
+
+    async def _grammar(self, request: GenerateRequest, params: SamplingParams) -> Grammar:
+        """The compiled grammar of the outputs.
+
+        Raises RequestError for a constraint that cannot be met, DeadlineError if compiling takes too long.
+        """
+        assert request.constraint is not None
+        row = self._inputs.row_grammar(request.constraint, params, request.prompts[0].reasoning)
+        timeout_s = request.timeout_s
+        left_s = None if timeout_s is None else request.started + timeout_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                compiled = await self._grammars.compile(request.constraint)
+        except TimeoutError:
+            assert timeout_s is not None
+            raise DeadlineError(timeout_s) from None
+        return self._grammars.grammar(row, compiled)
+
+    def _requests(
+        self,
+        request: GenerateRequest,
+        params: list[SamplingParams],
+        ids: list[int],
+        cache_salt: str,
+        grammar: Grammar | None,
+    ) -> list[AddRequest]:
+        """The engine's requests: `n` consecutive `ids` for each prompt."""
+        checked, n = self._inputs.check_params(params[0], grammar), params[0].n
+        check_bad_words(checked, len(ids))
+        requests = []
+        for index, (prompt, prompt_params) in enumerate(zip(request.prompts, params, strict=True)):
+            request_ids = ids[index * n : (index + 1) * n]
+            requests.append(
+                self._inputs.request(
+                    prompt.ids, prompt_params, request_ids, cache_salt, checked, request.prediction_ids
+                )
+            )
+        return requests
+
+
+def _render(
+    renderer: Renderer,
+    request: GenerateRequest,
+    counter: UsageCounter,
+    updates: list[Update],
+    stream: Stream,
+) -> bytes:
+    """All events of `updates`, for one write."""
+    events, continuous = [], request.options.continuous_usage
+    for update in updates:
+        _raise_error(update)
+        index = request.index(update)
+        if counter.is_first(index):
+            events.append(renderer.begin(index, update, counter.usage(stream) if continuous else None))
+        counter.add(index, request.visible(update))
+        events.append(renderer.update(index, update, counter.usage(stream) if continuous else None))
+    return b"".join(events)
+
+
+def _send(
+    renderer: Renderer,
+    request: GenerateRequest,
+    counter: UsageCounter,
+    stream: Stream,
+    client: EventWriter,
+    update: Update,
+) -> bool:
+    """Write the events of an update of the only sequence, but not of a first or large one: False."""
+    if counter.is_first(0) or not client.can_write() or _response_bytes(update) > INLINE_BYTES:
+        return False
+    if events := _render(renderer, request, counter, [update], stream):
+        client.write_now(events)
+    return True
+
+
+def _first_bytes(request: GenerateRequest, counter: UsageCounter, updates: list[Update]) -> int:
+    """About how many bytes of the next events show prompts."""
+    if not (request.options.echo or request.options.prompt_ids):
+        return 0
+    first = [index for update in updates if counter.is_first(index := request.index(update))]
+    return sum(_TOKEN_BYTES * len(request.prompt(index).ids) for index in first)
+
+
+def _response_bytes(result: Update) -> int:
+    """About how many bytes of a response come from `result`."""
+    text = len(result.text) + len(result.reasoning) + call_characters(result.calls)
+    return (
+        text
+        + _TOKEN_BYTES * len(result.token_ids)
+        + _LOGPROB_BYTES * (len(result.logprobs) + len(result.prompt_logprobs))
+    )
+
+
+def _rename(error: RequestError, names: Mapping[str, str]) -> None:
+    """Name the field at fault as the client does."""
+    if (field := error.param) is not None and field in names:
+        word = rf"\b{field}\b" if "_" in field else rf"(?<='){field}(?=')"
+        error.message = re.sub(word, names[field], error.message)
+        error.param = names[field]
+
+
+def _server_timing(stream: Stream) -> str:
+    decode_s = stream.last_token_at - stream.first_token_at
+    phases = {"queue": stream.queue_s, "prefill": stream.prefill_s, "decode": decode_s}
+    return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in phases.items())
+
+
+def _trace(request: GenerateRequest, stream: Stream, error: str) -> RequestTrace:
+    return RequestTrace(
+        id=request.id,
+        model=request.model,
+        operation="text_completion" if request.id.startswith("cmpl-") else "chat",
+        context=request.trace,
+        started_at=request.started,
+        ended_at=time.monotonic(),
+        queue_s=stream.queue_s,
+        prefill_s=stream.prefill_s,
+        first_token_at=stream.first_token_at,
+        last_token_at=stream.last_token_at,
+        input_tokens=sum(len(prompt.ids) for prompt in request.prompts),
+        output_tokens=stream.num_tokens,
+        finish_reasons=stream.reasons,
+        error=error,
+    )
+
+
+def _first_given(*values: N | None) -> N | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _checked_timeout(seconds: float | None) -> float | None:
+    if seconds is not None and not 0 < seconds <= _MAX_TIMEOUT_S:
+        raise RequestError(
+            f"'timeout' must be more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, not {seconds:g}",
+            param="timeout",
+        )
+    return seconds
+
+
+def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    if params.max_tokens == max_tokens:
+        return params
+    own = copy.copy(params)
+    own.max_tokens = max_tokens
+    return own
+
+
+def _check_stream_options(fields: GenerationRequest) -> None:
+    options = fields.stream_options
+    if options is None:
+        return
+    if not fields.stream:
+        raise RequestError("'stream_options' needs 'stream': true", param="stream_options")
+    if options.include_obfuscation:
+        raise RequestError(
+            "'stream_options.include_obfuscation' is not supported: leave it out or send false",
+            param="stream_options.include_obfuscation",
+            code="unsupported_parameter",
+        )
+
+
+def _prompt_logprobs(fields: GenerationRequest) -> int | None:
+    count = fields.prompt_logprobs
+    if count is True:
+        raise RequestError("'prompt_logprobs' must be an integer, not true", param="prompt_logprobs")
+    if count is None or count is False:
+        return None
+    if fields.stream:
+        raise RequestError("'prompt_logprobs' cannot be streamed", param="prompt_logprobs")
+    return count
+
+
+def _raise_error(update: Update) -> None:
+    if update.error:
+        raise EngineError(update.error, code="engine_error")

@@ -1,0 +1,60 @@
+"""The served model."""
+
+import hashlib
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.utils.version import atom_version
+from frontend.api.models.schema import ModelCard, ModelList
+from frontend.errors import RequestError
+from frontend.text.input_processor import InputProcessor
+
+__all__ = ["ModelService", "fingerprint"]
+
+
+def fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """A hash of all that may change a response: version, configuration, checkpoint."""
+    parts = msgspec.json.encode([atom_version(), config, checkpoint], order="deterministic")
+    return f"fp_{hashlib.sha256(parts).hexdigest()[:12]}"
+
+
+class ModelService:
+    """GET /v1/models and /v1/models/{id}."""
+
+    def __init__(self, names: Sequence[str], inputs: InputProcessor):
+        """All `names` are the same model; no adapters are served."""
+        self._names = names
+        self._inputs = inputs
+        self._created = int(time.time())
+
+    @property
+    def name(self) -> str:
+        """The first of the names."""
+        return self._names[0]
+
+    def check(self, name: str | None) -> str:
+        """The name for responses. Raises RequestError with status 404 for any other model."""
+        if name is not None and name not in self._names:
+            known = ", ".join(f"'{each}'" for each in self._names)
+            raise RequestError(
+                f"the model '{name}' does not exist; this server serves {known}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        return name or self.name
+
+    def list(self) -> ModelList:
+        """The model under all its names."""
+        return ModelList(data=[self.get(name) for name in self._names])
+
+    def get(self, name: str) -> ModelCard:
+        """The model `name`. Raises RequestError with status 404 for any other."""
+        self.check(name)
+        return ModelCard(
+            id=name, created=self._created, max_model_len=self._inputs.max_model_len, root=self.name
+        )

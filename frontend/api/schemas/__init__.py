@@ -1,0 +1,1 @@
+"""Fields and rules that several request schemas share."""

@@ -1,0 +1,1 @@
+"""The client of the engine cores: links, routing, admission, streams, replay."""

@@ -1,0 +1,508 @@
+"""The links to all engine cores, for all requests of this process.
+
+Each core's task receives the tokens of a step, detokenizes them and wakes each stream at most once a
+step. A stream keeps at most one pending update for each sequence: a slow reader gets merged updates
+and delays no other request.
+
+An engine has a rank and, counted from 0, lives. `update` gets the lives that there are now: their links
+are opened, those of other lives are closed. The sequences of an engine that ends wait for another engine or
+its next life, and go on there: their state (the AddRequest and the ids emitted) is in the OutputProcessor.
+`Replays` knows which ones wait, and which ones fail.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from types import TracebackType
+
+import zmq
+
+from atom.shared.messages.admin import Done, RequestInfos
+from atom.shared.messages.engine import (
+    ID_BYTES,
+    Abort,
+    AddRequest,
+    CoreReady,
+    CoreStats,
+    Finished,
+    FinishReason,
+    FromCore,
+    TokenDeltas,
+)
+from atom.shared.messages.launch import EngineAddress
+from atom.shared.messages.profile import ProfileResult
+from atom.shared.messages.supervisor import EngineEnded
+from atom.shared.utils.logger import get_logger
+from frontend.engine_client.admission import Admission
+from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.core_link import CoreLink, LinkState
+from frontend.engine_client.dp_router import RoutedPrompt, Router
+from frontend.engine_client.engine_connection import YIELD_S, EngineConnection
+from frontend.engine_client.engine_control import EngineControl
+from frontend.engine_client.output_memory import HeldOutput, OutputMemory
+from frontend.engine_client.replay import Replays
+from frontend.engine_client.sequence import Sequence
+from frontend.engine_client.streams import Deadline, Stream, StreamOptions
+from frontend.errors import (
+    ApiError,
+    DeadlineError,
+    EngineDeadError,
+    InternalError,
+    RequestError,
+    UnavailableError,
+)
+from frontend.metrics.metrics import Metrics, Progress, RunningRequest
+from frontend.text.output_processor import OutputProcessor, TextOptions, Update
+
+__all__ = ["ID_BITS", "EngineClient"]
+
+ID_BITS = 40
+"""Of an id below the number of its frontend."""
+# States of engines that are not ready, the one that may soon be ready first.
+_HOPE = (LinkState.STALLED, LinkState.READY, LinkState.CONNECTING, LinkState.DEAD)
+
+
+class EngineClient:
+    """Sends requests to engine cores and distributes their tokens to streams.
+
+    `admission` bounds the sequences in progress. `control` asks engines for other things than requests.
+    `on_ready` is called with the smallest max_model_len of the engines whenever one has become ready.
+
+    While a core is silent, its streams wait; after the hang timeout they fail. The client reconnects then,
+    and after every end of a connection, until `update` leaves that life out.
+    """
+
+    def __init__(
+        self,
+        engines: list[EngineAddress],
+        settings: ClientSettings,
+        router: Router,
+        output: OutputProcessor,
+        metrics: Metrics,
+        on_ready: Callable[[int], None] = lambda max_model_len: None,
+    ):
+        self.settings = settings
+        most = settings.capacity(settings.num_ranks)
+        self.admission = Admission(self._capacity, most, self.__len__, metrics)
+        self.output_memory = OutputMemory(settings.max_output_bytes)
+        self._context = zmq.Context()
+        self._router = router
+        self._output = output
+        self._metrics = metrics
+        self._on_ready = on_ready
+        self._counter = itertools.count(settings.index << ID_BITS)
+        self._initial = engines
+        self.engine_restarts = dict.fromkeys(range(settings.num_ranks), 0)
+        """By rank: restarts since the start of the server."""
+        self._engines: dict[int, EngineConnection] = {}  # by rank
+        self.control = EngineControl(self._engines, lambda: self._ready_ranks(None), self.new_ids)
+        self._closing: set[asyncio.Task[None]] = set()
+        self.ended_reasons: dict[int, str] = {}
+        """By rank: why its last life has ended; without ranks where none has."""
+        self._sequences: dict[int, Sequence] = {}
+        together, alone = settings.engines_end_together, settings.num_frontends == 1
+        self._replays = Replays(settings.max_replays, together, alone)
+        self._doomed_life = -1
+        """Of engines that end with one that has ended."""
+        self._final: dict[int, str] = {}
+        """By rank: why an engine has ended that is not started again."""
+        self._ready = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Number of sequences in progress."""
+        return len(self._sequences)
+
+    def oldest_requests(self, count: int) -> list[RunningRequest]:
+        """The oldest `count` sequences in progress, the oldest first."""
+        oldest = itertools.islice(self._sequences.items(), count)
+        return [sequence.shown(number) for number, sequence in oldest]
+
+    async def __aenter__(self) -> "EngineClient":
+        self.update(self._initial)
+        replaying = self._replays.run(self._may_run, self._send_again)
+        self._replayer = asyncio.create_task(replaying, name="replays")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._replayer.cancel()
+        self._replays, reason = Replays(0), "the server is stopping"
+        for engine in list(self._engines.values()):
+            self._close(engine, reason)
+        self._fail(list(self._sequences), reason)
+        await asyncio.gather(self._replayer, *self._closing, return_exceptions=True)
+        self._context.term()
+
+    # Engines
+
+    def update(self, engines: list[EngineAddress], ended: Iterable[EngineEnded] = ()) -> None:
+        """Open the links of new lives, and close those of lives that are not among `engines`.
+
+        Sequences on the closed ones run again, or fail with the reason in `ended`.
+        """
+        lives = {(address.rank, address.life) for address in engines}
+        reasons = {(end.rank, end.life): end.reason for end in ended}
+        self.ended_reasons.update({rank: reason for (rank, _), reason in reasons.items()})
+        self.engine_restarts |= dict(sorted([*reasons, *lives]))
+        for engine in list(self._engines.values()):
+            if (engine.rank, engine.life) not in lives:
+                reason = reasons.get((engine.rank, engine.life), f"engine {engine.rank} was stopped")
+                self._close(engine, reason)
+        for address in engines:
+            if address.rank not in self._engines:
+                self._open(address)
+        self._final = {end.rank: end.reason for end in ended if end.is_final}
+        self._fail_hopeless()
+
+    def _open(self, address: EngineAddress) -> None:
+        link = CoreLink(self._context, address.endpoint, self.settings.index)
+        engine = EngineConnection(address, link, self.settings.hang_timeout, self._process, self._lost)
+        self._engines[address.rank] = engine
+        engine.open()
+
+    def _close(self, engine: EngineConnection, reason: str) -> None:
+        del self._engines[engine.rank]
+        self.ended_reasons[engine.rank] = reason
+        self._router.forget(engine.rank)
+        self._lost(engine, reason)
+        closing = engine.close()
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    @property
+    def engines(self) -> dict[int, EngineConnection]:
+        """The engine of each rank that lives or starts."""
+        return self._engines
+
+    @property
+    def limits(self) -> CoreReady | None:
+        """The limits of the engine with the smallest max_model_len; None until one was ready."""
+        known = [engine.link.limits for engine in self._engines.values() if engine.link.limits]
+        return min(known, key=lambda limits: limits.max_model_len, default=None)
+
+    def check_ready(self, rank: int | None = None) -> None:
+        """Raises UnavailableError while no engine, or not that of `rank`, can generate.
+
+        RequestError for a rank that does not exist.
+        """
+        self._ready_ranks(rank)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an engine can generate."""
+        return any(engine.link.is_ready for engine in self._engines.values())
+
+    @property
+    def engine_up(self) -> dict[int, bool]:
+        """Whether each rank's engine can generate."""
+        ready = {rank for rank, engine in self._engines.items() if engine.link.is_ready}
+        return {rank: rank in ready for rank in range(self.settings.num_ranks)}
+
+    async def wait_ready(self) -> None:
+        """Wait until an engine is ready; the caller bounds the wait."""
+        await self._ready.wait()
+
+    def _ready_ranks(self, rank: int | None) -> list[int]:
+        """The ranks that may get a request; raises as `check_ready` does."""
+        if rank is not None and not 0 <= rank < self.settings.num_ranks:
+            raise RequestError(
+                f"data_parallel_rank {rank} is none of this server's {self.settings.num_ranks} ranks: "
+                f"use 0 to {self.settings.num_ranks - 1}, or leave it out",
+                param="data_parallel_rank",
+            )
+        wanted = [engine for engine in self._engines.values() if rank in (None, engine.rank)]
+        if ready := [engine.rank for engine in wanted if engine.link.is_ready]:
+            return ready
+        if wanted:
+            min(wanted, key=lambda engine: _HOPE.index(engine.link.state)).link.check_ready()
+        reasons = [reason for number, reason in self.ended_reasons.items() if rank in (None, number)]
+        raise UnavailableError(f"the engine is gone: {'; '.join(reasons)}", code="engine_dead")
+
+    def _capacity(self) -> int:
+        return self.settings.capacity(sum(engine.link.is_ready for engine in self._engines.values()))
+
+    async def abort_named(self, names: list[str], everything: bool = False) -> int:
+        """End these requests, of all frontends, or all; returns how many sequences.
+
+        Those that wait for an engine: of this frontend alone.
+        """
+        waiting = [number for number, sequence in self._sequences.items() if sequence.engine is None]
+        ended = [number for number in waiting if everything or self._output.names([number]) in names]
+        ends = [Finished(number, FinishReason.ABORTED) for number in ended]
+        self._advance(0, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
+        if ended and not self.is_ready:
+            return len(ended)
+        return len(ended) + await self.control.abort_named(names, everything)
+
+    # Requests
+
+    def new_ids(self, count: int) -> list[int]:
+        """New unique request ids, ascending."""
+        return list(itertools.islice(self._counter, count))
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        requests: list[AddRequest],
+        text: TextOptions,
+        every_step: bool = True,
+        rank: int | None = None,
+        deadline: Deadline | None = None,
+    ) -> AsyncIterator[Stream]:
+        """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
+
+        Without `every_step` the stream wakes its reader once, when all sequences have ended. Without `rank`
+        the router chooses one for each request. If no engine is ready, the stream fails at once; requests
+        behind the first wait for one, if replays are allowed.
+        A stream with too much output that is not sent yet ends with an error: see `OutputMemory`. At
+        the deadline the sequences end with reason timeout; the stream fails if it has no token then.
+        """
+        stream = self._stream(requests, every_step)
+        timer = None if deadline is None else self._at(deadline, stream)
+        try:
+            await self._submit_all(requests, text, stream, rank)
+            yield stream
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._abort(sorted(stream.open))
+            stream.output.close()
+
+    def _stream(self, requests: list[AddRequest], every_step: bool) -> Stream:
+        memory = self.output_memory
+        limit = memory.stream_limit if every_step else memory.response_limit
+        options = StreamOptions(every_step, max(request.sampling.logprobs for request in requests))
+        output = HeldOutput(memory, limit, lambda error: self._end(stream, error))
+        stream = Stream([i for request in requests for i in request.request_ids], options, output)
+        return stream
+
+    def _end(self, stream: Stream, error: ApiError) -> None:
+        """End a stream that holds too much output, and abort its sequences."""
+        self._metrics.output_limited += 1
+        self._abort(sorted(stream.open))
+        stream.end(error)
+
+    def _at(self, deadline: Deadline, stream: Stream) -> asyncio.TimerHandle:
+        left_s = max(deadline.at - time.monotonic(), 0.0)
+        return asyncio.get_running_loop().call_later(left_s, self._time_out, stream, deadline.timeout_s)
+
+    def _time_out(self, stream: Stream, timeout_s: float) -> None:
+        """End the sequences of a stream as the core would, with what they have generated."""
+        if stream.failed:
+            return
+        if not stream.first_token_at or not stream.open <= self._sequences.keys():
+            self._abort(sorted(stream.open), FinishReason.TIMEOUT)
+            stream.end(DeadlineError(timeout_s))
+            return
+        by_engine: dict[tuple[int, EngineConnection | None], list[int]] = {}
+        for request_id in sorted(stream.open):
+            sequence = self._sequences[request_id]
+            by_engine.setdefault((sequence.rank, sequence.engine), []).append(request_id)
+        for (rank, engine), running in by_engine.items():
+            if engine is not None:
+                engine.link.send(Abort(running, FinishReason.TIMEOUT))
+            ends = [Finished(request_id, FinishReason.TIMEOUT) for request_id in running]
+            self._advance(rank, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
+
+    async def _submit_all(
+        self, requests: list[AddRequest], text: TextOptions, stream: Stream, rank: int | None
+    ) -> None:
+        """Send `requests`, with turns for other tasks in between, until the stream fails."""
+        yielded_at = time.monotonic()
+        for position, request in enumerate(requests):
+            if time.monotonic() - yielded_at > YIELD_S:
+                await asyncio.sleep(0)
+                yielded_at = time.monotonic()
+            if stream.failed:
+                return
+            try:
+                ready = self._ready_ranks(rank)
+            except UnavailableError as error:
+                if not (position and self._replays.most):
+                    self._metrics.engine(rank or 0).failed(
+                        sum(len(each.request_ids) for each in requests[position:])
+                    )
+                    stream.fail(error)
+                    return
+                ready = []
+            for request_id in request.request_ids:
+                progress = Progress(self.admission.begin(request_id), request.num_prompt_ids)
+                self._sequences[request_id] = Sequence(stream, progress, rank)
+            self._output.add(request, text)
+            if ready:
+                self._send(request, ready)
+            else:
+                self._replays.wait(request.request_ids, stream)
+        self._fail_hopeless()
+
+    def _send(self, request: AddRequest, ready: list[int]) -> None:
+        """Send the request of sequences without an engine to one of the ranks `ready`."""
+        num_left = request.max_tokens + request.num_prompt_ids - len(request.prompt_ids) // ID_BYTES
+        charge = self._router.route(
+            RoutedPrompt(request.prompt_ids, num_left, len(request.request_ids), request.cache_salt), ready
+        )
+        engine = self._engines[charge.rank]
+        for request_id in request.request_ids:
+            sequence = self._sequences[request_id]
+            sequence.engine, sequence.rank, sequence.charge = engine, engine.rank, charge
+        engine.link.send(request)
+
+    def _abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
+        by_engine: dict[EngineConnection | None, list[int]] = {}
+        for request_id in request_ids:
+            if (sequence := self._sequences.get(request_id)) is not None:
+                by_engine.setdefault(sequence.engine, []).append(request_id)
+                self._metrics.engine(sequence.rank).aborted(1)
+                self._remove(request_id, sequence)
+        for engine, running in by_engine.items():
+            self._output.remove(running)
+            self.admission.ended(len(running))
+            if engine is not None:
+                engine.link.send(Abort(running, reason))
+
+    def _remove(self, request_id: int, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        del self._sequences[request_id]
+        self._release(sequence)
+        self._replays.ended(request_id, sequence.stream)
+
+    def _release(self, sequence: Sequence) -> None:
+        """A sequence has left its engine, if it had one."""
+        if sequence.charge is not None:
+            self._router.release(sequence.charge)
+        sequence.engine = sequence.charge = None
+
+    # Messages
+
+    def _process(self, engine: EngineConnection, message: FromCore) -> None:
+        match message:
+            case TokenDeltas():
+                self._deliver(engine, message)
+            case CoreReady():
+                self.control.connected(engine)
+                if (limits := self.limits) is not None:
+                    self._on_ready(limits.max_model_len)
+                self._ready.set()
+                self._doomed_life = -1
+                self._replays.connected(engine.rank, engine.life)
+            case CoreStats() | ProfileResult() | RequestInfos() | Done():
+                self.control.answered(engine, message)
+
+    def _deliver(self, engine: EngineConnection, deltas: TokenDeltas) -> None:
+        for abort in self._advance(engine.rank, engine.received_at, deltas):
+            engine.link.send(abort)
+        if self.output_memory.is_exceeded:
+            self.output_memory.enforce()
+
+    def _advance(self, rank: int, now: float, deltas: TokenDeltas) -> list[Abort]:
+        """Give new tokens and ends to the streams; what ended here must be aborted in the core."""
+        done = self._output.process(deltas)
+        sequences, replays = self._sequences, self._replays
+        metrics = self._metrics.engine(rank)
+        for first in deltas.first:
+            if (admitted := sequences.get(first.request_id)) is not None:
+                metrics.admitted(first)
+                admitted.stream.admitted(first.queued_s, first.prefill_s)
+        for update in done.updates:
+            sequence = sequences[update.request_id]
+            if tokens := len(update.token_ids):
+                metrics.advanced(sequence.progress, tokens, now)
+                if replays.is_watching:
+                    replays.advanced(update.request_id, sequence.progress.tokens)
+            sequence.stream.put(update, now)
+            if update.finished:
+                self._finish(update, sequence, now)
+        if not done.aborts:
+            return []
+        failed = {update.request_id for update in done.updates if update.error}.intersection(done.aborts)
+        stopped = [request_id for request_id in done.aborts if request_id not in failed]
+        reasons = (stopped, FinishReason.STOP_STRING), (sorted(failed), FinishReason.ERROR)
+        return [Abort(ids, reason) for ids, reason in reasons if ids]
+
+    def _finish(self, update: Update, sequence: Sequence, now: float) -> None:
+        assert update.reason is not None
+        sequence.stream.ended(update.reason, sequence.progress.tokens)
+        self._metrics.engine(sequence.rank).finished(sequence.progress, update.reason, now)
+        self._remove(update.request_id, sequence)
+        self.admission.ended()
+
+    # Ends of engines
+
+    def _fail(self, request_ids: list[int], reason: str) -> None:
+        """These sequences fail, and with each its stream, whose other sequences are aborted."""
+        streams = set()
+        for request_id in request_ids:
+            sequence = self._sequences[request_id]
+            streams.add(sequence.stream)
+            self._metrics.engine(sequence.rank).failed(1)
+            self._remove(request_id, sequence)
+        self._output.remove(request_ids)
+        for stream in streams:
+            stream.fail(EngineDeadError(reason))
+            self._abort(sorted(stream.open))
+
+    def _lost(self, engine: EngineConnection, reason: str, is_fault: bool = False) -> None:
+        """The connection to `engine` has ended: its sequences run again or fail, its questions fail.
+
+        After a fault of this process, `is_fault`, streams may not have got all tokens: they fail.
+        """
+        lost = {number: each for number, each in self._sequences.items() if each.engine is engine}
+        for sequence in lost.values():
+            self._release(sequence)
+        failed = list(lost) if is_fault else self._replays.died(lost, engine.rank, engine.life)
+        if num_again := len(lost.keys() - failed):  # what waited may fail, too
+            self._metrics.engine(engine.rank).replayed += num_again
+            get_logger().warning("engine %d: %d of %d sequences run again", engine.rank, num_again, len(lost))
+        if failed and self._replays.most and not is_fault:
+            get_logger().error("requests that have ended engines fail: %s", self._output.names(failed))
+            reason += "; replays of the request have ended so, too"
+        self._fail(failed, reason)
+        if self.settings.engines_end_together:
+            self._doomed_life = engine.life
+        self._fail_hopeless()
+        self.control.lost(engine, reason)
+
+    def _fail_hopeless(self) -> None:
+        """Fail what waits for engines that are not started again."""
+        if not (self._final and len(self._replays)):
+            return
+        final, everywhere = self._final, len(self._final) == self.settings.num_ranks
+        hopeless = [
+            number
+            for number, sequence in self._sequences.items()
+            if sequence.engine is None and (sequence.wanted in final or everywhere)
+        ]
+        for number in hopeless:
+            if (sequence := self._sequences.get(number)) is not None:  # else its stream has failed
+                self._fail([number], final.get(sequence.rank) or next(iter(final.values())))
+
+    def _send_again(self, number: int) -> None:
+        """Send a sequence that waits for an engine."""
+        sequence = self._sequences[number]
+        sequence.replays += 1
+        try:
+            request = self._output.resumed(number, sequence.replays)
+            ranks = self._ranks_for_replays()
+            self._send(request, ranks if sequence.wanted is None else [sequence.wanted])
+        except Exception:
+            get_logger().error("sequence %d cannot run again", number, exc_info=True)
+            sequence.stream.fail(InternalError())
+            self._abort(sorted(sequence.stream.open))
+        else:
+            self._replays.sent(number, sequence, len(request.prompt_ids) // ID_BYTES)
+
+    def _ranks_for_replays(self) -> list[int]:
+        engines = self._engines.values()
+        return [each.rank for each in engines if each.link.is_ready and each.life != self._doomed_life]
+
+    def _may_run(self) -> Callable[[int], bool]:
+        """Whether an engine that is ready now may run a waiting sequence."""
+        ranks, sequences = self._ranks_for_replays(), self._sequences
+        wanted = {*ranks, None} if ranks else set()
+        return lambda number: sequences[number].wanted in wanted

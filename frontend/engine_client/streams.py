@@ -1,0 +1,230 @@
+"""What an HTTP request reads: the updates of all its sequences."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from frontend.engine_client.output_memory import HeldOutput
+from frontend.errors import ApiError
+from frontend.text.output_processor import Update
+from frontend.text.reply_formats.base import CallDelta, call_characters
+
+__all__ = ["Deadline", "Stream", "StreamOptions"]
+
+# Bytes of JSON, about. An entry of log probabilities: {"token":"the","logprob":-1.234567,"bytes":[116,…]}
+_ID_BYTES = 8
+_CHARACTER_BYTES = 3
+_LOGPROB_BYTES = 80
+_CALL_BYTES = 120
+# Longest time before other tasks run while updates are joined.
+_YIELD_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """How a stream is read."""
+
+    every_step: bool = True
+    """Wake the reader at each step, not only when all sequences have ended."""
+    logprobs: int = -1
+    """Top tokens for each token; -1 without log probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a request is ended: at the time `at` (monotonic, seconds), `timeout_s` after its arrival."""
+
+    timeout_s: float
+    at: float
+
+
+class Stream:
+    """The updates of one HTTP request, over all its sequences.
+
+    Updates that wait for the reader are joined, one for each sequence, and counted in `output`.
+    With `send_at_once` most updates do not wait for the reader.
+    """
+
+    def __init__(self, request_ids: list[int], options: StreamOptions, output: HeldOutput):
+        self.open = set(request_ids)
+        """Ids of the sequences that have not ended."""
+        self.output = output
+        self.first_token_at = 0.0
+        self.last_token_at = 0.0
+        self.queue_s = 0.0
+        """From the arrival at the core to the admission, of the first sequence with a token."""
+        self.prefill_s = 0.0
+        """From there to the first token."""
+        self.num_tokens = 0
+        """Of the sequences that have finished."""
+        self.reasons: list[str] = []
+        """Their raw finish reasons."""
+        self._every_step = options.every_step
+        # The token's name, its own log probability, and those of the top tokens.
+        entries = 2 + options.logprobs if options.logprobs >= 0 else 0
+        self._token_bytes = _ID_BYTES + entries * _LOGPROB_BYTES
+        self._pending: dict[int, Update | _Joined] = {}
+        self._error: Exception | None = None
+        self._wake = asyncio.Event()
+        self._send: Callable[[Update], bool] | None = None
+        self._is_idle = False
+        """Whether the reader waits, and nothing has woken it."""
+
+    def put(self, update: Update, now: float) -> None:
+        """Add an update, and wake the reader if it waits for every step or all sequences have ended."""
+        if update.token_ids:
+            self.first_token_at = self.first_token_at or now
+            self.last_token_at = now
+        if self._is_idle and self._send is not None and not update.finished and self._sent(update):
+            return
+        earlier = self._pending.get(update.request_id)
+        if earlier is not None:
+            self._join(earlier, update)
+        else:
+            self._pending[update.request_id] = update
+            if update.prompt_logprobs:
+                self.output.add(_LOGPROB_BYTES * update.prompt_logprobs.num_entries)
+        if update.finished:
+            self.open.discard(update.request_id)
+        if self._every_step or not self.open or update.error:
+            self._wake_reader()
+
+    def send_at_once(self, send: Callable[[Update], bool]) -> None:
+        """Call `send` with each update that is not a sequence's last while the reader waits.
+
+        It sends the update, or returns False without any effect: the reader gets the update then. Waking a
+        task for each token costs several times as much as the call.
+        """
+        self._send = send
+
+    def admitted(self, queue_s: float, prefill_s: float) -> None:
+        """A sequence has its first token."""
+        if not self.first_token_at:
+            self.queue_s, self.prefill_s = queue_s, prefill_s
+
+    def ended(self, reason: str, tokens: int) -> None:
+        """A sequence has finished with so many tokens."""
+        self.reasons.append(reason)
+        self.num_tokens += tokens
+
+    @property
+    def failed(self) -> bool:
+        """Whether `fail` or `end` was called."""
+        return self._error is not None
+
+    def fail(self, error: ApiError) -> None:
+        """End the stream; the reader gets the pending updates and then `error`."""
+        self._error = error
+        self._wake_reader()
+
+    def end(self, error: ApiError) -> None:
+        """End the stream; the reader gets `error` instead of the pending updates."""
+        self._pending = {}
+        self.fail(error)
+
+    def __aiter__(self) -> AsyncIterator[list[Update]]:
+        return self
+
+    async def __anext__(self) -> list[Update]:
+        """At most one update for each sequence. Raises the error of `fail`, or of `send_at_once`."""
+        if self.output.taken:
+            self.output.sent()
+        if self._error is None and not self.open and not self._pending:
+            raise StopAsyncIteration
+        self._is_idle = not self._wake.is_set()
+        await self._wake.wait()  # bounded: the client fails all streams of a hung core
+        if self._error is not None and not self._pending:
+            raise self._error
+        pending, self._pending = self._pending, {}
+        if self._error is None:
+            self._wake.clear()
+        if not self.output.pending:
+            return list(pending.values())  # type: ignore[arg-type]  # joined ones are counted
+        self.output.take()
+        return await _updates(pending)
+
+    def _wake_reader(self) -> None:
+        self._is_idle = False
+        self._wake.set()
+
+    def _sent(self, update: Update) -> bool:
+        assert self._send is not None
+        try:
+            return self._send(update)
+        except Exception as error:  # it is this request's alone: its reader raises it
+            self._error = error
+            self._wake_reader()
+            return True
+
+    def _join(self, earlier: "Update | _Joined", update: Update) -> None:
+        size = self._size(update)
+        if isinstance(earlier, Update):
+            size += self._size(earlier)
+            earlier = self._pending[update.request_id] = _Joined(earlier)
+        earlier.add(update)
+        self.output.add(size)
+
+    def _size(self, update: Update) -> int:
+        characters = len(update.text) + len(update.reasoning) + call_characters(update.calls)
+        new_calls = sum(1 for call in update.calls if call.id)
+        return (
+            self._token_bytes * len(update.token_ids)
+            + _CHARACTER_BYTES * characters
+            + _CALL_BYTES * new_calls
+        )
+
+
+class _Joined:
+    """Several updates of one sequence. Adding one does not copy those before."""
+
+    __slots__ = ("_calls", "_first", "_reasoning", "_text")
+
+    def __init__(self, first: Update):
+        self._first = first
+        self._text = bytearray(_encoded(first.text))
+        self._reasoning = bytearray(_encoded(first.reasoning))
+        self._calls: list[tuple[CallDelta, bytearray]] = []
+        """The beginning of each call, and its arguments."""
+        self._add_calls(first)
+        first.text = first.reasoning = ""
+
+    def add(self, update: Update) -> None:
+        """Append the following update."""
+        self._text += _encoded(update.text)
+        self._reasoning += _encoded(update.reasoning)
+        self._add_calls(update)
+        update.text = update.reasoning = ""
+        self._first.merge(update)
+
+    def update(self) -> Update:
+        """All of them as one."""
+        self._first.text = self._text.decode(errors="surrogatepass")
+        self._first.reasoning = self._reasoning.decode(errors="surrogatepass")
+        for call, arguments in self._calls:
+            call.arguments = arguments.decode(errors="surrogatepass")
+        self._first.calls = [call for call, _ in self._calls]
+        return self._first
+
+    def _add_calls(self, update: Update) -> None:
+        calls, update.calls = update.calls, ()
+        for call in calls:
+            arguments = _encoded(call.arguments)
+            if self._calls and self._calls[-1][0].index == call.index:
+                self._calls[-1][1].extend(arguments)
+            else:
+                self._calls.append((call, bytearray(arguments)))
+
+
+async def _updates(pending: "dict[int, Update | _Joined]") -> list[Update]:
+    updates, yielded_at = [], time.monotonic()
+    for each in pending.values():
+        updates.append(each if isinstance(each, Update) else each.update())
+        if time.monotonic() - yielded_at > _YIELD_S:
+            await asyncio.sleep(0)
+            yielded_at = time.monotonic()
+    return updates
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")

@@ -1,0 +1,66 @@
+"""The frontend's control connection to its supervisor, which says which engines there are."""
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+
+from atom.shared.messages.admin import ServerState
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.supervisor import Engines, GetEngines, SetServerState, control_identity
+from atom.shared.utils.logger import get_logger
+from frontend.errors import EngineError
+
+__all__ = ["SupervisorLink"]
+
+_ANSWER_DEADLINE_S = 5.0
+
+
+class SupervisorLink:
+    """`control` is the supervisor's endpoint, `index` the number of this frontend."""
+
+    def __init__(self, control: str, index: int, state: ServerState):
+        self.state = state
+        """As the supervisor has sent it last."""
+        self._control = control
+        self._index = index
+        self._changed = asyncio.Event()
+
+    async def follow(self, update: Callable[[Engines], None]) -> None:
+        """Call `update` with each list of engines that the supervisor sends, until cancelled.
+
+        A failure ends the process: without these messages it would send requests to engines that have ended.
+        """
+        context = zmq.asyncio.Context()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IDENTITY, control_identity(self._index))
+        decoder = Decoder[Engines](Engines)
+        try:
+            self._socket.connect(self._control)
+            await self._socket.send(encode(GetEngines(self._index)))
+            while True:
+                message = decoder.decode(await self._socket.recv())  # bounded by the supervisor's life
+                self.state = message.state
+                update(message)
+                self._changed.set()
+        except Exception:
+            get_logger().critical("the frontend cannot follow the supervisor", exc_info=True)
+            os._exit(1)
+        finally:
+            self._socket.close(0)
+            context.term()
+
+    async def set_state(self, state: ServerState) -> None:
+        """Set the state of the whole server; returns when this frontend has got it. Raises EngineError."""
+        await self._socket.send(encode(SetServerState(state)))
+        try:
+            async with asyncio.timeout(_ANSWER_DEADLINE_S):
+                while self.state != state:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            text = f"the supervisor did not respond within {_ANSWER_DEADLINE_S:.0f} s"
+            raise EngineError(text) from None

@@ -1,0 +1,1 @@
+"""The HTTP server below its routes: connections, TLS, CORS, access, limits, life cycle."""

@@ -1,0 +1,1 @@
+"""Counters and histograms, Prometheus exposition, OpenTelemetry traces."""

@@ -1,0 +1,142 @@
+"""Renders a conversation with the checkpoint's Jinja chat template.
+
+Templates are never taken from requests, and run in Jinja's sandbox.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from atom.shared.config.checkpoint import Checkpoint
+from frontend.errors import RequestError
+from frontend.text.template_source import TemplateSource
+
+__all__ = ["ChatTemplate"]
+
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+# Private-use characters that mark the end of the message to be continued.
+_MARK = "\ue0c7\uf8a3"
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens that it may use."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]):
+        """Raises ValueError for a template that does not compile."""
+        try:
+            environment = _environment()
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            read = meta.find_undeclared_variables(tree)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is broken in line {error.lineno}: {error}") from error
+        self.source = TemplateSource(tree)
+        self._tokens = dict(tokens)
+        self.options = frozenset(read - _RESERVED - tokens.keys())
+        """The variables that clients may set: all that the template reads except the server's."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> "ChatTemplate | None":
+        """None for a checkpoint without a template."""
+        if checkpoint.chat_template_file is None:
+            return None
+        source = Path(checkpoint.chat_template_file).read_text(encoding="utf-8")
+        return cls(source, checkpoint.template_tokens)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """The prompt text, with the beginning of an assistant message if `add_generation_prompt`.
+
+        `tools` are offered functions, and `options` the client's variables. Raises RequestError for one
+        that is not in `self.options`, and with the template's message if it refuses the conversation.
+        """
+        if unread := sorted(options.keys() - self.options):
+            taken = [name for name in unread if name in _RESERVED.union(self._tokens)]
+            problem = "cannot be set" if taken else "not read by the template"
+            raise RequestError(
+                f"chat template options: {', '.join(taken or unread)} {problem}", param="chat_template_kwargs"
+            )
+        variables = {**self._tokens, **options, "messages": messages}
+        try:
+            return self._template.render(
+                variables, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise RequestError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+    def render_continued(
+        self,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """The prompt text up to the end of the last message's content, which the model continues."""
+        last = messages[-1]
+        marked = [*messages[:-1], {**last, "content": f"{last['content']}{_MARK} "}]
+        before, mark, after = self.render(marked, options, False, tools).rpartition(_MARK)
+        if not mark:
+            raise RequestError(
+                "the chat template leaves out the last message: it cannot be continued",
+                param="continue_final_message",
+            )
+        # A template that trims contents removes the space after the mark: then trim the content too.
+        return before if after.startswith(" ") else before.rstrip()
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}` marks training text; here it renders its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+    )
+    environment.filters["tojson"] = _tojson
+    helpers: dict[str, Callable[[str], str]] = {
+        "raise_exception": _raise,
+        "strftime_now": lambda layout: datetime.now().strftime(layout),
+    }
+    environment.globals.update(helpers)
+    return environment
+
+
+def _tojson(value: Any, **layout: Any) -> str:
+    # Jinja's own filter escapes for HTML and ASCII; models are not trained on that.
+    layout.setdefault("ensure_ascii", False)
+    return json.dumps(value, **layout)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

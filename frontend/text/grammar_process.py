@@ -1,0 +1,113 @@
+"""The process that compiles grammars, from its parent's side."""
+
+import socket
+import subprocess
+import threading
+import time
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.messages.codec import Decoder, WireError, encode
+from atom.shared.messages.grammar import CompiledGrammar, GrammarCompilerLaunch, GrammarSource
+from atom.shared.utils.process import spawn
+
+__all__ = ["MAX_PARALLEL", "CompileError", "GrammarProcess"]
+
+TIMEOUT_S = 10
+"""For one grammar."""
+MAX_PARALLEL = 2
+_START_DEADLINE_S = 120.0
+_MODULE = "workers.grammar.compile_process"
+_PIECE = 1 << 18
+
+
+class CompileError(Exception):
+    """The compile process has failed, or cannot be started."""
+
+
+class GrammarProcess:
+    """Starts the process with the first grammar, and again after it has died. Safe to use in any thread."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+        self._decoder: Decoder[CompiledGrammar] = Decoder(CompiledGrammar)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def compile(self, source: GrammarSource) -> tuple[CompiledGrammar, bool]:
+        """(the grammar, or why the source cannot be used; whether the answer is final).
+
+        Waits for it; of `MAX_PARALLEL` threads at a time. Not final is that it took too long. Raises
+        CompileError.
+        """
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._pass(theirs)
+            started = time.monotonic()
+            answer = _exchange(ours, encode(source), started + _START_DEADLINE_S + 2 * TIMEOUT_S)
+        if not answer:
+            return self._killed(time.monotonic() - started)
+        try:
+            return self._decoder.decode(answer), True
+        except WireError as error:
+            raise CompileError(f"the grammar compiler sent an {error}") from None
+
+    def close(self) -> None:
+        """End the process; a compilation ends without an answer."""
+        with self._lock:
+            self._end()
+
+    def _pass(self, connection: socket.socket) -> None:
+        """Give the process one end of a connection."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._start()
+            assert self._control is not None
+            try:
+                socket.send_fds(self._control, [b"c"], [connection.fileno()])
+            except OSError as error:
+                raise CompileError(f"the grammar compiler has ended: {error}") from None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            launch = GrammarCompilerLaunch(self._checkpoint, theirs.fileno(), TIMEOUT_S, MAX_PARALLEL)
+            self._process = spawn(_MODULE, launch, pass_fds=[theirs.fileno()])
+        self._control = ours
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.kill()
+            self._process.wait()
+            self._process.stdin.close()
+        self._process = self._control = None
+
+    def _killed(self, took_s: float) -> tuple[CompiledGrammar, bool]:
+        """A connection was closed without an answer."""
+        if self._process is None or self._process.poll() is not None:
+            raise CompileError("the grammar compiler has ended")
+        if took_s >= TIMEOUT_S:
+            return CompiledGrammar(error=f"it takes longer than {TIMEOUT_S} s to compile: simplify it"), False
+        return CompiledGrammar(error="it takes too much memory to compile: simplify it"), True
+
+
+def _exchange(connection: socket.socket, frame: bytes, deadline: float) -> bytes:
+    """Send a frame, and return everything that comes back. Raises CompileError at the deadline."""
+    answer = []
+    try:
+        connection.settimeout(deadline - time.monotonic())
+        connection.sendall(frame)
+        connection.shutdown(socket.SHUT_WR)
+        while piece := connection.recv(_PIECE):
+            answer.append(piece)
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+    except TimeoutError:
+        raise CompileError("the grammar compiler did not answer in time") from None
+    except ConnectionError:
+        return b""
+    return b"".join(answer)

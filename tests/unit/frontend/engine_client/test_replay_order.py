@@ -1,0 +1,189 @@
+"""Which sequences run again after the end of an engine, in which order, and which ones fail."""
+
+import asyncio
+from collections.abc import Callable
+
+from frontend.engine_client.replay import Replays
+from frontend.engine_client.sequence import Sequence
+from frontend.engine_client.streams import Stream, StreamOptions
+from frontend.metrics.metrics import Progress
+
+
+def case(tokens: int = 0, num: int = 1) -> list[Sequence]:
+    """The sequences of a request that have as many tokens."""
+    stream = Stream([], StreamOptions(), None)  # type: ignore[arg-type]
+    return [Sequence(stream, Progress(0.0, 3, tokens), None) for _ in range(num)]
+
+
+class Driven:
+    """Replays with sequences that run as soon as they may, and the numbers of the failed ones."""
+
+    def __init__(self, sequences: list[Sequence], most: int = 3, **fields: bool):
+        self.replays = Replays(most, **fields)
+        self.all = dict(enumerate(sequences))
+        self.running = dict(self.all)
+        self.failed: list[int] = []
+        self.life = 0
+
+    def die(self, *guests: Sequence) -> None:
+        """The engine of all running sequences, and of others, ends."""
+        for sequence in guests:
+            number = len(self.all)
+            self.all[number] = self.running[number] = sequence
+        new = self.replays.died(self.running, 0, self.life)
+        self.failed += new
+        self.running, self.life = {}, self.life + 1
+        for number in new:
+            self.replays.ended(number, self.all[number].stream)
+        self.send()
+
+    def send(self) -> list[int]:
+        """Send what is due."""
+        found = self.replays.due(lambda number: number not in self.running)
+        for number in found:
+            self.running[number] = self.all[number]
+            self.replays.sent(number, self.all[number], 20)
+        return found
+
+    def advance(self, *numbers: int, tokens: int = 16) -> list[int]:
+        """New tokens; returns what is sent then."""
+        for number in numbers:
+            self.all[number].progress.tokens += tokens
+            self.replays.advanced(number, self.all[number].progress.tokens)
+        return self.send()
+
+
+def test_the_guilty_request_is_found_and_fails_alone() -> None:
+    """Of ten, by trying groups; no other request counts a third death."""
+    guilty = 7
+    driven = Driven([case(20)[0] for _ in range(10)])
+    driven.die()
+    assert sorted(driven.running) == list(range(10))
+    deaths = 1
+    while guilty not in driven.failed:
+        if guilty in driven.running:
+            deaths += 1
+            assert deaths < 8
+            driven.die()
+        else:
+            assert driven.advance(*driven.running) != []
+    assert driven.failed == [guilty] and deaths == 5  # two of all, groups of 4, 2 and 1
+    while len(driven.running) < 9:
+        assert driven.advance(*driven.running)
+    assert max(each.deaths for each in driven.replays._cases.values()) == 2
+
+
+def test_sequences_of_a_request_count_and_fail_together() -> None:
+    driven = Driven(case(num=8))
+    for _ in range(3):
+        assert not driven.failed and len(driven.running) == 8
+        driven.die()
+    assert driven.failed == list(range(8)) and len(driven.replays) == 0
+
+
+def test_a_new_request_beside_a_tried_one_may_be_the_cause() -> None:
+    """Neither of two tried ones fails for the third, which is suspected then, too."""
+    driven = Driven([case(20)[0], case(20)[0]])
+    driven.die()
+    driven.die()
+    assert list(driven.running) == [0]
+    driven.die(new := case()[0])
+    assert not driven.failed and sorted(driven.running) == [1, 2]
+    driven.die()
+    assert not driven.failed
+    assert driven.replays._cases[new.stream].deaths == 2
+    tried = list(driven.running)
+    while 2 not in tried:
+        tried = driven.advance(*tried)
+    driven.die()
+    assert driven.failed == [2]
+
+
+def test_a_proven_request_counts_no_death_of_a_tried_one() -> None:
+    driven = Driven([case(20)[0], case(20)[0]])
+    driven.die()
+    driven.die()
+    (tried,) = driven.running
+    old = case(100)[0]
+    driven.die(old)
+    assert driven.failed == [tried] and driven.replays._cases[old.stream].deaths == 0
+
+
+def test_with_other_frontends_a_tried_request_fails_at_its_fourth_death() -> None:
+    driven = Driven(case(20), alone=False)
+    for _ in range(3):
+        driven.die()
+        assert not driven.failed
+    driven.replays.connected(0, driven.life)
+    assert driven.replays._try_from > 0.0
+    driven.die()
+    assert driven.failed == [0]
+
+
+def test_a_lost_connection_alone_is_no_death() -> None:
+    driven = Driven(case(20))
+    for _ in range(9):
+        driven.die()
+        driven.replays.connected(0, driven.life - 1)
+        driven.send()
+    assert not driven.failed and driven.replays._cases[driven.all[0].stream].deaths == 0
+
+
+def test_engines_in_a_row_that_end_take_all_suspects_along() -> None:
+    driven = Driven([case(20)[0] for _ in range(60)])
+    deaths = 0
+    while len(driven.failed) < 60:
+        driven.die()
+        deaths += 1
+    assert deaths == 2 + 7
+
+
+def test_engines_that_end_together_count_one_death() -> None:
+    """The tried request may be on either, and its engine's end may come first or last."""
+    for first in (0, 1):
+        one, other = case(20)[0], case(20)[0]
+        replays = Replays(3, together=True)
+        for life in (0, 1):
+            assert replays.died({0: one, 1: other}, 0, life) == []
+            for number in replays.due(lambda number: True):
+                replays.sent(number, (one, other)[number], 20)
+        assert replays.is_watching
+        for rank in (first, 1 - first):
+            assert replays.died({rank: (one, other)[rank]}, rank, 2) == []
+        assert [replays._cases[each.stream].deaths for each in (one, other)] == [2, 2]
+
+
+def test_few_long_sequences_start_at_once() -> None:
+    sequences = dict(enumerate(case(num=3)))
+    replays = Replays(3)
+    replays.died(sequences, 0, 0)
+    sent: list[int] = []
+
+    def send(number: int) -> None:
+        sent.append(number)
+        replays.sent(number, sequences[number], 1 << 20)
+
+    async def passes(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    async def run() -> None:
+        task = asyncio.create_task(replays.run(lambda: lambda number: True, send))
+        await passes(lambda: sent == [0, 1])
+        await asyncio.sleep(0.02)
+        assert sent == [0, 1]
+        replays.advanced(1, 1)
+        await passes(lambda: sent == [0, 1, 2])
+        replays.ended(0, sequences[0].stream)
+        replays.advanced(2, 1)
+        assert not replays.is_watching
+        task.cancel()
+
+    asyncio.run(run())
+
+
+def test_without_replays_all_fail() -> None:
+    replays = Replays(0)
+    assert replays.died(dict(enumerate(case(num=2))), 0, 0) == [0, 1]
+    assert (len(replays), replays.due(lambda number: True)) == (0, [])

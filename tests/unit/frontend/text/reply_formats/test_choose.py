@@ -1,0 +1,132 @@
+"""The reply format of a model, and the form of its history, by the chat template or the command line."""
+
+import typing
+from typing import Any
+
+import jinja2
+import pytest
+
+from atom.shared.config.server import ServerConfig
+from frontend.api.chat.messages import _template_call
+from frontend.text.reply_formats.base import ReplyOptions
+from frontend.text.reply_formats.choose import REASONING, TOOL_CALLS, TextFormat, choose_format
+from frontend.text.reply_formats.harmony import HarmonyFormat
+from frontend.text.template_source import TemplateSource
+from tests.helpers import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer.tokenizer()
+
+
+def looped(call: str) -> str:
+    """A template that writes all calls so."""
+    return (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% for c in m.tool_calls %}"
+        + call
+        + "{% endfor %}{% endfor %}"
+    )
+
+
+# How each family's template writes a call, and the form of the arguments that it takes.
+FAMILIES: dict[str, tuple[str, str, str]] = {
+    "hermes": ("hermes", "<tool_call>{{ c.function.arguments | tojson }}", "object"),
+    "hermes, either": (
+        "hermes",
+        "<tool_call>{% if c.arguments is string %}{{ c.arguments }}"
+        "{% else %}{{ c.arguments | tojson }}{% endif %}",
+        "object",
+    ),
+    "coder": (
+        "qwen3_coder",
+        "<tool_call><function={{ c.name }}>{% for k, v in c.arguments | items %}{% endfor %}",
+        "fields",
+    ),
+    "glm": (
+        "glm45",
+        "<tool_call>{% set args = c.arguments %}{% for k, v in args.items() %}<arg_key>{{ k }}{% endfor %}",
+        "fields",
+    ),
+    "deepseek v3": (
+        "deepseek_v3",
+        "{{ '<｜tool▁calls▁begin｜>' + c['function']['name'] + '```json' + c['function']['arguments'] }}",
+        "text",
+    ),
+    "deepseek v3.1": ("deepseek_v31", "{{ '<｜tool▁calls▁begin｜>' + c['function']['arguments'] }}", "text"),
+    "kimi": ("kimi_k2", "<|tool_calls_section_begin|>{{ c['function']['arguments'] | tojson }}", "object"),
+    "llama": ("llama3_json", "{{ '\"parameters\": ' }}{{ c.arguments | tojson }}", "object"),
+}
+
+
+def source(text: str) -> TemplateSource:
+    return TemplateSource(jinja2.Environment().parse(text))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_are_found_by_their_templates(name: str) -> None:
+    parser, call, form = FAMILIES[name]
+    template = source(looped(call))
+    found = choose_format("any", TOKENIZER, template)
+    assert isinstance(found, TextFormat) and found._calls is TOOL_CALLS[parser]
+    assert not found.separates_reasoning and not found.is_needed(ReplyOptions())
+    assert form == (
+        "text" if template.joins_arguments else "fields" if template.needs_argument_fields else "object"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "given"),
+    [
+        ("hermes", '{"a": 1}', {"a": 1}),
+        ("hermes", "", {}),
+        ("hermes", None, {}),
+        ("hermes", "{bad", "{bad"),
+        ("glm", '{"a": 1}', {"a": 1}),
+        ("glm", "{bad", {"arguments": "{bad"}),
+        ("coder", "[1]", {"arguments": [1]}),
+        ("deepseek v3", '{"a":  1}', '{"a":  1}'),
+        ("deepseek v3", {"a": "é"}, '{"a": "é"}'),
+        ("deepseek v3", " ", "{}"),
+        ("deepseek v3", None, "{}"),
+        ("deepseek v3", "{bad", "{bad"),
+    ],
+)
+def test_arguments_of_the_history_have_the_form_that_the_template_takes(
+    name: str, arguments: Any, given: Any
+) -> None:
+    template = source(looped(FAMILIES[name][1]))
+    call = _template_call({"function": {"name": "f", "arguments": arguments}}, template, "x")
+    assert call["function"]["arguments"] == given
+
+
+def test_a_template_that_does_not_read_tools_has_no_calls() -> None:
+    assert choose_format("any", TOKENIZER, source("<tool_call>{{ messages }}")) is None
+    assert choose_format("any", TOKENIZER, None) is None
+    assert choose_format("gpt_oss", None, None) is None
+
+
+def test_reasoning_is_found_where_the_template_writes_or_searches_it() -> None:
+    for text in ("{{ messages }}</think>", "{% if '</think>' in messages[0].content %}{% endif %}"):
+        found = choose_format("any", TOKENIZER, source(text))
+        assert found is not None and found.separates_reasoning and not found.parses_calls
+        assert found.ends_thinking([], "user: hi\n<think>\n")
+        assert not found.ends_thinking([], "user: <think> hi")
+
+
+def test_the_command_line_overrides_the_template() -> None:
+    template = source(looped("<tool_call></think>"))
+    assert choose_format("any", TOKENIZER, template, "none", "none") is None
+    found = choose_format("any", TOKENIZER, template, "glm45")
+    assert isinstance(found, TextFormat) and found._calls is TOOL_CALLS["glm45"] and found.separates_reasoning
+    assert isinstance(choose_format("any", TOKENIZER, None, "openai", "openai_gptoss"), HarmonyFormat)
+    assert isinstance(choose_format("gpt_oss", TOKENIZER, None, reasoning="qwen3"), TextFormat)
+    with pytest.raises(ValueError, match="do not go together"):
+        choose_format("any", TOKENIZER, None, "hermes", "openai_gptoss")
+
+
+def test_the_flags_name_all_parsers() -> None:
+    hints = typing.get_type_hints(ServerConfig)
+    for flag, names, more in (
+        ("tool_call_parser", TOOL_CALLS, {"none", "openai"}),
+        ("reasoning_parser", REASONING, {"none", "openai_gptoss"}),
+    ):
+        literal, _ = typing.get_args(hints[flag])
+        assert set(typing.get_args(literal)) == {*names, *more}

@@ -1,0 +1,181 @@
+"""The grammars of rows: which ids may come next, behind reasoning, after a resumption, and where none can."""
+
+import json
+import time
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.messages.engine import Sampling, pack_ids
+from atom.shared.messages.grammar import GrammarSource, LoadGrammar, RowGrammar
+from atom.shared.messages.worker import NewRow
+from tests.helpers import tiny_tokenizer
+from workers.grammar.compiling import compiled
+from workers.grammar.library import GrammarLibrary
+from workers.grammar.row_matchers import RowMatchers
+from workers.grammar.vocabulary import tokenizer_info
+
+KEY, THINK, END_THINK = b"k", "<think>", "</think>"
+CPU = torch.device("cpu")
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return tiny_tokenizer.checkpoint(tmp_path_factory.mktemp("model"), tags=(THINK, END_THINK))
+
+
+@pytest.fixture(scope="module")
+def library(checkpoint: Checkpoint) -> GrammarLibrary:
+    """Holds the regular expression `(yes|no)`."""
+    import xgrammar
+
+    compiler = xgrammar.GrammarCompiler(tokenizer_info(checkpoint), max_threads=1, cache_enabled=False)
+    library = GrammarLibrary(checkpoint, rank=0)
+    for key, source in ((KEY, compiled(GrammarSource("regex", "(yes|no)"), compiler)), (b"bad", None)):
+        library.load(LoadGrammar(key, b"" if source is None else source.compiled))
+        while (loaded := library.next_loaded()) is None:
+            time.sleep(0.01)
+        assert (loaded.key, bool(loaded.error)) == (key, source is None)
+    assert not library.is_loading
+    return library
+
+
+def matchers(checkpoint: Checkpoint, library: GrammarLibrary) -> RowMatchers:
+    return RowMatchers(library, checkpoint.vocab_size, CPU)
+
+
+def new_row(row: int, grammar: RowGrammar | None, output: Sequence[int] = ()) -> NewRow:
+    sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+    return NewRow(row, 4, 0, [[0]], sampling, 4, output_ids=pack_ids(output), grammar=grammar)
+
+
+def allowed(made: RowMatchers, *rows: int) -> list[set[int]]:
+    """The ids that each row may sample next."""
+    bits = np.unpackbits(made.masks(rows).numpy().view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def sample(made: RowMatchers, rows: Sequence[int], ids: Sequence[int]) -> None:
+    made.record(list(rows), torch.tensor(ids))
+
+
+def letters(checkpoint: Checkpoint, text: str) -> list[int]:
+    """One id for each byte."""
+    tokenizer = tiny_tokenizer.build((THINK, END_THINK))
+    return [tokenizer.token_to_id(letter) for letter in text]
+
+
+def test_rows_follow_their_grammar_to_its_end(checkpoint: Checkpoint, library: GrammarLibrary) -> None:
+    made = matchers(checkpoint, library)
+    for row in (0, 5):
+        made.set_row(new_row(row, RowGrammar(KEY, [EOS])))
+    y, e, s, n, o = letters(checkpoint, "yesno")
+    first, again = allowed(made, 0, 5)
+    assert first == again
+    assert {y, n} <= first
+    assert EOS not in first
+    sample(made, (0, 5), (y, n))
+    assert allowed(made, 5) == [{o}]
+    sample(made, (0, 5), (e, o))
+    after_ye, after_no = allowed(made, 0, 5)
+    assert (after_ye, after_no) == ({s}, {EOS})
+    sample(made, (0, 5), (s, EOS))
+    assert len(allowed(made, 5)[0]) >= checkpoint.vocab_size  # what comes now is dropped
+    assert made.failures([0, 5]) == {}
+
+
+def test_a_resumed_row_goes_on(checkpoint: Checkpoint, library: GrammarLibrary) -> None:
+    made = matchers(checkpoint, library)
+    y, e, s = letters(checkpoint, "yes")
+    made.set_row(new_row(3, RowGrammar(KEY, [EOS]), [y, e]))
+    assert allowed(made, 3) == [{s}]
+    made.set_row(new_row(3, None))
+    assert not made.rows
+
+
+def test_an_id_outside_of_the_grammar_ends_the_row_alone(
+    checkpoint: Checkpoint, library: GrammarLibrary
+) -> None:
+    made = matchers(checkpoint, library)
+    for row in (0, 1):
+        made.set_row(new_row(row, RowGrammar(KEY, [EOS])))
+    n, o = letters(checkpoint, "no")
+    sample(made, (0, 1), (o, n))
+    assert allowed(made, 1) == [{o}]
+    assert list(made.failures([0, 1])) == [0]
+
+
+def test_an_id_of_the_last_step_belongs_to_the_earlier_request(
+    checkpoint: Checkpoint, library: GrammarLibrary
+) -> None:
+    made = matchers(checkpoint, library)
+    made.set_row(new_row(0, RowGrammar(KEY, [EOS])))
+    n, _ = letters(checkpoint, "no")
+    sample(made, [0], [n])
+    made.set_row(new_row(0, RowGrammar(KEY, [EOS])))
+    assert n in allowed(made, 0)[0]
+
+
+def test_the_grammar_begins_behind_the_reasoning(checkpoint: Checkpoint, library: GrammarLibrary) -> None:
+    made = matchers(checkpoint, library)
+    think, end = 2, 3
+    y, e, s = letters(checkpoint, "yes")
+    inside = RowGrammar(KEY, [EOS], in_reasoning=True, reasoning_end=end)
+    optional = RowGrammar(KEY, [EOS], reasoning_begin=think, reasoning_end=end)
+    for row, grammar in enumerate((inside, optional, optional)):
+        made.set_row(new_row(row, grammar))
+    free, first, _ = allowed(made, 0, 1, 2)
+    assert {s, EOS, end} <= free
+    assert {y, think} <= first
+    assert s not in first
+    sample(made, (0, 1, 2), (s, think, y))
+    free, also_free, second = allowed(made, 0, 1, 2)
+    assert free == also_free
+    assert second >= {e}
+    assert think not in second
+    sample(made, (0, 1), (end, end))
+    for after in allowed(made, 0, 1):
+        assert y in after
+        assert s not in after
+        assert think not in after
+    made.set_row(new_row(0, inside, [s, end, y, e]))
+    assert allowed(made, 0) == [{s}]
+
+
+def test_special_tokens_are_in_no_text(checkpoint: Checkpoint) -> None:
+    import xgrammar
+
+    info = tokenizer_info(checkpoint)
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    sources = [GrammarSource("regex", "(.|[^a])*"), GrammarSource("json_object", "")]
+    rule = ["A", {"type": "const_string", "value": "b"}]
+    for free in (
+        {"type": "any_text", "excludes": ["A"]},
+        {"type": "dispatch", "rules": [rule]},
+        {"type": "json_schema", "json_schema": {"type": "object"}, "style": "qwen_xml"},
+        {"type": "qwen_xml_parameter", "json_schema": {"type": "object"}},
+    ):
+        sources.append(
+            GrammarSource("structural_tag", json.dumps({"type": "structural_tag", "format": free}))
+        )
+    mask = xgrammar.allocate_token_bitmask(1, checkpoint.vocab_size)
+    for source in sources:
+        made = compiled(source, compiler)
+        text = zlib.decompress(made.compiled).decode()
+        matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(text, info))
+        if "xml" in source.text:
+            assert matcher.accept_string("<parameter=a>")
+        matcher.fill_next_token_bitmask(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
+        assert {0, 1, 2, 3} & {*allowed.tolist()} <= {EOS}, source
+        assert len(allowed)
+
+
+def test_a_grammar_must_be_loaded(checkpoint: Checkpoint) -> None:
+    with pytest.raises(KeyError):
+        GrammarLibrary(checkpoint, rank=2).matcher(b"none", [EOS])

@@ -1,0 +1,275 @@
+"""A device that runs out of memory in a step: the requests that need the memory fail, and no others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.messages.engine import LogitsProcessors, Sampling, unpack_ids
+from atom.shared.messages.worker import ScheduledBatch
+from atom.shared.sampling_params import MAX_LOGPROBS
+from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
+from tests.helpers.whole_engine import Output, WholeEngine
+from workers import worker as worker_module
+from workers.memory.largest_steps import largest_steps, num_blocks, profile_batch
+from workers.memory.memory_guard import MemoryGuard
+from workers.model_runner import ModelRunner
+from workers.sampling import sampler
+from workers.sampling.logits_processor_state import LogitsProcessorState
+from workers.worker import Worker
+
+CPU = torch.device("cpu")
+BLOCKS = 200
+PENALISED = LogitsProcessors(repetition_penalty=1.5, presence_penalty=0.5, bad_words=[[1, 2]])
+PLAIN, HOT, PROCESSED, SCORED, PROMPT_SCORED = 1, 2, 3, 4, 5
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    names = ("llama-gqa", "qwen3-next")
+    return {name: save_tiny(tiny(name), tmp_path_factory.mktemp(name))[1] for name in names}
+
+
+def sampling(temperature: float = 0.0, **fields: Any) -> Sampling:
+    return Sampling(temperature, 0, 1.0, 0.0, 3, **fields)
+
+
+def requests() -> dict[int, dict[str, Any]]:
+    """One request of each kind, by its number."""
+    return {
+        PLAIN: {"sampling": sampling()},
+        HOT: {"sampling": sampling(1.3)},
+        PROCESSED: {"sampling": sampling(logits_processors=PENALISED)},
+        SCORED: {"sampling": sampling(logprobs=2)},
+        PROMPT_SCORED: {"sampling": sampling(), "prompt_logprobs": 2},
+    }
+
+
+def engine(checkpoint: Checkpoint) -> WholeEngine:
+    worker = Worker(engine_config(), checkpoint, place(), lambda *progress: None)
+    caching = not checkpoint.keeps_states
+    return WholeEngine(worker, [BLOCKS] * groups(checkpoint), max_tokens=32, caching=caching)
+
+
+def groups(checkpoint: Checkpoint) -> int:
+    return 2 if checkpoint.keeps_states else 1
+
+
+def run(made: WholeEngine) -> dict[int, Output]:
+    """All requests at once, 12 tokens each; every block is free afterwards."""
+    for number, fields in requests().items():
+        made.add(number, prompt_of(20, number), 12, **fields)
+    made.run()
+    assert made.core.stats().kv_blocks_used == 0
+    return made.outputs
+
+
+def check_same(output: Output, expected: Output) -> None:
+    """Prompts may be cut into other chunks, which changes the last bits of their log probabilities."""
+    assert output.token_ids == expected.token_ids and not output.error
+    assert output.prompt_logprobs == pytest.approx(expected.prompt_logprobs, abs=1e-3)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at_call: int) -> None:
+    """Let one call of `owner.name` run out of memory."""
+    compute: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at_call:
+            raise torch.OutOfMemoryError("no memory for this test")
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, instead)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(checkpoints: dict[str, Checkpoint]) -> dict[int, Output]:
+    outputs = run(engine(checkpoints["llama-gqa"]))
+    assert all(len(output.token_ids) == 12 and not output.error for output in outputs.values())
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "at_call", "failed", "reason"),
+    [
+        (LogitsProcessorState, "apply", 4, PROCESSED, "the logits processors"),
+        (LogitsProcessorState, "record", 1, PROCESSED, "the logits processors"),
+        (LogitsProcessorState, "gather", 2, PROCESSED, "the logits processors"),
+        (LogitsProcessorState, "gather", 6, PROCESSED, "the logits processors"),
+        (LogitsProcessorState, "_fill_record", 1, PROCESSED, "the logits processors"),
+        (sampler, "_logprobs", 3, SCORED, "the log probabilities"),
+        (ModelRunner, "_prompt_logprobs", 2, PROMPT_SCORED, "the prompt log probabilities"),
+    ],
+)
+def test_one_request_fails_and_the_others_get_the_same_tokens(
+    checkpoints: dict[str, Checkpoint],
+    undisturbed: dict[int, Output],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    at_call: int,
+    failed: int,
+    reason: str,
+) -> None:
+    made = engine(checkpoints["llama-gqa"])
+    failing(monkeypatch, owner, name, at_call)
+    outputs = run(made)
+    error = outputs[failed].error
+    assert error == f"the device has too little memory for {reason} of this request: try again later"
+    assert len(outputs[failed].token_ids) < 12
+    for number, output in outputs.items():
+        if number != failed:
+            check_same(output, undisturbed[number])
+
+
+def failing_forward(
+    monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[ScheduledBatch], bool], times: int = 1
+) -> None:
+    """Let forward passes of wanted steps run out of memory at their end, when KV is written already."""
+    compute = ModelRunner._forward
+    left = times
+
+    def instead(runner: ModelRunner, batch: ScheduledBatch) -> Any:
+        nonlocal left
+        forward = compute(runner, batch)
+        if left and batch.step >= 0 and is_wanted(batch):
+            left -= 1
+            raise torch.OutOfMemoryError("no memory for this test")
+        return forward
+
+    monkeypatch.setattr(ModelRunner, "_forward", instead)
+
+
+def is_mixed(batch: ScheduledBatch) -> bool:
+    return 1 in batch.counts and max(batch.counts) > 1
+
+
+def check_failed(outputs: dict[int, Output], undisturbed: dict[int, Output], failed: set[int]) -> None:
+    assert {number for number, output in outputs.items() if output.error} == failed
+    for number in failed:
+        assert "too little memory for the forward pass" in outputs[number].error
+    for number in outputs.keys() - failed:
+        check_same(outputs[number], undisturbed[number])
+
+
+def test_decodes_survive_a_failed_mixed_step(
+    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first mixed step decodes one request and prefills three."""
+    made = engine(checkpoints["llama-gqa"])
+    failing_forward(monkeypatch, is_mixed)
+    check_failed(run(made), undisturbed, {HOT, PROCESSED, SCORED})
+
+
+def test_a_retry_that_fails_too_ends_the_whole_step(
+    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(checkpoints["llama-gqa"])
+    failing_forward(monkeypatch, lambda batch: batch.step == 2, times=2)
+    check_failed(run(made), undisturbed, {PLAIN, HOT, PROCESSED, SCORED})
+
+
+def test_a_failed_decode_step_ends_its_requests_and_the_next_ones_run(
+    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(checkpoints["llama-gqa"])
+    failing_forward(monkeypatch, lambda batch: not batch.counts)
+    check_failed(run(made), undisturbed, set(requests()))
+    assert {number: output.token_ids for number, output in run(made).items()} == {
+        number: output.token_ids for number, output in undisturbed.items()
+    }
+
+
+def test_recurrent_states_are_not_updated_twice(
+    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With these every row of the failed step fails; the others are as undisturbed."""
+    expected = run(engine(checkpoints["qwen3-next"]))
+    made = engine(checkpoints["qwen3-next"])
+    failing_forward(monkeypatch, is_mixed)
+    check_failed(run(made), expected, {PLAIN, HOT, PROCESSED, SCORED})
+
+
+def test_sampling_without_memory_ends_the_step_and_not_the_worker(
+    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(checkpoints["llama-gqa"])
+    failing(monkeypatch, ModelRunner, "_sample", 1)
+    outputs = run(made)
+    assert {number for number, output in outputs.items() if output.error} == {PLAIN}
+    for number in outputs.keys() - {PLAIN}:
+        check_same(outputs[number], undisturbed[number])
+
+
+def test_among_several_ranks_out_of_memory_ends_the_worker() -> None:
+    def compute() -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMore lines.")
+
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        MemoryGuard(CPU, num_ranks=2).attempt("the forward pass", compute)
+    assert MemoryGuard(CPU, num_ranks=1).attempt("the forward pass", compute) is None
+
+
+def test_the_end_of_a_worker_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 20, 99 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 80 << 20)
+    expected = (
+        r"cuda:1 has too little memory for a step: 3 of its 99 MiB are free, 80 are allocated by this "
+        r"worker, 16 are used by other processes.*: lower --gpu-memory"
+    )
+    with (
+        pytest.raises(MemoryError, match=expected),
+        worker_module._explain_out_of_memory(torch.device("cuda", 1), "a step", worker_module._SMALLER_CACHE),
+    ):
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB.")
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((16, 4, 100), [[4] * 4, [13, 1, 1, 1]]),
+        ((16, 4, 10), [[4] * 4, [9, 5, 1, 1]]),
+        ((10, 64, 100), [[1] * 10]),
+        ((64, 2, 9), [[8, 8]]),
+        ((4, 2, 1), [[1, 1]]),
+    ],
+)
+def test_the_largest_steps(limits: tuple[int, int, int], expected: list[list[int]]) -> None:
+    assert largest_steps(*limits) == expected
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-next"])
+def test_the_profiled_steps_sample_every_row_with_every_parameter(
+    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And the token records of all rows are as long as the longest sequence."""
+    made = Worker(engine_config(), checkpoints[name], place(), lambda *progress: None)
+    made.load()
+    longest_records = []
+    apply = LogitsProcessorState.apply
+
+    def counted(state: LogitsProcessorState, rows: Any, logits: Any, positions: Any, on_host: Any) -> Any:
+        assert len(rows.indices) == len(rows.recorded) == len(logits)
+        longest_records.append(int((on_host[rows.recorded] - rows.offsets).max()))
+        return apply(state, rows, logits, positions, on_host)
+
+    monkeypatch.setattr(LogitsProcessorState, "apply", counted)
+    kv_groups, block_size, vocab_size = made._model.kv_groups, 4, made._checkpoint.vocab_size
+    shapes = largest_steps(max_tokens=512, max_rows=64, max_model_len=MAX_MODEL_LEN)
+    assert len(shapes) == 2 and all(sum(counts) == 512 and len(counts) == 64 for counts in shapes)
+    for counts in shapes:
+        blocks = num_blocks(counts, kv_groups, block_size)
+        runner = made._make_runner(made._make_kv(blocks), made._make_inputs(MAX_MODEL_LEN, blocks), [])
+        batch = profile_batch(counts, kv_groups, block_size, vocab_size, MAX_MODEL_LEN)
+        result = runner.launch(batch).result()
+        assert result.failed == [] and len(unpack_ids(result.token_ids)) == 64
+        assert result.logprobs is not None and result.logprobs.indices == list(range(64))
+        assert result.logprobs.table.width == 1 + MAX_LOGPROBS
+        scored = sum(len(chunk.table.ranks) // 4 for chunk in result.prompt_logprobs)
+        assert scored == sum(count - 1 for count in counts[:-1])
+    assert longest_records == [MAX_MODEL_LEN - 1] * 2

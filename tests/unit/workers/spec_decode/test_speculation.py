@@ -1,0 +1,257 @@
+"""Steps with drafts: the tokens of steps without, computed in fewer steps, in every way to launch them."""
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+
+from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids
+from atom.shared.messages.worker import ScheduledBatch
+from atom_ops import NgramRule, StatePlan
+from tests.helpers.core_side import GREEDY, CoreSide
+from tests.unit.workers.graphs.test_decode_graphs import Rerun
+from workers.batch.block_table import BatchLimits, BlockTable
+from workers.batch.input_batch import InputBatch
+from workers.graphs.decode_graphs import DecodeGraphs
+from workers.graphs.prompt_graphs import PromptGraphs
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import ForwardContext
+from workers.memory.memory_guard import MemoryGuard
+from workers.model_runner import Graphs, ModelRunner
+from workers.sampling.sampler import Sampler
+from workers.spec_decode.ngram import NgramProposer, TextGroup
+
+CPU = torch.device("cpu")
+BLOCK, BLOCKS, LENGTH, ROWS, VOCAB = 4, 120, 60, 6, 11
+
+
+class TwoTokensBack:
+    """A fake model: the next token follows from the last two, which it reads from its cache of ids.
+
+    A token that is written to a wrong slot, or a context that ends elsewhere, changes the output.
+    """
+
+    def __init__(self) -> None:
+        self._cache = torch.zeros(BLOCKS * BLOCK + 1, dtype=torch.int64)
+        generator = torch.Generator().manual_seed(2)
+        self._next = torch.randint(0, VOCAB, (VOCAB, VOCAB), generator=generator)
+
+    def __call__(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        for group in ctx.groups:
+            assert not isinstance(group, StatePlan)
+            self._cache[group.slots_T] = ids_T
+        plan = group.plan
+        lengths = plan.query_starts_R1.diff()
+        rows_T = torch.arange(len(lengths)).repeat_interleave(lengths)
+        rows_T = torch.cat((rows_T, rows_T.new_zeros(len(ids_T) - len(rows_T))))
+        tokens = torch.arange(len(ids_T))
+        seen_T = plan.context_lens_R[rows_T] - plan.query_starts_R1[rows_T + 1] + tokens + 1
+        last_two = []
+        for back in (1, 2):
+            at_T = (seen_T - back).clamp(min=0, max=plan.block_table_RW.shape[1] * BLOCK - 1).long()
+            block_T = plan.block_table_RW[rows_T, at_T // BLOCK].long()
+            last_two.append(self._cache[block_T * BLOCK + at_T % BLOCK])
+        return self._next[last_two[0], last_two[1]][:, None].float()
+
+    sample = CausalLM.sample
+
+    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(hidden_SD[:, 0].long() % VOCAB, VOCAB).float() * 6
+
+
+def runner(num_drafts: int, exact: bool = False, sizes: list[int] | None = None) -> ModelRunner:
+    model = cast(CausalLM, TwoTokensBack())
+    limits = BatchLimits(ROWS, LENGTH, BLOCK, num_drafts)
+    tables = [BlockTable(limits), BlockTable(limits)]
+    proposer = None
+    if num_drafts:
+        proposer = NgramProposer(NgramRule(3, 2), TextGroup(0, 0), tables[0], BLOCKS, limits, CPU)
+    inputs = InputBatch(limits, tables, CPU, proposer=proposer, exact=exact)
+    memory = MemoryGuard(CPU, num_ranks=1)
+    sampler = Sampler(limits, VOCAB, CPU, memory)
+    graphs = None
+    if sizes is not None:
+        decode = DecodeGraphs(model, [], inputs, sizes, Rerun(), CPU)
+        prompts = PromptGraphs(model, [], inputs, [3, 8, 40], Rerun(), CPU)
+        for captured in (prompts, decode):
+            captured.capture(lambda: None)
+        graphs = Graphs(decode, prompts)
+    return ModelRunner(model, [], inputs, sampler, memory, lambda: None, graphs)
+
+
+class SameBlocks(CoreSide):
+    """Both groups have the same blocks."""
+
+    def plan(self, counts: dict[int, int]) -> ScheduledBatch:
+        batch = super().plan(counts)
+        for change in (*batch.new_rows, *batch.more_blocks):
+            change.block_ids.append(change.block_ids[0])
+        return batch
+
+
+def sampled(seed: int, **fields: Any) -> Sampling:
+    settings = {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "seed": seed, **fields}
+    return Sampling(**settings)
+
+
+def settings() -> list[Sampling]:
+    processors = [
+        LogitsProcessors(frequency_penalty=0.7, bad_words=[[2, 3], [1]]),
+        LogitsProcessors(repetition_penalty=1.4, presence_penalty=0.3),
+        LogitsProcessors(min_tokens=9, end_ids=[3]),
+        LogitsProcessors(bias_ids=pack_ids([4, 5]), bias_values=[2.0, -3.0]),
+    ]
+    return [
+        GREEDY,
+        sampled(1),
+        sampled(2, logprobs=2),
+        *[sampled(3 + i, logits_processors=each) for i, each in enumerate(processors)],
+        sampled(9, temperature=0.0, logits_processors=processors[0], logprobs=1),
+    ]
+
+
+class Driver:
+    """Requests of every setting that join one after another, on a few rows; `in_flight` steps at a time."""
+
+    def __init__(self, made: ModelRunner, num_drafts: int, in_flight: int, requests: int = 24):
+        self.core = SameBlocks(BLOCKS, BLOCK, num_drafts=num_drafts, groups=1)
+        self.outputs: list[list[int]] = [[] for _ in range(requests)]
+        self.steps = 0
+        self._made, self._in_flight = made, in_flight
+        self._pending: deque[tuple[Any, dict[int, int]]] = deque()
+        self._owner: dict[int, int] = {}
+        self._planned: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
+
+    def run(self) -> list[list[int]]:
+        source, waiting = random.Random(5), deque(range(len(self.outputs)))
+        while True:
+            ended = [row for row, owner in self._owner.items() if self._has_ended(row, owner)]
+            for row in ended:
+                del self._owner[row]
+            for row in range(ROWS):
+                if row not in self._owner and waiting and not self._is_in_flight(row):
+                    self._add(row, waiting.popleft(), source)
+            counts = {row: self._next(row) for row in self._owner if self._may_step(row)}
+            if counts and len(self._pending) < self._in_flight:
+                for row in counts:
+                    self._planned[row] += self.core.computed[row] + counts[row] >= self.core.known[row]
+                step = self._made.launch(self.core.plan(counts))
+                self._pending.append((step, {row: self._owner[row] for row in self.core._sampling_rows}))
+                self.steps += 1
+            elif self._pending:
+                self._deliver()
+            else:
+                return self.outputs
+
+    def _add(self, row: int, owner: int, source: random.Random) -> None:
+        prompt = [source.randrange(VOCAB) for _ in range(source.randrange(1, 20))]
+        self._counts[owner] = source.randrange(1, LENGTH - len(prompt) + 1)
+        self._owner[row], self._planned[row] = owner, 0
+        choices = settings()
+        more = {"max_length": len(prompt) + self._counts[owner]}
+        self.core.free(row)
+        self.core.add(row, prompt, choices[owner % len(choices)], **more)
+
+    def _next(self, row: int) -> int:
+        return max(1, min(7, self.core.known[row] - self.core.computed[row]))
+
+    def _may_step(self, row: int) -> bool:
+        """Whether the step makes a token for certain: each one in flight makes one at least."""
+        before = len(self.outputs[self._owner[row]]) + self._samples_in_flight(row)
+        return before < self._counts[self._owner[row]]
+
+    def _samples_in_flight(self, row: int) -> int:
+        return sum(owners.get(row) == self._owner[row] for _, owners in self._pending)
+
+    def _is_in_flight(self, row: int) -> bool:
+        return any(row in owners for _, owners in self._pending)
+
+    def _has_ended(self, row: int, owner: int) -> bool:
+        return len(self.outputs[owner]) >= self._counts[owner]
+
+    def _deliver(self) -> None:
+        step, owners = self._pending.popleft()
+        before = {row: len(self.core.tokens[row]) for row in owners}
+        self.core.add_result(step.result())
+        for row, owner in owners.items():
+            output = self.outputs[owner]
+            output += self.core.tokens[row][before[row] :]
+            del output[self._counts[owner] :]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: one thread is fastest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Driver:
+    made = Driver(runner(0), 0, 1)
+    made.run()
+    return made
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("num_drafts", [1, 3, 6])
+@pytest.mark.parametrize("way", ["exact", "upper bounds", "graphs", "some graphs"])
+def test_drafts_change_no_token(plain: Driver, way: str, num_drafts: int, in_flight: int) -> None:
+    sizes = {"graphs": [1, 2, 4, 6], "some graphs": [3]}.get(way)
+    driver = Driver(runner(num_drafts, way == "exact", sizes), num_drafts, in_flight)
+    assert driver.run() == plain.outputs
+    assert driver.steps < 0.95 * plain.steps
+
+
+class Markov:
+    """A fake model: a token's distribution follows from the token before it."""
+
+    def __init__(self) -> None:
+        self.logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(4))
+
+    def __call__(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return ids_T[:, None].float()
+
+    sample = CausalLM.sample
+
+    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        return self.logits[hidden_SD[:, 0].long()]
+
+
+def test_the_distribution_is_the_models() -> None:
+    """Triples of tokens after a prompt whose drafts are 2 4 0: 20,000 of them, by a chi-square test."""
+    rows, total, prompt = 500, 20_000, [0, 3, 2, 4, 0, 3]
+    model, limits = Markov(), BatchLimits(rows, 12, BLOCK, 3)
+    table = BlockTable(limits)
+    proposer = NgramProposer(NgramRule(2, 2), TextGroup(0, 0), table, 3 * rows, limits, CPU)
+    inputs = InputBatch(limits, [table], CPU, proposer=proposer)
+    memory = MemoryGuard(CPU, num_ranks=1)
+    made = ModelRunner(
+        cast(CausalLM, model), [], inputs, Sampler(limits, 5, CPU, memory), memory, lambda: None
+    )
+    found, steps = torch.zeros(5, 5, 5), 0
+    for first in range(0, total, rows):
+        core = CoreSide(3 * rows, BLOCK, num_drafts=3)
+        for row in range(rows):
+            settings = sampled(first + row, temperature=1.0, top_p=1.0)
+            core.add(row, prompt, settings, max_length=len(prompt) + 3)
+        counts = dict.fromkeys(range(rows), len(prompt))
+        while counts:
+            core.add_result(made.launch(core.plan(counts)).result())
+            counts = {row: 1 for row in range(rows) if len(core.generated(row)) < 3}
+            steps += 1
+        for row in range(rows):
+            found[tuple(core.generated(row)[:3])] += 1
+    chances = model.logits.softmax(-1)
+    expected = total * chances[3][:, None, None] * chances[:, :, None] * chances[None]
+    enough = expected >= 5
+    statistic = ((found - expected) ** 2 / expected)[enough].sum().item()
+    freedom = int(enough.sum()) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+    assert found[2, 4].sum() > 100, "drafts are accepted"

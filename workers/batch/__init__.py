@@ -1,0 +1,1 @@
+"""The running batch on the device: rows, block tables, the shape of a step."""

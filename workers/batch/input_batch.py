@@ -1,0 +1,508 @@
+"""The persistent batch: the state of each row between steps, and the input tensors of one step.
+
+A `ScheduledBatch` has only the changes and the ids to compute. The rest is kept here: in numpy on
+the host and, for the last sampled ids, on the device. Work over tokens is vectorized; Python loops
+run over changed rows only. Sampling settings are kept elsewhere (`workers.sampling.sampler`).
+
+T tokens of a step, R sampling rows, P tokens with prompt log probabilities.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from atom.shared.messages.worker import NewRow, ScheduledBatch
+from atom_ops import NO_DRAFT, StatePlan, draft_inputs, to_device
+from workers.batch.block_table import BatchLimits
+from workers.batch.group_rows import GroupRows, Rows, StepRows
+from workers.layers.context import GroupContext
+from workers.spec_decode.draft_rows import DraftRows, Verified
+from workers.spec_decode.proposer import Proposer
+from workers.spec_decode.speculation import Speculation
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """The rows of one step that sample a token."""
+
+    rows: Rows
+    """On the host; the same array object as long as the same rows decode."""
+    rows_R: torch.Tensor
+    tokens_R: torch.Tensor
+    """Index, among the step's tokens, of each row's last token."""
+    positions: Rows
+    """Index of each sampled token in its sequence, on the host."""
+    positions_R: torch.Tensor
+    drafts: DraftRows | None = None
+    """With speculation: the rows of these tokens. `rows` then has each row once for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Tokens of one row whose next tokens are prompt tokens, too."""
+
+    row: int
+    start: int
+    """Position of the first of the next tokens."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobRows:
+    """The tokens of one step whose next prompt tokens get log probabilities; P tokens in all."""
+
+    chunks: list[PromptChunk]
+    """In the order of their tokens."""
+    tokens_P: torch.Tensor
+    """Index among the step's tokens."""
+    next_ids_P: torch.Tensor
+    top: int
+    """The largest number of top tokens that one of the rows requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Inputs of the forward pass and the sampler for one step, on the device."""
+
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    groups: list[GroupContext | StatePlan]
+    sampling: SamplingRows | None
+    prompt_logprobs: PromptLogprobRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Rows that all decode; reused until a row joins or leaves. S = R * (1 + drafts) tokens."""
+
+    row_list: list[int]
+    num_drafts: int
+    rows: Rows
+    """[R]."""
+    rows_R: torch.Tensor
+    token_rows: Rows
+    """[S]: the row of each token; the same object as long as the same rows decode."""
+    tokens_S: torch.Tensor
+    """0 … S - 1."""
+
+
+class DeviceRows:
+    """The id that each row sampled last, on the device: the input of its next decode."""
+
+    def __init__(self, limits: BatchLimits, device: torch.device):
+        rows = limits.max_rows + 1
+        self.ids_N = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.positions_N = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        """Positions of these ids in their sequences; -1 for padding."""
+
+    def store(self, rows_R: torch.Tensor, ids_R: torch.Tensor, positions_R: torch.Tensor) -> None:
+        """Store the sampled ids."""
+        self.ids_N.index_copy_(0, rows_R, ids_R)
+        self.positions_N.index_copy_(0, rows_R, positions_R)
+
+
+class InputBatch:
+    """Builds the inputs of one step from each `ScheduledBatch`: first `update`, then `step`."""
+
+    def __init__(
+        self,
+        limits: BatchLimits,
+        tables: Sequence[GroupRows],
+        device: torch.device,
+        split_tokens: int = 0,
+        proposer: Proposer | None = None,
+        exact: bool | None = None,
+    ):
+        """`tables` of the KV groups are empty; `split_tokens` is passed to every AttentionPlan.
+
+        With a `proposer`, rows have drafts. `exact`: see `speculation`; None: as the device requires.
+        """
+        self.limits = limits
+        self.device_rows = DeviceRows(limits, device)
+        self.speculation: Speculation | None = None
+        if proposer is not None:
+            last_N = self.device_rows.ids_N, self.device_rows.positions_N
+            is_exact = device.type == "cpu" if exact is None else exact
+            self.speculation = Speculation(proposer, limits, last_N, is_exact)
+            for table in tables:
+                table.device_table(device)
+        self.tables = list(tables)
+        self._device = device
+        self.split_tokens = split_tokens
+        self._known = np.zeros(limits.max_rows, np.int64)
+        self._computed = np.zeros(limits.max_rows, np.int64)
+        self._prompt_logprobs_until = np.zeros(limits.max_rows, np.int64)
+        self._prompt_logprobs_top = np.zeros(limits.max_rows, np.int64)
+        self._decode_batch: DecodeBatch | None = None
+
+    def update(self, batch: ScheduledBatch) -> None:
+        """Apply the batch's new rows and new blocks.
+
+        Raises ValueError or IndexError for a batch that violates the contract of its message.
+        """
+        for new in batch.new_rows:
+            self._admit(new)
+        for more in batch.more_blocks:
+            self._append_blocks(more.row, more.block_ids)
+        if self.speculation is not None:
+            self.speculation.add_rows(batch.new_rows)
+            for table in self.tables:
+                table.update_device_table()
+
+    def lengths(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
+        """(computed, known) tokens of each row of a batch that is not applied yet."""
+        new = {row.row: (row.computed, row.num_known) for row in batch.new_rows}
+        return [new.get(row) or (int(self._computed[row]), int(self._known[row])) for row in batch.rows]
+
+    def counts(self, batch: ScheduledBatch) -> Rows:
+        """Tokens that each row of a batch computes; with speculation some may be padding."""
+        if batch.counts:
+            return np.array(batch.counts, np.int64)
+        return np.full(len(batch.rows), 1 + batch.num_drafts, np.int64)
+
+    def num_tokens(self, batch: ScheduledBatch) -> int:
+        """Tokens of the step of a batch that `update` applied; at least 1, which may be padding."""
+        rows, counts = np.array(batch.rows, np.int64), self.counts(batch)
+        if self.speculation is not None and self.speculation.exact:
+            decodes = self.decodes(rows, self._computed)
+            counts[decodes] = self.speculation.exact_work(rows[decodes], batch.num_drafts)[1]
+        return max(int(counts.sum()), 1)
+
+    def is_decode(self, batch: ScheduledBatch) -> bool:
+        """Whether each row of a batch that `update` applied decodes the same number of tokens."""
+        if batch.counts or (self.speculation is not None and self.speculation.exact):
+            return False
+        if self._is_same_decode(batch):
+            return True
+        rows = np.array(batch.rows, np.int64)
+        return not (self._computed[rows] < self._known[rows]).any()
+
+    def decode_batch(self, batch: ScheduledBatch) -> DecodeBatch:
+        """The rows of a batch that `is_decode`."""
+        if self._decode_batch and self._is_same_decode(batch):
+            return self._decode_batch
+        rows = np.array(batch.rows, np.int64)
+        token_rows = rows.repeat(1 + batch.num_drafts)
+        (rows_R,) = self._upload(rows)
+        (tokens_S,) = self._upload(np.arange(len(token_rows)))
+        self._decode_batch = DecodeBatch(batch.rows, batch.num_drafts, rows, rows_R, token_rows, tokens_S)
+        return self._decode_batch
+
+    def step(self, batch: ScheduledBatch) -> StepInputs:
+        """The inputs of a batch after `update`; its tokens count as computed.
+
+        Raises ValueError for more tokens than a row has, and for a wrong number of ids.
+        """
+        if self.speculation is None and self.is_decode(batch):
+            return self._decode(self.decode_batch(batch))
+        step = self._assemble(batch)
+        if self.speculation is not None:
+            self.speculation.add_tokens(step.ids_T, step.groups)
+        return step
+
+    def empty_step(self) -> StepInputs:
+        """A step of no tokens and no rows, to pad."""
+        none_T = torch.empty(0, dtype=torch.int64, device=self._device)
+        groups = [table.empty_context(self._device, self.split_tokens) for table in self.tables]
+        return StepInputs(none_T, none_T, groups, None)
+
+    def advance(self, decode_batch: DecodeBatch) -> Rows:
+        """Count the tokens of each row as computed; returns the positions of the sampled tokens.
+
+        For a step whose inputs are computed on the device. With drafts, positions are upper bounds.
+        """
+        rows, width = decode_batch.rows, 1 + decode_batch.num_drafts
+        positions = self._computed[rows] + 1
+        self._computed[rows] += width
+        if width == 1:
+            return positions
+        return (positions[:, None] + np.arange(width)).ravel()
+
+    def computed_tokens(self) -> Rows:
+        """Computed tokens of every row of the persistent batch; a copy."""
+        return self._computed.copy()
+
+    def decodes(self, rows: Rows, computed: Rows) -> NDArray[np.bool_]:
+        """Which of `rows` decode, if these are the `computed_tokens` of every row."""
+        mask: NDArray[np.bool_] = computed[rows] >= self._known[rows]
+        return mask
+
+    def set_computed(self, rows: Rows, computed: Rows) -> None:
+        """Set the computed tokens of `rows`, after a failed step."""
+        self._computed[rows] = computed
+        self._decode_batch = None
+
+    def store_sampled(self, sampling: SamplingRows, ids_R: torch.Tensor) -> Verified | None:
+        """Store the sampled ids: the inputs of the rows' next step. Returns what was verified."""
+        if self.speculation is not None and sampling.drafts is not None:
+            return self.speculation.verify(sampling.drafts, sampling.drafts.by_row(ids_R))
+        self.device_rows.store(sampling.rows_R, ids_R, sampling.positions_R)
+        return None
+
+    def settle(self, drafts: DraftRows) -> Callable[[Rows], None]:
+        """A function that takes the number of tokens by which each row advanced, once it is known."""
+        assert self.speculation is not None, "only steps with speculation have drafts"
+        speculation, most = self.speculation, 1 + drafts.drafts_RK.shape[1]
+        admissions = speculation.admissions(drafts.rows)
+
+        def settle(counts: Rows) -> None:
+            same = (speculation.admissions(drafts.rows) == admissions) & drafts.decoded
+            self._computed[drafts.rows[same]] -= most - counts[same]
+
+        return settle
+
+    def _is_same_decode(self, batch: ScheduledBatch) -> bool:
+        """Whether the rows are those of the last decode."""
+        last = self._decode_batch
+        same_drafts = last is not None and batch.num_drafts == last.num_drafts
+        return last is not None and same_drafts and not batch.new_rows and batch.rows == last.row_list
+
+    def _admit(self, new: NewRow) -> None:
+        if not 0 <= new.computed < new.num_known:
+            raise ValueError(
+                f"row {new.row}: {new.computed} of {new.num_known} known tokens are computed; "
+                "at least one must be left"
+            )
+        self._known[new.row] = new.num_known
+        self._computed[new.row] = new.computed
+        # No prompt token follows the last one.
+        self._prompt_logprobs_until[new.row] = new.prompt_length - 1 if new.prompt_logprobs >= 0 else 0
+        self._prompt_logprobs_top[new.row] = new.prompt_logprobs
+        for table in self.tables:
+            table.clear(new.row)
+        self._append_blocks(new.row, new.block_ids)
+
+    def _append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
+        for table, blocks in zip(self.tables, block_ids, strict=True):
+            table.append(row, blocks)
+
+    def _decode(self, decode_batch: DecodeBatch) -> StepInputs:
+        """The next token of rows that all decode."""
+        context_lens = self.advance(decode_batch)
+        positions = context_lens - 1
+        columns = [table.token_columns(decode_batch.rows, positions) for table in self.tables]
+        positions_T, *columns_T = self._upload(positions, *chain(*columns))
+        sampling = SamplingRows(
+            decode_batch.token_rows, decode_batch.rows_R, decode_batch.tokens_S, context_lens, positions_T + 1
+        )
+        step = StepRows(
+            decode_batch.rows, np.ones_like(positions), context_lens, self._device, self.split_tokens
+        )
+        groups = self._contexts(columns, columns_T, step)
+        ids_T = self.device_rows.ids_N.index_select(0, decode_batch.rows_R)
+        return StepInputs(ids_T, positions_T, groups, sampling)
+
+    def _assemble(self, batch: ScheduledBatch) -> StepInputs:
+        """Any mixture of prompt chunks and decodes."""
+        rows, counts = np.array(batch.rows, np.int64), self.counts(batch)
+        starts, known = self._computed[rows], self._known[rows]
+        decodes = starts >= known
+        self._require_known(rows, starts + counts, np.where(decodes, starts + 1 + batch.num_drafts, known))
+        self._computed[rows] = starts + counts
+        starts, counts, draft_ids = self._draft_work(rows, starts, counts, decodes, batch.num_drafts)
+        ends = starts + counts
+
+        token_rows = rows.repeat(counts)
+        past_tokens = counts.cumsum() - counts
+        positions = np.arange(len(token_rows)) + (starts - past_tokens).repeat(counts)
+        ids = _ids_to_compute(batch.token_ids, counts, decodes, draft_ids)
+        columns = [table.token_columns(token_rows, positions) for table in self.tables]
+        ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns))
+        self._decode_batch = None
+        step = StepRows(rows, counts, ends, self._device, self.split_tokens)
+        groups = self._contexts(columns, columns_T, step)
+        if draft_ids is None and decodes.any():
+            self._add_decodes(rows, past_tokens, decodes, batch.num_drafts, (ids_T, positions_T, groups))
+
+        last_tokens = past_tokens + counts - 1
+        if self.speculation is None:
+            sampling = self._sampling(rows, last_tokens, ends, ends >= known)
+        else:
+            work = _Work(rows, starts, counts, past_tokens, decodes, batch.num_drafts)
+            sampling = self._draft_sampling(work, decodes | (ends >= known))
+        until = self._prompt_logprobs_until[rows]
+        next_ids = _next_ids(ids, last_tokens, batch.next_ids, (starts < known) & ~decodes & (ends <= until))
+        counts_P = np.where(decodes, 0, np.minimum(ends, until) - starts)
+        prompt_logprobs = self._prompt_logprobs(rows, starts, past_tokens, counts_P, next_ids)
+        return StepInputs(ids_T, positions_T, groups, sampling, prompt_logprobs)
+
+    def _draft_work(
+        self, rows: Rows, starts: Rows, counts: Rows, decodes: NDArray[np.bool_], num_drafts: int
+    ) -> tuple[Rows, Rows, Ids | None]:
+        """First positions and numbers of tokens of each row, and the ids that decoding rows compute.
+
+        Without exact counts the ids are None, and the positions of decoding rows are upper bounds.
+        """
+        speculation = self.speculation
+        if speculation is None:
+            return starts, counts, None
+        if not speculation.exact:
+            return np.where(decodes, np.minimum(starts, speculation.last_starts(rows)), starts), counts, None
+        starts, counts = starts.copy(), counts.copy()
+        starts[decodes], counts[decodes], ids = speculation.exact_work(rows[decodes], num_drafts)
+        return starts, counts, ids
+
+    def _add_decodes(
+        self,
+        rows: Rows,
+        past_tokens: Rows,
+        decodes: NDArray[np.bool_],
+        num_drafts: int,
+        inputs: tuple[torch.Tensor, torch.Tensor, list[GroupContext | StatePlan]],
+    ) -> None:
+        """Write what only the device knows of the decoding rows: ids and, with drafts, where they are."""
+        ids_T, positions_T, groups = inputs
+        if self.speculation is None:
+            where_T, rows_T = self._upload(past_tokens[decodes], rows[decodes])
+            ids_T.index_copy_(0, where_T, self.device_rows.ids_N.index_select(0, rows_T))
+            return
+        indices_D, rows_D = self._upload(np.flatnonzero(decodes), rows[decodes])
+        tokens = past_tokens[decodes][:, None] + np.arange(1 + num_drafts)
+        (tokens_T,) = self._upload(tokens.ravel())
+        for number, (table, group) in enumerate(zip(self.tables, groups, strict=True)):
+            assert isinstance(group, GroupContext), "states have no drafts"
+            exact = draft_inputs(
+                rows_D,
+                self.speculation.state,
+                table.device_table(self._device),
+                self.limits.block_size,
+                num_drafts,
+            )
+            plan = group.plan
+            ids_T.index_copy_(0, tokens_T, exact.ids_T)
+            positions_T.index_copy_(0, tokens_T, exact.positions_T)
+            group.slots_T.index_copy_(0, tokens_T, exact.slots_T)
+            plan.context_lens_R.index_copy_(0, indices_D, exact.contexts_R)
+            plan.block_table_RW.index_copy_(0, indices_D, exact.table_RW[:, : plan.block_table_RW.shape[1]])
+            host = plan.host and replace(plan.host, exact=False)
+            groups[number] = replace(group, plan=replace(plan, host=host))
+
+    def _draft_sampling(self, work: "_Work", samples: NDArray[np.bool_]) -> SamplingRows | None:
+        """The sampled tokens of rows with drafts: one after each token of a decode, one after a prompt."""
+        assert self.speculation is not None
+        if not samples.any():
+            return None
+        rows, decodes, counts = work.rows[samples], work.decodes[samples], work.counts[samples]
+        # A row at its limit computes no token. Its sample, of any token, is not used.
+        at_limit = counts == 0
+        width = 1 + work.num_drafts
+        sampled = np.where(decodes, np.maximum(counts, 1), 1)
+        row_indices = np.arange(len(rows)).repeat(sampled)
+        num_before = np.arange(len(row_indices)) - (sampled.cumsum() - sampled).repeat(sampled)
+        last_tokens = (work.past_tokens[samples] + counts - sampled)[row_indices] + num_before
+        last_tokens[at_limit[row_indices]] = 0
+        ends = work.starts[samples] + counts
+        first = np.where(decodes, work.starts[samples] + 1, ends)
+        first = np.where(at_limit, -1, first)
+        positions = (first[row_indices] + num_before).clip(min=0)
+
+        rows_R, first_R, decodes_R = self._upload(rows, first, decodes.astype(np.int64))
+        tokens_S, places_S, indices_S, before_S = self._upload(
+            last_tokens, row_indices * width + num_before, row_indices, num_before
+        )
+        state, is_decode_R = self.speculation.state, decodes_R.bool()
+        if not self.speculation.exact:
+            last_R, limit_R = state.positions_N[rows_R], state.limits_N[rows_R]
+            of_decode_R = (last_R + 1).masked_fill((last_R < 0) | (last_R >= limit_R - 1), -1)
+            first_R = torch.where(is_decode_R, of_decode_R, first_R)
+        drafts_RK = state.drafts_NK[rows_R, : work.num_drafts].masked_fill(~is_decode_R[:, None], NO_DRAFT)
+        in_order = len(row_indices) == len(rows) * width
+        drafts = DraftRows(
+            rows, decodes, rows_R, first_R, drafts_RK, row_indices, num_before, None if in_order else places_S
+        )
+        positions_S = (first_R[indices_S] + before_S).clamp_(min=0)
+        return SamplingRows(rows[row_indices], rows_R, tokens_S, positions, positions_S, drafts)
+
+    def _sampling(
+        self, rows: Rows, last_tokens: Rows, positions: Rows, samples: NDArray[np.bool_]
+    ) -> SamplingRows | None:
+        if not samples.any():
+            return None
+        rows, positions = rows[samples], positions[samples]
+        rows_R, tokens_R, positions_R = self._upload(rows, last_tokens[samples], positions)
+        return SamplingRows(rows, rows_R, tokens_R, positions, positions_R)
+
+    def _prompt_logprobs(
+        self, rows: Rows, starts: Rows, first_tokens: Rows, counts: Rows, next_ids_T: Ids
+    ) -> PromptLogprobRows | None:
+        """`counts` may be negative: no prompt log probabilities are wanted at that row's tokens."""
+        which = np.flatnonzero(counts > 0)
+        if not len(which):
+            return None
+        rows, starts, counts = rows[which], starts[which], counts[which]
+        inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        tokens = first_tokens[which].repeat(counts) + inside
+        columns = (rows.tolist(), (starts + 1).tolist(), counts.tolist())
+        chunks = [PromptChunk(*chunk) for chunk in zip(*columns, strict=True)]
+        tokens_P, next_ids_P = self._upload(tokens, next_ids_T[tokens])
+        return PromptLogprobRows(chunks, tokens_P, next_ids_P, int(self._prompt_logprobs_top[rows].max()))
+
+    def _require_known(self, rows: Rows, ends: Rows, limits: Rows) -> None:
+        wrong = np.flatnonzero(ends > limits)
+        if len(wrong):
+            row, end, limit = rows[wrong[0]], ends[wrong[0]], limits[wrong[0]]
+            raise ValueError(f"row {row}: tokens up to {end} are scheduled, {limit} are known")
+
+    def _contexts(
+        self, columns: Sequence[Sequence[Rows]], columns_T: Sequence[torch.Tensor], step: StepRows
+    ) -> list[GroupContext | StatePlan]:
+        """The context of each group; `columns_T` are all `columns` on the device, one after another."""
+        uploaded = iter(columns_T)
+        return [
+            table.context([next(uploaded) for _ in group_columns], step)
+            for table, group_columns in zip(self.tables, columns, strict=True)
+        ]
+
+    def _upload(self, *columns: NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
+        """Equally long integer columns as int64 tensors on the device, in one copy."""
+        return to_device(np.stack(columns).astype(np.int64, copy=False), self._device).unbind()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What each row of a step computes, on the host."""
+
+    rows: Rows
+    starts: Rows
+    counts: Rows
+    past_tokens: Rows
+    """The step's tokens before the row's."""
+    decodes: NDArray[np.bool_]
+    num_drafts: int
+
+
+def _ids_to_compute(
+    packed: bytes, counts: Rows, decodes: NDArray[np.bool_], decode_ids: Ids | None = None
+) -> Ids:
+    """Ids of the step's tokens [T]; for decodes `decode_ids`, or 0 where they are on the device.
+
+    Raises ValueError unless there is one for each known token.
+    """
+    known = np.frombuffer(packed, np.dtype("<i4"))
+    if len(known) != counts[~decodes].sum():
+        raise ValueError(f"{len(known)} token ids for {counts[~decodes].sum()} known tokens of the step")
+    ids = np.zeros(counts.sum(), np.int32)
+    of_decodes = decodes.repeat(counts)
+    ids[~of_decodes] = known
+    if decode_ids is not None:
+        ids[of_decodes] = decode_ids
+    return ids
+
+
+def _next_ids(ids_T: Ids, last_tokens: Rows, packed: bytes, wanted: NDArray[np.bool_]) -> Ids:
+    """The id after each token [T] within its row's chunk, and after the chunks of `wanted` rows.
+
+    Raises ValueError unless `packed` has one id for each `wanted` row.
+    """
+    chunk_next_ids = np.frombuffer(packed, np.dtype("<i4"))
+    if len(chunk_next_ids) != wanted.sum():
+        raise ValueError(f"{len(chunk_next_ids)} next ids for {wanted.sum()} prompt chunks")
+    next_ids_T = np.roll(ids_T, -1)
+    next_ids_T[last_tokens[wanted]] = chunk_next_ids
+    return next_ids_T

@@ -1,0 +1,59 @@
+"""The state slot of every row in a group of recurrent layers, on the host and, for graphs, on the device."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from atom_ops import StatePlan, empty_states, plan_states, to_device
+from workers.batch.block_table import BatchLimits
+from workers.batch.group_rows import GroupRows, Rows, StepRows
+
+NO_SLOT = -1
+
+
+class StateSlots(GroupRows):
+    """Each row has one slot for its state, from its first token on."""
+
+    def __init__(self, limits: BatchLimits):
+        self._slots = np.full(limits.max_rows, NO_SLOT, np.int64)
+        self._device_table: torch.Tensor | None = None
+        self._changed: set[int] = set()  # rows whose slot differs on the device
+
+    def clear(self, row: int) -> None:
+        self._slots[row] = NO_SLOT
+
+    def append(self, row: int, block_ids: Sequence[int]) -> None:
+        """Raises ValueError for a second slot."""
+        if not block_ids:
+            return
+        if len(block_ids) > 1 or self._slots[row] != NO_SLOT:
+            raise ValueError(f"row {row}: a request has one slot for its state")
+        self._slots[row] = block_ids[0]
+        if self._device_table is not None:
+            self._changed.add(row)
+
+    def token_columns(self, rows: Rows, positions: Rows) -> list[Rows]:
+        return []
+
+    def context(self, columns: Sequence[torch.Tensor], step: StepRows) -> StatePlan:
+        is_fresh = step.ends == step.counts
+        return plan_states(step.counts.astype(np.int32), self._slots[step.rows], is_fresh, step.device)
+
+    def empty_context(self, device: torch.device, split_tokens: int) -> StatePlan:
+        return empty_states(device)
+
+    def device_table(self, device: torch.device) -> torch.Tensor:
+        """int64 [max_rows + 1]; padding never has a slot."""
+        if self._device_table is not None:
+            return self._device_table
+        self._device_table = torch.full((len(self._slots) + 1,), NO_SLOT, dtype=torch.int64, device=device)
+        return self._device_table
+
+    def update_device_table(self) -> None:
+        if self._device_table is None or not self._changed:
+            return
+        rows = np.array(sorted(self._changed), np.int64)
+        changed = to_device(np.stack((rows, self._slots[rows])), self._device_table.device)
+        self._device_table.index_copy_(0, changed[0], changed[1])
+        self._changed.clear()  # not before: the copy may fail for lack of memory

@@ -1,0 +1,1 @@
+"""From a checkpoint of any form to plain files: hub, directories, GGUF, configurations."""

@@ -1,0 +1,209 @@
+"""Resolves `--model` to local files and describes them; runs before the engine starts.
+
+Prints one line of JSON on standard output: {"checkpoint": …, "device": …} (a Checkpoint and
+the host's DeviceCapabilities), or {"error": "one line"} with a nonzero exit status. The heavy
+libraries are imported only in this process, and only if the checkpoint needs them.
+"""
+
+import contextlib
+import errno
+import hashlib
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.fields import json_object
+from atom.shared.config.model import ModelConfig
+from atom.shared.messages.launch import PrepareLaunch
+from atom.shared.utils import envs
+from atom.shared.utils.errors import one_line, out_of_memory
+from atom.shared.utils.exit_status import ExitStatus
+from atom.shared.utils.file_lock import exclusive
+from atom.shared.utils.process import read_launch
+from workers.checkpoint.checkpoint_files import check_weights
+from workers.checkpoint.families import check_supported
+from workers.checkpoint.hf_config import read_config
+from workers.checkpoint.hf_directory import read_directory
+from workers.checkpoint.hub import Accept, HubError, UnreachableError, fetch, is_hub_name
+from workers.device_probe import probe
+
+# To be increased when workers.weights.gguf changes its output, so that older conversions are not used.
+_GGUF_FORMAT = 4
+
+_CONVERSION_DEADLINE_S = 3600.0
+_PROGRESS_LINGER_MS = 1000
+
+# Errors of the host, not of the checkpoint: a later start may succeed.
+_HOST_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS)
+
+# (phase, done, total)
+Report = Callable[[str, int, int], None]
+
+
+def main() -> None:
+    """Entry point of `python -m workers.checkpoint.prepare`."""
+    launch = read_launch(PrepareLaunch)
+    status, result = ExitStatus.DONE, dict[str, object]()
+    try:
+        with progress_reports(launch.supervisor) as report:
+            checkpoint = prepare(launch.config, Path(launch.cache_dir), report)
+        result = {"checkpoint": checkpoint, "device": probe()}
+    except Exception as error:
+        if envs.ATOM_LOG_MORE:
+            traceback.print_exc()
+        unusable = _unusable_cache(error, Path(launch.cache_dir))
+        status = ExitStatus.RESOURCES if unusable else _status(error)
+        result = {"error": unusable or _reason(launch.config.model, error)}
+    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+    sys.exit(status)
+
+
+def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
+    """Describe the checkpoint that `config` names; downloads it or converts a GGUF file first.
+
+    Raises ValueError, in one line, for an unsupported checkpoint; OSError for an error of the host.
+    """
+    overrides = json_object(config.hf_overrides or "{}")
+    directory = _directory(config, cache_dir, report, lambda found: _check_supported(found, overrides))
+    if not (directory / "config.json").exists():
+        raise ValueError(_no_config(directory))
+    _check_supported(directory, overrides)
+    checkpoint = read_directory(directory, cache_dir, overrides)
+    if not config.load_dummy:
+        check_weights(directory)
+    return checkpoint
+
+
+def _check_supported(directory: Path, overrides: Mapping[str, Any]) -> None:
+    config = read_config(directory, overrides)
+    check_supported(config["architectures"][0], config.get("model_type"), own_code="auto_map" in config)
+
+
+def _directory(config: ModelConfig, cache_dir: Path, report: Report, accept: Accept) -> Path:
+    """The Hugging Face directory of the model; a download calls `accept` before it loads weights."""
+    model = config.model
+    path = Path(model).expanduser().resolve()
+    if not path.exists():
+        if not is_hub_name(model):
+            raise ValueError(
+                f"--model {model}: no such path; give a directory with config.json and safetensors files, "
+                "a .gguf file, or a name on the hub such as Qwen/Qwen3-0.6B"
+            )
+        weights = not config.load_dummy
+        path = fetch(model, config.revision, config.download_dir, report, accept, weights)
+    if path.is_dir():
+        return path
+    if path.suffix.lower() != ".gguf":
+        raise ValueError(f"{model} is a file, but not a .gguf file; give one or a directory with config.json")
+    return converted_gguf(path, cache_dir, report)
+
+
+def converted_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
+    """The directory with the GGUF file's content in Hugging Face form; converted only once.
+
+    A second process waits for the first. A directory gets its final name only when it is complete.
+    """
+    status = path.stat()
+    key = repr((str(path), status.st_size, status.st_mtime_ns, _GGUF_FORMAT))
+    name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    parent = cache_dir / "gguf"
+    final = parent / name
+    if final.exists():
+        return final
+    parent.mkdir(parents=True, exist_ok=True)
+    waiting = f"Waiting for another start to convert {path.name}"
+    with exclusive(parent / f"{name}.lock", _CONVERSION_DEADLINE_S, lambda: report(waiting, 0, 1)):
+        if not final.exists():
+            _convert(path, parent / f"{name}.partial", report)
+            (parent / f"{name}.partial").replace(final)
+    return final
+
+
+def _convert(path: Path, directory: Path, report: Report) -> None:
+    from workers.weights.gguf import convert
+
+    shutil.rmtree(directory, ignore_errors=True)  # left by a killed conversion
+    directory.mkdir()
+    try:
+        convert(path, directory, report)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def progress_reports(supervisor: str) -> Iterator[Report]:
+    """A function that sends Progress to the supervisor; does nothing if the endpoint is empty."""
+    if not supervisor:
+        yield lambda phase, done, total: None
+        return
+    import zmq
+
+    from atom.shared.messages.codec import encode
+    from atom.shared.messages.supervisor import Progress
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.setsockopt(zmq.LINGER, _PROGRESS_LINGER_MS)
+        socket.connect(supervisor)
+
+        def report(phase: str, done: int, total: int) -> None:
+            # Progress is dropped rather than waiting for a busy supervisor.
+            with contextlib.suppress(zmq.Again):
+                socket.send(encode(Progress("prepare", phase, done, total)), zmq.NOBLOCK)
+
+        yield report
+
+
+def _no_config(directory: Path) -> str:
+    gguf_files = sorted(directory.glob("*.gguf"))
+    if gguf_files:
+        return f"{directory} has no config.json but GGUF files: give one of them, such as {gguf_files[0]}"
+    return f"{directory} has no config.json: give a Hugging Face checkpoint's directory, or a .gguf file"
+
+
+def _status(error: Exception) -> ExitStatus:
+    host_error = isinstance(error, UnreachableError) or out_of_memory(error)
+    if host_error or (isinstance(error, OSError) and error.errno in _HOST_ERRORS):
+        return ExitStatus.RESOURCES
+    return ExitStatus.MODEL if isinstance(error, ValueError | OSError) else ExitStatus.FAILURE
+
+
+def _reason(model: str, error: Exception) -> str:
+    """The error on one line; unexpected errors with the name of their type."""
+    if type(error) in (ValueError, HubError, UnreachableError):
+        return one_line(error, type(error))
+    if isinstance(error, OSError) and error.strerror:
+        file = f" ({error.filename})" if error.filename else ""
+        return f"cannot prepare {model}: {error.strerror}{file}{_remedy(error)}"
+    return f"cannot prepare {model}: {out_of_memory(error) or one_line(error)}"
+
+
+def _unusable_cache(error: Exception, cache_dir: Path) -> str:
+    """One line for an error in creating the cache directory, also where HOME is unusable; else empty."""
+    if not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT) or not error.filename:
+        return ""
+    path = Path(error.filename)
+    if path == Path("/") or not (cache_dir.is_relative_to(path) or path.is_relative_to(cache_dir)):
+        return ""
+    return (
+        f"cannot write to {path}: {error.strerror}; set ATOM_CACHE_DIR to a writable directory "
+        "(and HF_HOME, for models of the hub)"
+    )
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ": free some space, or choose another directory with --download-dir or ATOM_CACHE_DIR"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return ": give this user permission to read it"
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What a checkpoint's files say about its quantization.
+
+config.json under quantization_config, in older files compression_config; or a file beside it:
+quantize_config.json (GPTQ, AWQ) or hf_quant_config.json (modelopt).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workers.checkpoint.hf_config import read_json
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_MODELOPT, _GPTQ = "hf_quant_config.json", "quantize_config.json"
+
+
+def stated_quantization(config: Mapping[str, Any], directory: Path) -> Any:
+    """The quantization_config, None for a plain checkpoint. Raises ValueError if two files contradict."""
+    stated = next((config[key] for key in QUANTIZATION_KEYS if config.get(key) is not None), None)
+    if stated is None:
+        return _of_files(directory)
+    if isinstance(stated, Mapping) and stated.get("quant_method") == "modelopt":
+        return _with_file(stated, _of_modelopt(directory), directory)
+    return stated
+
+
+def _of_files(directory: Path) -> dict[str, Any] | None:
+    """The settings of the files beside config.json; modelopt may quantize the KV cache alone."""
+    modelopt = _of_modelopt(directory)
+    if modelopt is not None and modelopt.get("quant_algo") is not None:
+        return modelopt
+    return {**(modelopt or {}), **(_of_gptq(directory) or {})} or None
+
+
+def _with_file(
+    stated: Mapping[str, Any], beside: Mapping[str, Any] | None, directory: Path
+) -> dict[str, Any]:
+    """The settings of both."""
+    merged = {**(beside or {}), **stated}
+    one, other = (str((each or {}).get("quant_algo", "")).upper() for each in (beside, merged))
+    if one and one != other:
+        raise ValueError(
+            f"{directory} is quantized (modelopt) with quant_algo {other} in config.json and {one} in "
+            f"{_MODELOPT}: remove the wrong one"
+        )
+    return merged
+
+
+def _of_modelopt(directory: Path) -> dict[str, Any] | None:
+    found = read_json(directory / _MODELOPT, missing_is_empty=True).get("quantization")
+    if not isinstance(found, Mapping):
+        return None
+    if found.get("quant_algo") is None and found.get("kv_cache_quant_algo") is None:
+        return None
+    return {"quant_method": "modelopt", **found}
+
+
+def _of_gptq(directory: Path) -> dict[str, Any] | None:
+    found = read_json(directory / _GPTQ, missing_is_empty=True)
+    if not found:
+        return None
+    return {"quant_method": "awq" if "w_bit" in found or "version" in found else "gptq", **found}

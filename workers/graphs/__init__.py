@@ -1,0 +1,1 @@
+"""Captured graphs and compiled models: decode, prompts, piecewise, CPU recordings."""

@@ -1,0 +1,103 @@
+"""What each --cudagraph-mode captures.
+
+| mode               | decode steps | prefill and mixed steps |
+|--------------------|--------------|-------------------------|
+| FULL               | whole        | whole                   |
+| FULL_AND_PIECEWISE | whole        | in pieces               |
+| FULL_DECODE_ONLY   | whole        | eager                   |
+| PIECEWISE          | in pieces    | in pieces               |
+| NONE               | eager        | eager                   |
+
+Whole steps are fastest: attention is in the graph, with kernels that suit any row. In pieces attention
+chooses its kernels by the step. A CPU has FULL_DECODE_ONLY, with recordings in place of graphs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from atom.shared.config.device import GraphMode
+from atom.shared.utils.logger import get_logger
+from workers.batch.input_batch import InputBatch
+from workers.graphs.call_recorder import CallRecorder, NotRecordableError
+from workers.graphs.decode_graphs import DecodeGraphs
+from workers.graphs.graph_recorder import GraphRecorder
+from workers.graphs.marks import MarkedRecorder
+from workers.graphs.piece_graphs import PieceGraphs
+from workers.graphs.piece_recorder import PieceRecorder
+from workers.graphs.prompt_graphs import PROMPT_SIZES, PromptGraphs
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import CacheLayer
+from workers.model_runner import Graphs
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """What to capture; without `rows` nothing."""
+
+    mode: GraphMode
+    rows: Sequence[int]
+    """Of decode steps, ascending."""
+    most_tokens: int
+    """Of a step."""
+    marked: bool = False
+    """Whether traces name captures and replays."""
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """Tokens of the prefill and mixed steps to capture, ascending."""
+        return [size for size in PROMPT_SIZES if size <= self.most_tokens] or [self.most_tokens]
+
+    def piece_tokens(self, tokens_per_row: int) -> list[int]:
+        """Tokens of the steps to capture in pieces, ascending."""
+        if self.mode != "PIECEWISE":
+            return self.prompt_tokens
+        decodes = (rows * tokens_per_row for rows in self.rows)
+        return sorted({*self.prompt_tokens, *(size for size in decodes if size <= self.most_tokens)})
+
+
+def capture_graphs(
+    settings: GraphSettings,
+    model: CausalLM,
+    kv_layers: Sequence[CacheLayer],
+    inputs: InputBatch,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> Graphs:
+    """Capture the graphs of one model; `progress` is called with (done, total).
+
+    None, with a line in the log, if a CPU cannot record the model. Raises torch.OutOfMemoryError.
+    """
+    if not settings.rows or settings.mode == "NONE":
+        return Graphs()
+    recorder = CallRecorder() if device.type == "cpu" else GraphRecorder()
+    record = MarkedRecorder(recorder) if settings.marked else recorder
+    decode: DecodeGraphs | None = None
+    prompts: PromptGraphs | PieceGraphs | None = None
+    if settings.mode != "PIECEWISE":
+        decode = DecodeGraphs(model, kv_layers, inputs, settings.rows, record, device)
+    if settings.mode == "FULL":
+        prompts = PromptGraphs(model, kv_layers, inputs, settings.prompt_tokens, record, device)
+    elif settings.mode != "FULL_DECODE_ONLY":
+        sizes = settings.piece_tokens(1 + inputs.limits.num_drafts)
+        prompts = PieceGraphs(model, kv_layers, inputs, sizes, PieceRecorder(recorder), device)
+    graphs = Graphs(decode, prompts)
+    total = len(graphs.sizes.decode_rows) + len(graphs.sizes.prompt_tokens)
+    done = 0
+    progress(done, total)
+
+    def one_more() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    try:
+        for each in (graphs.prompts, graphs.decode):
+            if each is not None:
+                each.capture(one_more)
+    except NotRecordableError as error:
+        get_logger().info("decode steps are not recorded: %s", error)
+        progress(total, total)
+        return Graphs()
+    return graphs

@@ -1,0 +1,106 @@
+"""A forward pass captured in pieces: a graph for each run of kernels between two token mixers.
+
+    captured   embedding, norm, QKV  │  output projection, MLP, norm, QKV  │ …  │ …, norm
+    eager                         attention                            attention
+
+Attention runs kernel by kernel, with the step's own plan, so it chooses its kernels by the step.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from workers.graphs.graph_recorder import Replay
+from workers.layers.attention.rotation import Rotation
+from workers.layers.context import ForwardContext, Mixing
+
+ReplayPieces = Callable[[ForwardContext], None]
+"""Computes the pass with the plans of a step, whose tensors are as long as the captured ones."""
+
+
+class Capture(Protocol):
+    """Captures of one device, as `GraphRecorder` and `CallRecorder` make them."""
+
+    def capturing(self) -> AbstractContextManager[None]: ...
+
+    def begin(self) -> None: ...
+
+    def end(self) -> Replay: ...
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+class MixerOutputs:
+    """Buffers for the results of token mixers, which the piece behind each reads before the next writes.
+
+    One for each shape of a token, for every pass: make the largest pass first.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+
+    def like(self, result: torch.Tensor) -> torch.Tensor:
+        """The buffer for results of this shape."""
+        key = result.shape[1:], result.dtype
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty_like(result, memory_format=torch.contiguous_format)
+        return self._buffers[key][: len(result)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixer:
+    """A token mixer between two pieces."""
+
+    compute: Mixing
+    tensors: Sequence[torch.Tensor]
+    """Not owned: the pieces behind it may reuse their memory."""
+    out: torch.Tensor
+
+
+class PieceRecorder:
+    """Captures forward passes in pieces; implements `Splitter` for the one that it captures."""
+
+    def __init__(self, capture: Capture):
+        self._capture = capture
+        self._outputs = MixerOutputs()
+        self._pieces: list[Replay] = []
+        self._mixers: list[_Mixer] = []
+        self._rotation: Rotation | None = None
+
+    def __call__(self, body: Callable[[ForwardContext], None], context: ForwardContext) -> ReplayPieces:
+        """Capture `body`, a forward pass that leaves its result in a buffer; `context` is of a step."""
+        body(context)  # compiles kernels and initialises libraries outside the capture
+        self._pieces, self._mixers, self._rotation = [], [], None
+        with self._capture.capturing():
+            self._capture.begin()
+            body(replace(context, splitter=self))
+            self._pieces.append(self._capture.end())
+        return _replay_of(self._pieces, self._mixers, self._rotation)
+
+    def split(
+        self, mix: Mixing, ctx: ForwardContext, rotation: Rotation, tensors: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """See `Splitter`."""
+        assert self._rotation is None or self._rotation is rotation, "a pass has one rotation"
+        self._rotation = rotation
+        self._pieces.append(self._capture.end())
+        result = mix(ctx, replace(rotation), *tensors)
+        out = self._outputs.like(result).copy_(result)
+        self._mixers.append(_Mixer(mix, [self._capture.borrow(tensor) for tensor in tensors], out))
+        self._capture.begin()
+        return out
+
+
+def _replay_of(pieces: Sequence[Replay], mixers: Sequence[_Mixer], rotation: Rotation | None) -> ReplayPieces:
+    def replay(ctx: ForwardContext) -> None:
+        # Another object for each step: what it caches is computed from the step's angles.
+        angles = None if rotation is None else replace(rotation)
+        for piece, mixer in zip(pieces[:-1], mixers, strict=True):
+            piece()
+            mixer.out.copy_(mixer.compute(ctx, angles, *mixer.tensors))
+        pieces[-1]()
+
+    return replay

@@ -1,0 +1,1 @@
+"""Attention layers, RoPE and windows."""

@@ -1,0 +1,132 @@
+"""RoPE: one table of cosines and sines for all layers.
+
+P positions, R rotary dimension of a head (its first R features), T tokens.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from atom_ops import rotation_at
+from workers.layers.attention.rotation import Rotation
+from workers.layers.context import BuildContext
+
+Rope = Mapping[str, Any]
+"""`rope_parameters` of config.json."""
+
+
+class RotaryEmbedding(nn.Module):
+    """Maps positions to a `Rotation`."""
+
+    cos_sin_PR: torch.Tensor
+
+    def __init__(self, head_dim: int, rope: Rope, build: BuildContext, interleaved: bool = False):
+        """`interleaved`: pairs are neighbouring features (GPT-J), not features of both halves (NeoX)."""
+        super().__init__()
+        self._interleaved = interleaved
+        frequencies, attention_factor = rope_frequencies(head_dim, rope, build.max_positions)
+        angles = torch.outer(torch.arange(build.max_positions, dtype=torch.float32), frequencies)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+        self.register_buffer("cos_sin_PR", table.to(build.device))
+
+    def forward(self, positions_T: torch.Tensor) -> Rotation:
+        cos_T1R, sin_T1R = rotation_at(self.cos_sin_PR, positions_T, self._interleaved)
+        return Rotation(cos_T1R, sin_T1R, self._interleaved)
+
+
+def rope_frequencies(head_dim: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
+    """(radians per position of each feature pair, float32 [R / 2] on the CPU; factor on cosines and sines).
+
+    `longest` is the length of the longest sequence. Types whose frequencies depend on the length use
+    `longest` for every sequence, because RoPE is applied to a key once, before it is cached. Raises
+    ValueError for an unsupported type and for a missing parameter.
+    """
+    kind = rope.get("rope_type", "default")
+    if kind not in _TYPES:
+        raise ValueError(f"rope type {kind} is not supported; supported: {', '.join(_TYPES)}")
+    width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    try:
+        return _TYPES[kind](width, rope, longest)
+    except KeyError as missing:
+        raise ValueError(f"config.json lacks rope_parameters.{missing.args[0]} (rope type {kind})") from None
+
+
+def _geometric(width: int, theta: float) -> torch.Tensor:
+    return 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+
+
+def _default(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
+    return _geometric(width, rope["rope_theta"]), 1.0
+
+
+def _linear(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
+    """Positions divided by `factor`."""
+    return _geometric(width, rope["rope_theta"]) / rope["factor"], 1.0
+
+
+def _dynamic(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
+    """NTK scaling: theta grows with the length beyond original_max_position_embeddings."""
+    factor = rope["factor"]
+    ratio = max(longest / rope["original_max_position_embeddings"], 1.0)
+    growth = (factor * ratio - (factor - 1)) ** (width / (width - 2))
+    return _geometric(width, rope["rope_theta"] * growth), 1.0
+
+
+def _llama3(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
+    """Low frequencies are divided by `factor`, high ones kept, those between interpolated."""
+    frequencies = _geometric(width, rope["rope_theta"])
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    rotations = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor), 1.0
+
+
+def _yarn(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
+    """As llama3, but interpolated linearly by the index of the feature pair."""
+    frequencies, factor = _geometric(width, rope["rope_theta"]), rope["factor"]
+
+    def correction_dim(rotations: float) -> float:
+        """The feature pair that makes so many rotations over the original context length."""
+        wavelength = rope["original_max_position_embeddings"] / (2 * math.pi * rotations)
+        return width * math.log(wavelength) / (2 * math.log(rope["rope_theta"]))
+
+    first, last = correction_dim(rope.get("beta_fast") or 32), correction_dim(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    interpolated = ((torch.arange(len(frequencies)) - first) / ((last - first) or 0.001)).clamp(0, 1)
+    return frequencies * (1 - interpolated + interpolated / factor), _yarn_attention_factor(rope)
+
+
+def _yarn_attention_factor(rope: Rope) -> float:
+    """YaRN's mscale on cosines and sines: it sharpens attention over longer contexts."""
+    if (factor := rope.get("attention_factor")) is not None:
+        return float(factor)
+    growth = 0.1 * math.log(max(rope["factor"], 1.0))
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale and all_dim:
+        return float((growth * mscale + 1) / (growth * all_dim + 1))
+    return growth + 1
+
+
+def _longrope(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
+    """One factor per feature pair, from a list for short or a list for long contexts."""
+    original = rope["original_max_position_embeddings"]
+    factors = torch.tensor(rope["long_factor"] if longest > original else rope["short_factor"])
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(max(rope["factor"], 1.0)) / math.log(original))
+    return _geometric(width, rope["rope_theta"]) / factors, attention_factor
+
+
+_TYPES: Mapping[str, Callable[[int, Rope, int], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}

@@ -1,0 +1,1 @@
+"""Multi-head latent attention (MLA) layers, dense, sharded and sparse."""

@@ -1,0 +1,1 @@
+"""Memory of the device: peak, guard, KV tensors, the memory plan."""
