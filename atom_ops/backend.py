@@ -10,6 +10,7 @@ from atom_ops import aiter_impl, native_impl, triton_impl
 from atom_ops.attention_backend import ATTENTION_BACKENDS, use_attention_backends
 from atom_ops.op import REFERENCE, REGISTRY
 from atom_ops.ops.linear.linear import BATCH_INVARIANT, linear
+from atom_ops.triton_impl.hardware import target
 from atom_ops.weights import Weight
 
 _DEFAULT_ORDER = {
@@ -37,7 +38,7 @@ def resolve(
     batch-invariant GEMM; raises ValueError where there is none. Attention is batch-invariant by its
     plan (`BATCH_INVARIANT_SPLIT`). On a CPU this also tunes malloc to reuse freed memory.
     """
-    if triton_impl.runs_on(device):
+    if target.runs_on(device):
         triton_impl.load()
     if aiter_impl.runs_on(device):
         aiter_impl.load()

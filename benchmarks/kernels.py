@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 from atom.benchmarks.serving.errors import BenchmarkError
 from atom.shared.config.cli import CommandLineParser
-from atom_ops import backend, triton_impl
+from atom_ops import backend
 from atom_ops.op import REFERENCE, REGISTRY, Op, Provider
+from atom_ops.triton_impl.hardware import target
 from atom_ops.weights.samples import Format
 from benchmarks.common.arguments import add_output_flag, single_line_errors
 from benchmarks.common.report import report, write
@@ -100,7 +101,7 @@ def _device(name: str) -> torch.device:
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
         raise BenchmarkError("--device cuda: torch sees no GPU here; use --device cpu")
-    if triton_impl.INTERPRETED:
+    if target.INTERPRETED:
         raise BenchmarkError("TRITON_INTERPRET=1: the time of interpreted kernels is meaningless; unset it")
     return torch.device("cuda" if there and name != "cpu" else "cpu")
 

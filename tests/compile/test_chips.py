@@ -24,6 +24,7 @@ from atom_ops.ops.latent.latent_cache import LatentNorms, make_latent_layer
 from atom_ops.ops.latent.sparse_attention import TopKIndices
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
 from atom_ops.ops.sampling.token_shard import TokenShard
+from atom_ops.triton_impl.hardware import target
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords
 from tests.helpers.chips import CHIPS, Compiled, compiling_for
 from tests.helpers.kernel_table import COMPILED, launched, record
@@ -35,7 +36,7 @@ pytestmark = [
     # Triton 3.9 warns at each compilation that its default will change.
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
     pytest.mark.skipif(
-        triton_impl.INTERPRETED or find_spec("triton") is None, reason="needs triton, not interpreted"
+        target.INTERPRETED or find_spec("triton") is None, reason="needs triton, not interpreted"
     ),
 ]
 
@@ -527,6 +528,7 @@ _WITHOUT_NVIDIA = """
 import sys, triton
 sys.modules["triton.language.extra.cuda"] = None
 from atom_ops import triton_impl
+from atom_ops.triton_impl.hardware import target
 from tests.compile.test_chips import small_kernels
 from tests.helpers.chips import CHIPS, compiling_for
 

@@ -230,8 +230,8 @@ def by_other_kernels(step: Step) -> torch.Tensor:
 @pytest.fixture
 def prompt_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the kernel for prompts however few tokens they have, and check that it is used."""
-    from atom_ops.triton_impl import is_hopper
     from atom_ops.triton_impl.attention import attention
+    from atom_ops.triton_impl.hardware.target import is_hopper
 
     if not is_hopper(GPU):
         pytest.skip("needs a Hopper GPU")

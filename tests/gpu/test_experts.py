@@ -136,9 +136,9 @@ def test_kernels_at_the_shapes_of_models(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GPT-OSS-20B"])
 def test_every_kind_of_plan(name: str) -> None:
     backend.resolve(GPU)
-    from atom_ops.triton_impl import is_hopper
     from atom_ops.triton_impl.experts import expert_plans
     from atom_ops.triton_impl.experts.experts import multiply
+    from atom_ops.triton_impl.hardware.target import is_hopper
 
     hopper = is_hopper(GPU)
     plans: list[expert_plans.ExpertPlan] = [expert_plans._FEW, expert_plans.BATCH_INVARIANT]

@@ -77,9 +77,9 @@ def test_kernels_at_the_shapes_of_models(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_plan(name: str) -> None:
-    from atom_ops.triton_impl import is_hopper
     from atom_ops.triton_impl.experts import expert_plans as plans
     from atom_ops.triton_impl.experts.experts import multiply
+    from atom_ops.triton_impl.hardware.target import is_hopper
 
     backend.resolve(GPU)
     format, hopper = layer(name)[0].format, is_hopper(GPU)

@@ -74,7 +74,7 @@ def test_every_plan(format: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("format", ["fp8-block", "fp8-channel"])
 def test_stream_k_of_several_tiles(format: str, outputs: int) -> None:
     """A tile of 128 tokens, two, and tiles that end within; with a bias where the rows end within one."""
-    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.hardware.target import is_hopper
     from atom_ops.triton_impl.plans.tuned import StreamKPlan
     from atom_ops.triton_impl.quantized.quantized_linear import multiply
 
@@ -98,7 +98,7 @@ def test_stream_k_of_several_tiles(format: str, outputs: int) -> None:
 @pytest.mark.parametrize("shape", [(1088, 4096), (4096, 12288)], ids=str)
 def test_the_persistent_gemv(shape: tuple[int, int]) -> None:
     """Every candidate, alone with a bias and with the activation before it."""
-    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.hardware.target import is_hopper
     from atom_ops.triton_impl.quantized.quantized_candidates import candidates
     from atom_ops.triton_impl.quantized.quantized_linear import multiply
     from atom_ops.triton_impl.quantized.quantized_plans import PersistentGemvPlan
@@ -126,7 +126,7 @@ def test_the_persistent_gemv(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(1008, 4096), (512, 12288), (4096, 4096), (24576, 4096)], ids=str)
 def test_few_tokens_by_a_ring(format: str, shape: tuple[int, int]) -> None:
     """Programs with fewer stages than the ring, and with more."""
-    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.hardware.target import is_hopper
     from atom_ops.triton_impl.quantized import four_bit_ring
     from atom_ops.triton_impl.quantized.quantized_plans import RingPlan
 
@@ -152,7 +152,7 @@ def test_few_tokens_by_a_ring(format: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(1008, 4096), (512, 12288), (4096, 4096), (24576, 4096)], ids=str)
 def test_one_token_by_a_ring_after_a_norm_or_an_activation(format: str, shape: tuple[int, int]) -> None:
     """As their own kernels and the ring alone; programs of both sizes."""
-    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.hardware.target import is_hopper
     from atom_ops.triton_impl.quantized.quantized_linear import multiply
     from atom_ops.triton_impl.quantized.quantized_plans import RingPlan
 
@@ -213,7 +213,7 @@ def test_few_tokens_on_tensor_cores(format: str, shape: tuple[int, int], zeros: 
 @pytest.mark.parametrize("shape", [(1000, 960), (1000, 1024), (520, 12288), (4096, 4096)], ids=str)
 def test_four_bits_by_wgmma(format: str, shape: tuple[int, int]) -> None:
     """Rows, columns and tokens that fill no tile, with one step to a split and with many; a bias."""
-    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.hardware.target import is_hopper
     from atom_ops.triton_impl.quantized import four_bit_split_k, four_bit_wgmma
     from atom_ops.triton_impl.quantized.quantized_plans import WgmmaPlan
 

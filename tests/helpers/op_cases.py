@@ -9,6 +9,7 @@ import torch
 
 from atom_ops import aiter_impl, native_impl, triton_impl
 from atom_ops.op import REFERENCE, REGISTRY, Case, Op, Provider
+from atom_ops.triton_impl.hardware import target
 
 CPU = torch.device("cpu")
 WRITERS = (
@@ -22,7 +23,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def table(device: torch.device) -> Iterator[Any]:
     """Op, provider, dtype and case, for every provider that runs on `device`."""
-    if triton_impl.runs_on(device):
+    if target.runs_on(device):
         triton_impl.load()
     if aiter_impl.runs_on(device):
         aiter_impl.load()

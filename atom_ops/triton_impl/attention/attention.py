@@ -22,12 +22,12 @@ from torch import Tensor
 from atom_ops.ops.attention.attention import AttentionRule, paged_attention
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.kv_cache import KVLayer
-from atom_ops.triton_impl import INTERPRETED, NEEDS, is_hopper, runs_on
 from atom_ops.triton_impl.attention.attention_kernels import LOG2_E, decode_attention, prefill_attention
 from atom_ops.triton_impl.attention.gathered_prompts import gather_prompts
 from atom_ops.triton_impl.attention.query_tiles import ListTiles
 from atom_ops.triton_impl.hardware.pdl import launch_options
 from atom_ops.triton_impl.hardware.persistent import num_sms
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, is_hopper, runs_on
 from atom_ops.triton_impl.quantized.fp8 import converts_float8
 
 

@@ -22,7 +22,6 @@ from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.fused_attention import attend_projection
 from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.ops.attention.qkv import HeadNorms
-from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.attention.attention import MERGED_AT_ONCE, arrival_counters, supports
 from atom_ops.triton_impl.attention.attention_kernels import (
     LOG2_E,
@@ -32,6 +31,7 @@ from atom_ops.triton_impl.attention.attention_kernels import (
 )
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.hardware.persistent import num_sms
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 
 
 @triton.jit

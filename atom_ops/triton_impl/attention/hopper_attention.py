@@ -35,9 +35,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atom_ops.ops.attention.attention import AttentionRule
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.kv_cache import KVLayer
-from atom_ops.triton_impl import is_hopper
 from atom_ops.triton_impl.attention.query_tiles import QueryTiles
 from atom_ops.triton_impl.hardware.hopper_pipeline import load_tile, make_barriers, release
+from atom_ops.triton_impl.hardware.target import is_hopper
 
 _TILE = 128
 """Query heads x tokens of an item, and tokens of a tile of keys."""

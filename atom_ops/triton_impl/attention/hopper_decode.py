@@ -20,10 +20,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from atom_ops.ops.attention.attention import AttentionRule
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.kv_cache import KVLayer
-from atom_ops.triton_impl import is_hopper
 from atom_ops.triton_impl.hardware.gluon_pdl import pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.hardware.hopper_pipeline import thread_barrier
 from atom_ops.triton_impl.hardware.pdl import launch_options
+from atom_ops.triton_impl.hardware.target import is_hopper
 from atom_ops.triton_impl.quantized.fp8 import PAIRS_F16
 
 QUERIES = 8

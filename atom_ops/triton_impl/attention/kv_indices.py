@@ -6,7 +6,7 @@ import triton.language as tl
 
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.kv_indices import KVIndices, kv_indices
-from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _BLOCK = 1024
 _PROGRAMS = 1024

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.attention.partial_attention import merge_partials
-from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 # The largest log-sum-exp of ranks without tokens: finite, because inf - inf would be NaN.
 _LOWEST = tl.constexpr(-1.0e30)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.latent.latent_attention import prompt_attention
-from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.hardware.tiles import row_of_tile
 
 _LOG2_E = 1.4426950408889634

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.ops.attention.qkv import HeadNorms, rotate_and_write_kv
-from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.attention.kv_cache import float8_numbers, float8_scale
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 # Block size and warps do not depend on the batch, for batch invariance.
 _HEADS = 8

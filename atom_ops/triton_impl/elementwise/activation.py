@@ -5,8 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.elementwise.activation import sigmoid_and_mul, silu_and_mul
-from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _BLOCK = 1024
 

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.elementwise.norm import add_rms_norm, gated_rms_norm, rms_norm
-from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _MOST_FEATURES = 16384
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation, ExpertWeights
-from atom_ops.triton_impl import INTERPRETED
 from atom_ops.triton_impl.experts.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.experts.expert_grouped import _grouped_4bit, _grouped_8bit, _round_groups
 from atom_ops.triton_impl.experts.expert_plans import Format, GroupedPlan, GroupedTile, VectorPlan
 from atom_ops.triton_impl.experts.expert_vectors import _down_4bit, _down_8bit, _gate_up_4bit, _gate_up_8bit
 from atom_ops.triton_impl.hardware.pdl import launch_options
 from atom_ops.triton_impl.hardware.persistent import programs_for
+from atom_ops.triton_impl.hardware.target import INTERPRETED
 from atom_ops.triton_impl.quantized.four_bit import settings_of
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords, Weight
 

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.experts.expert_slots import ExpertSlots, select_slots
-from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _BLOCK = 256
 

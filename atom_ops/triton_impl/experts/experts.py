@@ -11,7 +11,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation, ExpertRole, ExpertWeights, experts
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
-from atom_ops.triton_impl import INTERPRETED, NEEDS, is_hopper, runs_on
 from atom_ops.triton_impl.experts import expert_plans, expert_quantized
 from atom_ops.triton_impl.experts.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.experts.expert_kernels import _down, _gate_up, _grouped_gemm, _sum_pairs
@@ -25,6 +24,7 @@ from atom_ops.triton_impl.experts.expert_plans import (
 )
 from atom_ops.triton_impl.hardware.pdl import launch_options
 from atom_ops.triton_impl.hardware.persistent import programs_for
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, is_hopper, runs_on
 from atom_ops.weights import MXFP4, GroupINT4, Weight
 from atom_ops.weights.four_bit_words import pack_words
 

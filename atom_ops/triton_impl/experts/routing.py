@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.experts.routing import TINY, RoutingRule, route
-from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _TAKEN = tl.constexpr(-(1 << 31))
 """Lower than every rank."""

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl.hardware.target import INTERPRETED
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

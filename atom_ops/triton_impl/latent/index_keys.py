@@ -5,9 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.latent.index_keys import IndexKeys, IndexNorm, write_index_keys
-from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.attention.kv_cache import float8_numbers, float8_scale
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _MOST_FEATURES = 1024
 

@@ -27,8 +27,8 @@ from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.latent.latent_attention import latent_attention, partial_latent_attention
 from atom_ops.ops.latent.latent_cache import LatentLayer
 from atom_ops.ops.sampling.token_shard import TokenShard
-from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.hardware.tiles import row_of_tile
 from atom_ops.triton_impl.quantized.fp8 import converts_float8, decode_fp8_pairs
 

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.latent.latent_cache import LatentLayer, LatentNorms, norm_and_write_latents, write_latent
-from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.attention.kv_cache import float8_numbers, float8_scale
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _MOST_FEATURES = 16384
 

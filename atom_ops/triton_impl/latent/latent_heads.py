@@ -12,8 +12,8 @@ from torch import Tensor
 
 from atom_ops.ops.latent.latent_attention import absorb_queries, expand_values
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
-from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait, prefetch_rows
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 
 _OUTPUTS = 128
 _INPUTS = 128

@@ -23,8 +23,8 @@ from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.latent.index_keys import IndexKeys
 from atom_ops.ops.latent.latent_cache import LatentLayer
 from atom_ops.ops.latent.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
-from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.latent.latent_attention import attend_latents, supports_latents
 from atom_ops.triton_impl.quantized.fp8 import decode_fp8
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from atom_ops.ops.linear.linear import BATCH_INVARIANT, linear
-from atom_ops.triton_impl import INTERPRETED, NEEDS, is_hopper, runs_on
 from atom_ops.triton_impl.hardware.persistent import num_sms
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, is_hopper, runs_on
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.linear.fused_linear import add_norm_linear, silu_and_mul_linear
-from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.linear.linear import multiply_rows, weight_tile
 from atom_ops.triton_impl.linear.split_k import store_outputs
 from atom_ops.triton_impl.plans.tuned import NORM_LINEAR, SILU_LINEAR, FusedPlan

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.linear.linear import linear
-from atom_ops.triton_impl import INTERPRETED
 from atom_ops.triton_impl.hardware.pdl import (
     fits_cache,
     launch_options,
@@ -27,6 +26,7 @@ from atom_ops.triton_impl.hardware.pdl import (
     pdl_wait,
     prefetch_rows,
 )
+from atom_ops.triton_impl.hardware.target import INTERPRETED
 from atom_ops.triton_impl.linear.split_k import partials_of, reduce_partials, store_outputs
 from atom_ops.triton_impl.plans.tuned import LINEAR, FusedPlan, LinearPlan, Plan, Plans, StreamKPlan
 from atom_ops.triton_impl.quantized import quantized_linear

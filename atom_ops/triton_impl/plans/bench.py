@@ -15,7 +15,7 @@ from triton.errors import TritonError
 
 from atom.shared.utils.logger import get_logger
 from atom_ops.ops.linear.linear import linear
-from atom_ops.triton_impl import is_hopper
+from atom_ops.triton_impl.hardware.target import is_hopper
 from atom_ops.triton_impl.linear import linear as plain_linear
 from atom_ops.triton_impl.linear.linear import plans_on
 from atom_ops.triton_impl.plans.plan_file import Key, Machine, PlanFile

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl.hardware.target import INTERPRETED
 from atom_ops.weights import FourBitWords
 
 COLUMNS = 128

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl.hardware.target import INTERPRETED
 
 _ADA = (8, 9)
 SMALLEST = tl.constexpr(1.0e-30)

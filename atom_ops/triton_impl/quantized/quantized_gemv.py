@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.triton_impl import INTERPRETED
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.hardware.target import INTERPRETED
 from atom_ops.triton_impl.quantized.fp8 import decode_fp8
 from atom_ops.triton_impl.quantized.quantized_plans import GemvPlan
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8

@@ -22,7 +22,7 @@ from torch import Tensor
 from atom_ops.ops.elementwise.activation import silu_and_mul
 from atom_ops.ops.elementwise.norm import add_rms_norm, rms_norm
 from atom_ops.ops.linear.linear import linear
-from atom_ops.triton_impl import INTERPRETED, is_hopper
+from atom_ops.triton_impl.hardware.target import INTERPRETED, is_hopper
 from atom_ops.triton_impl.plans.tuned import StreamKPlan
 from atom_ops.triton_impl.quantized import eight_bit_linear, four_bit_gemv, four_bit_linear, quantized_gemv
 from atom_ops.triton_impl.quantized.quantized_plans import (

@@ -7,7 +7,7 @@ from functools import cache
 import msgspec
 import torch
 
-from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl.hardware.target import INTERPRETED
 from atom_ops.triton_impl.plans.tuned import StreamKPlan
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.triton_impl import INTERPRETED as _INTERPRETED
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.hardware.target import INTERPRETED as _INTERPRETED
 
 Form = Literal["e4m3", "int8"]
 MOST_INPUTS = 32768

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from atom_ops.ops.recurrent.causal_conv import causal_conv
 from atom_ops.ops.recurrent.recurrent_state import StatePlan
-from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _STEP_CHANNELS = 256
 _TILE_CHANNELS = 64

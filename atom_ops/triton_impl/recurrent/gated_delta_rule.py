@@ -13,8 +13,8 @@ from torch import Tensor
 
 from atom_ops.ops.recurrent.gated_delta_rule import NORM_EPS, DecayWeights, gated_delta_rule
 from atom_ops.ops.recurrent.recurrent_state import StatePlan
-from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 
 _CHUNK = 64
 _FEATURES = 32

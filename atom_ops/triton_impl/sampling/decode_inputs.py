@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.sampling.decode_inputs import DecodeInputs, decode_inputs
-from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _BLOCK = 1024
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.sampling.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
-from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _BLOCK = 1024
 _NONE = tl.constexpr(NO_DRAFT)

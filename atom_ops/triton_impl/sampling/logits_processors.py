@@ -29,7 +29,7 @@ from atom_ops.ops.sampling.logits_processors import (
     apply_logits_processors,
     record_sampled,
 )
-from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _PART, _ENTRIES = 4096, 256
 _ANY = tl.constexpr(ANY)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.sampling.logprobs import TokenLogprobs, token_logprobs
-from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _SPAN = 4096
 _KEYS = 1 << 23

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atom_ops.ops.sampling.draft_inputs import NO_DRAFT, RowState
 from atom_ops.ops.sampling.ngram import NgramRule, TokenHistory, propose_ngrams
-from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
+from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 
 _BLOCK = 1024
 _CHUNK = 64 if INTERPRETED else 4096

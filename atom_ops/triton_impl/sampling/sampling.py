@@ -30,7 +30,7 @@ from torch import Tensor
 
 from atom_ops.ops.sampling.philox import ROUNDS
 from atom_ops.ops.sampling.sampling import SAMPLE_TOKEN, SamplingBatch, sample
-from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _SPAN = tl.constexpr(256)
 _SPANS_PER_PROGRAM = tl.constexpr(16)

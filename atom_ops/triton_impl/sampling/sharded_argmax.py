@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.sampling.sharded_argmax import merge_argmax, shard_argmax
-from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _CHUNK = 4096
 _ROWS = 64

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.sampling.token_bitmask import WORD_BITS, apply_token_bitmask
-from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _BLOCK = 4096
 

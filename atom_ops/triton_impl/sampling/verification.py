@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atom_ops.ops.sampling.draft_inputs import RowState
 from atom_ops.ops.sampling.verification import verify_drafts
-from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from atom_ops import triton_impl
+from atom_ops.triton_impl.hardware import target
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,7 +17,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-if triton_impl.INTERPRETED:
+if target.INTERPRETED:
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter

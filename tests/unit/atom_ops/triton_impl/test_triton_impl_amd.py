@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from atom_ops import triton_impl
 from atom_ops.ops.experts.experts import ExpertWeights, _has_grouped_gemm
+from atom_ops.triton_impl.hardware import target
 from parallel.peer_memory import _kind
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -23,7 +23,7 @@ def cached(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
-    remembered = (triton_impl.is_hopper, pdl.launch_options, quantized_linear._runs)
+    remembered = (target.is_hopper, pdl.launch_options, quantized_linear._runs)
     for function in remembered:
         function.cache_clear()
     yield
@@ -38,11 +38,11 @@ def test_no_path_for_hopper() -> None:
     from atom_ops.triton_impl.hardware import pdl
     from atom_ops.triton_impl.quantized import four_bit, quantized_linear
 
-    assert not triton_impl.is_hopper(GPU)
+    assert not target.is_hopper(GPU)
     assert pdl.launch_options(GPU) == {"PDL": False}
     assert not quantized_linear._runs(GPU, fp8=True) and not quantized_linear._runs(GPU, fp8=False)
     values: Any = type("Values", (), {"device": GPU, "is_meta": False})()
-    if not triton_impl.INTERPRETED:
+    if not target.INTERPRETED:
         assert not expert_quantized._has_fp8(values)
     assert not four_bit._has_ptx(values)
     x = torch.empty(2, 16, dtype=torch.bfloat16)

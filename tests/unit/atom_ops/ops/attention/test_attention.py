@@ -9,16 +9,17 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import atom_ops
-from atom_ops import backend, triton_impl
+from atom_ops import backend
 from atom_ops.ops.attention import attention_plan
 from atom_ops.ops.attention.kv_cache import FP8
+from atom_ops.triton_impl.hardware import target
 from tests.helpers.paged_step import STEPS, Step
 
 CPU = torch.device("cpu")
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-@pytest.fixture(params=["sdpa_cpu", "torch", *(["triton"] if triton_impl.INTERPRETED else [])], autouse=True)
+@pytest.fixture(params=["sdpa_cpu", "torch", *(["triton"] if target.INTERPRETED else [])], autouse=True)
 def provider(request: pytest.FixtureRequest) -> str:
     backend.resolve(CPU, [request.param])
     return str(request.param)
@@ -49,7 +50,7 @@ def test_windows_of_other_blocks_and_heads(window: int, block_size: int) -> None
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("contexts", [[700, 5, 33, 64], [200] * 6, [40] * 130 + [300]])
 def test_contexts_are_split_into_shares(contexts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A long context among short ones has more splits than equal ones have."""

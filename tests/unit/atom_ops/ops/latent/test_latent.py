@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import atom_ops
-from atom_ops import backend, triton_impl
+from atom_ops import backend
 from atom_ops.ops.attention.kv_cache import FP8
+from atom_ops.triton_impl.hardware import target
 from tests.helpers.latent_step import CPU, LatentStep
 from tests.helpers.paged_step import STEPS
 
 
-@pytest.fixture(params=["sdpa_cpu", "torch", *(["triton"] if triton_impl.INTERPRETED else [])], autouse=True)
+@pytest.fixture(params=["sdpa_cpu", "torch", *(["triton"] if target.INTERPRETED else [])], autouse=True)
 def provider(request: pytest.FixtureRequest) -> str:
     backend.resolve(CPU, [request.param])
     return str(request.param)

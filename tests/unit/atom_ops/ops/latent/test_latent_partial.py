@@ -4,20 +4,21 @@ import pytest
 import torch
 
 import atom_ops
-from atom_ops import TokenShard, backend, triton_impl
+from atom_ops import TokenShard, backend
 from atom_ops.ops.attention.kv_cache import FP8
+from atom_ops.triton_impl.hardware import target
 from tests.helpers.latent_step import CPU, LatentStep, exchanged, parts
 from tests.helpers.paged_step import STEPS
 
 
-@pytest.fixture(params=["sdpa_cpu", *(["triton"] if triton_impl.INTERPRETED else [])], autouse=True)
+@pytest.fixture(params=["sdpa_cpu", *(["triton"] if target.INTERPRETED else [])], autouse=True)
 def provider(request: pytest.FixtureRequest) -> str:
     backend.resolve(CPU, [request.param])
     return str(request.param)
 
 
 SMALL = {"short": ([1, 1, 4, 1], [1, 2, 5, 17]), "splits": ([1, 1, 9], [600, 3, 40])}
-STEPS_HERE = SMALL if triton_impl.INTERPRETED else SMALL | STEPS
+STEPS_HERE = SMALL if target.INTERPRETED else SMALL | STEPS
 """The others are too slow in the interpreter."""
 
 

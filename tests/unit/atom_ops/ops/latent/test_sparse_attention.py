@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import atom_ops
-from atom_ops import IndexNorm, TopKIndices, backend, triton_impl
+from atom_ops import IndexNorm, TopKIndices, backend
 from atom_ops.ops.attention.kv_cache import FP8
 from atom_ops.ops.latent import sparse_attention
 from atom_ops.ops.latent.index_keys import read_index_keys
+from atom_ops.triton_impl.hardware import target
 from tests.helpers.index_step import IndexStep, with_spare_tokens
 from tests.helpers.latent_step import CPU
 
@@ -20,7 +21,7 @@ STEPS = {
 COUNT = 16
 
 
-@pytest.fixture(params=["torch", *(["triton"] if triton_impl.INTERPRETED else [])], autouse=True)
+@pytest.fixture(params=["torch", *(["triton"] if target.INTERPRETED else [])], autouse=True)
 def provider(request: pytest.FixtureRequest) -> str:
     backend.resolve(CPU, [request.param])
     return str(request.param)
@@ -39,7 +40,7 @@ def test_top_k_with_ties_to_earlier_tokens(
     assert torch.equal(found.slots_TJ, step.slots_of(wanted, COUNT))
 
 
-@pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("whole_numbers", [False, True])
 def test_segments_of_a_context_give_the_same_top_k(
     monkeypatch: pytest.MonkeyPatch, provider: str, whole_numbers: bool
@@ -113,7 +114,7 @@ def test_chunks_give_the_same_result(monkeypatch: pytest.MonkeyPatch, provider: 
     torch.testing.assert_close(step.attend(whole[0]), whole[1])
 
 
-@pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_a_row_does_not_depend_on_others(provider: str) -> None:
     if provider != "triton":
         pytest.skip("batch invariance needs kernels")

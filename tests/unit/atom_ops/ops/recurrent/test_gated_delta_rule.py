@@ -23,6 +23,7 @@ from atom_ops import (
     triton_impl,
 )
 from atom_ops.ops.recurrent.recurrent_state import StateShape
+from atom_ops.triton_impl.hardware import target
 
 CPU = torch.device("cpu")
 KEY_HEADS, HEADS, KEY, VALUE, TAPS = 2, 6, 16, 12, 4
@@ -116,7 +117,7 @@ def test_rows_in_chunks_match_transformers(name: str, host: bool) -> None:
 def test_padding_of_a_captured_step_changes_no_slot(chunks: str, provider: str) -> None:
     """Three rows without a slot, and tokens after the last row's."""
     if provider == "triton":
-        if not triton_impl.runs_on(CPU):
+        if not target.runs_on(CPU):
             pytest.skip("needs a GPU or the interpreter")
         triton_impl.load()
     conv, rule = (op.providers[provider].function for op in (causal_conv, gated_delta_rule))

@@ -14,7 +14,7 @@ from torch import Tensor
 from atom_ops import SamplingBatch, backend, sample
 from atom_ops.ops.sampling import sampling
 from atom_ops.ops.sampling.philox import exponential_, philox, store_words, token_words, uniform_
-from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl.hardware.target import INTERPRETED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from atom_ops import KVLayer, triton_impl
+from atom_ops import KVLayer
 from atom_ops.ops.attention.kv_cache import FP8, read_kv
+from atom_ops.triton_impl.hardware import target
 from tests.helpers.paged_step import Step
 
-pytestmark = pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 def wanted_tiles(step: Step, length: int, min_tokens: int, whole: bool) -> list[tuple[int, int, int, int]]:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from atom_ops import add_rms_norm, triton_impl
+from atom_ops import add_rms_norm
+from atom_ops.triton_impl.hardware import target
 
-pytestmark = pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 WIDTH, ROWS, EPS = 136, 6, 1e-5
 CALLS = (5, 1, 8, 6)
 """Rows of one call after another; 8 are more than the inboxes have."""

@@ -8,8 +8,9 @@ import torch
 from atom_ops import ExpertWeights, backend, experts, triton_impl
 from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
+from atom_ops.triton_impl.hardware import target
 
-pytestmark = pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 CPU = torch.device("cpu")
 GPT_OSS = ClampedSwiglu(7.0, 1.702)
 

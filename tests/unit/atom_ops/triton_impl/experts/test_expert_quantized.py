@@ -8,11 +8,12 @@ import torch
 
 from atom_ops import ExpertWeights, backend, experts, triton_impl
 from atom_ops.ops.experts.experts import ClampedSwiglu
+from atom_ops.triton_impl.hardware import target
 from atom_ops.weights import FourBitWords
 from atom_ops.weights.four_bit_words import pack_words
 from atom_ops.weights.samples import ROUNDED, Format, random_weight
 
-pytestmark = pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 CPU = torch.device("cpu")
 GPT_OSS = ClampedSwiglu(7.0, 1.702)
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from atom_ops import RoutingRule, route, triton_impl
+from atom_ops import RoutingRule, route
 from atom_ops.ops.experts.routing import Scoring
+from atom_ops.triton_impl.hardware import target
 
-pytestmark = pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 GROUPED = RoutingRule(4, "sigmoid", True, 2.5, groups=4, kept_groups=2)
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import atom_ops
-from atom_ops import backend, triton_impl
+from atom_ops import backend
 from atom_ops.op import REGISTRY
 from atom_ops.ops.attention.attention_plan import BATCH_INVARIANT_SPLIT
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
+from atom_ops.triton_impl.hardware import target
 from tests.helpers.paged_step import CPU, Step
 
 DTYPES = (torch.float32, torch.float16)
-interpreted = pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+interpreted = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def invariant() -> Iterator[None]:
     backend.resolve(CPU)
 
 
-@pytest.mark.skipif(triton_impl.INTERPRETED, reason="the interpreter offers it")
+@pytest.mark.skipif(target.INTERPRETED, reason="the interpreter offers it")
 def test_refused_on_a_cpu() -> None:
     with pytest.raises(ValueError, match=r"no batch-invariant kernels on cpu: they need a GPU"):
         backend.resolve(CPU, batch_invariant=True)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from atom_ops import add_norm_linear, linear, silu_and_mul_linear, triton_impl
+from atom_ops import add_norm_linear, linear, silu_and_mul_linear
+from atom_ops.triton_impl.hardware import target
 from atom_ops.weights.samples import Format, random_weight
 
-pytestmark = pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(33, 64), (8, 70)])
