@@ -45,7 +45,7 @@ class Run:
 def benchmark_parser(name: str, description: str | None) -> tuple[CommandLineParser, argparse._ArgumentGroup]:
     """A parser with all engine flags, and the group for the benchmark's flags."""
     parser = CommandLineParser(
-        prog=f"atom.benchmarks.{name}",
+        prog=f"benchmarks.{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -29,7 +29,7 @@ def report(
     """The figures after the facts of the run; `gpus` are the names of the GPUs used."""
     return {
         "benchmark": benchmark,
-        "command": command or command_line(f"atom.benchmarks.{benchmark}", sys.argv[1:]),
+        "command": command or command_line(f"benchmarks.{benchmark}", sys.argv[1:]),
         "hardware": hardware(gpus),
         "software": software(),
         "date": today(),

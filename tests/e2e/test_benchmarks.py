@@ -40,7 +40,7 @@ def config_alone(tmp_path: Path) -> Path:
 
 
 def run_benchmark(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"atom.benchmarks.{name}", *flags]
+    command = [sys.executable, "-m", f"benchmarks.{name}", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
