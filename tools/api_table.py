@@ -1,4 +1,4 @@
-"""The tables of docs/api.md: every field of every request body, what happens to it, and the test of it."""
+"""The tables of docs/use/api.md: every field of every request body, what happens to it, and its test."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""Writes docs/models.md from the recorded results of tests/models.
+"""Writes docs/use/models.md from the recorded results of tests/models.
 
 python -m tools.models_table
 """
@@ -11,7 +11,7 @@ from typing import Any
 from tests.helpers.layouts import layouts_of
 
 _ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = _ROOT / "docs" / "models.md"
+DOCUMENT = _ROOT / "docs/use/models.md"
 PROVEN = _ROOT / "tests" / "models" / "proven.json"
 
 PROOFS = {

@@ -1,4 +1,4 @@
-"""Writes docs/quantization.md: its table has the formats and models of tests/models/test_quantized.py.
+"""Writes docs/use/quantization.md: its table has the formats and models of tests/models/test_quantized.py.
 
 python -m tools.quantization_table
 """
@@ -9,7 +9,7 @@ from atom.shared.config.online_quantization import FORMATS as ONLINE_FORMATS
 from tests.helpers.four_bits import FOUR_BIT_FORMATS
 from tests.helpers.quantized_formats import FORMATS, QUANTIZED_MODELS, StoredFormat, parts_quantized
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "quantization.md"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs/use/quantization.md"
 
 _HEAD = """\
 # Quantized checkpoints
@@ -154,7 +154,7 @@ memory's speed varies. ATOM: medians of
 
 Without AMX, steps of many rows are slower than with a bfloat16 matrix: at 64 rows 0.86 times as fast, with
 offsets 0.76, at 512 rows 0.9 and 0.8. SmolLM2 from its Q4_1 file, over HTTP as in
-[performance.md](performance.md#on-two-cpu-cores), four rounds: 110 to 126 output tokens/s with one stream
+[steps](../measurements/steps.md#on-two-cpu-cores), four rounds: 110 to 126 output tokens/s with one stream
 (79 and 88 in bfloat16 then), 448 to 502 with 16 (592, 601), 850 to 892 with 64 (1,081, 1,124), 316 to 329
 with a prefix in common (342, 352).
 
