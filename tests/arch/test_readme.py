@@ -80,6 +80,14 @@ def test_folders_are_those_of_the_repository() -> None:
     assert folders == {path.name for path in ROOT.iterdir() if path.is_dir() and is_source(path)} - {"docs"}
 
 
+def test_the_reading_list_is_the_code() -> None:
+    files = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", README, re.MULTILINE)
+    assert len(files) >= 10
+    for path, lines in files:
+        real = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+        assert abs(real - int(lines)) <= 0.2 * real, f"{path} has {real} lines"
+
+
 def is_source(folder: Path) -> bool:
     return not folder.name.startswith(".") and any(
         path.suffix in (".py", ".md") for path in folder.rglob("*") if "__pycache__" not in path.parts
