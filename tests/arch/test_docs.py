@@ -10,7 +10,7 @@ from frontend.api.chat.schema import CHAT
 from frontend.api.completions.schema import COMPLETIONS
 from frontend.api.schemas.generation import StreamOptions
 from frontend.api.tokenization.schema import DETOKENIZE, TOKENIZE
-from tests.helpers.source import ROOT
+from tests.helpers.source import PACKAGES, ROOT
 from tools.docs_tables import TABLES, with_table
 
 DOCUMENTS = sorted(
@@ -21,6 +21,10 @@ DOCUMENTS = sorted(
     ]
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PLACE = re.compile(
+    rf"`((?:{'|'.join((*PACKAGES, 'benchmarks', 'deploy', 'docs', 'tests', 'tools'))})/[\w/.-]*)`"
+)
+"""A file or folder of the repository that a page names."""
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -47,6 +51,12 @@ def broken_links(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_resolve(path: Path) -> None:
     assert broken_links(path) == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_folders_that_a_page_names_exist(path: Path) -> None:
+    named = PLACE.findall(path.read_text(encoding="utf-8"))
+    assert [place for place in named if not (ROOT / place).exists()] == []
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
