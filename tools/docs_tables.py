@@ -17,7 +17,8 @@ from atom.shared.utils.envs import VARIABLES, Variable, acts
 from tools.api_table import api_tables, route_table
 from tools.scaling_tables import scaling_tables
 
-BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
+BEGIN = "<!-- table:begin -->"
+END = "<!-- table:end -->"
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ everywhere.
 | preempted | the same with a KV cache for the longest request only: others are preempted and resumed |
 | logits | log probabilities at every position, also of the top 20, within 0.0001 |
 | tensors | the logits after a change of one tensor of each kind in the checkpoint, which changes them |
-| layouts | 8 greedy tokens of the same prompts, in chunks of 16 beside decodes, on several ranks |
+| layouts | 8 greedy tokens of the same prompts, in chunks of 16 together with decodes, on several ranks |
 
 The first configuration of each family also runs with room for all prompts at once, and with prompts that
 continue a cached output.

@@ -61,7 +61,8 @@ _BYTES_LAYOUTS = {
 
 def _bytes_rows() -> Iterator[list[str]]:
     for name in ("Qwen3-8B", "Qwen3-30B-A3B", "DeepSeek-V3"):
-        model, cells = decoder(name), []
+        model = decoder(name)
+        cells = []
         for layout in _BYTES_LAYOUTS.values():
             lines = Roofline(model, H200, layout)
             if not layout.spread:
