@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu --models Qwen3-0.6B --rows batch-1 batch-64
 
-Runs every row of every model that has no result yet, and writes docs/benchmarks.md. Engine flags
+Runs every row of every model that has no result yet, and writes docs/measurements/benchmarks.md. Engine flags
 are passed on (--enforce-eager, ...); weights are random unless --no-load-dummy.
 """
 
@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("benchmark").add_argument
     add("--models", nargs="+", default=_MODELS, help="shipped names, or directories with config.json")
     add("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), help="which rows to measure")
-    add("--results", type=Path, default=Path("docs/benchmarks"), help="folder of the JSON results")
-    add("--document", type=Path, default=Path("docs/benchmarks.md"), help="file to write")
+    add("--results", type=Path, default=Path("docs/measurements/results"), help="folder of the JSON results")
+    add("--document", type=Path, default=Path("docs/measurements/benchmarks.md"), help="file to write")
     add("--document-only", action="store_true", help="measure nothing, write from the results")
     add("--fresh", action="store_true", help="measure all rows again")
     add("--time-limit", type=float, default=480.0, help="seconds for one model")

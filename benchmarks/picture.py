@@ -68,7 +68,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--results", type=Path, default=Path("docs/benchmarks"), help="folder of the kept results"
+        "--results", type=Path, default=Path("docs/measurements/results"), help="folder of the kept results"
     )
     parser.add_argument(
         "--output",
@@ -92,8 +92,8 @@ def picture(folder: Path) -> str:
     notes = [
         f"One {hardware}, random weights in bfloat16. Labels are batch sizes (decode) or concurrencies "
         "(serving); up and right is better.",
-        f"ATOM: results in docs/benchmarks. vLLM {source.vllm.version}: measured {source.vllm.date}, "
-        "settings in docs/benchmarks.md.",
+        f"ATOM: results in docs/measurements. vLLM {source.vllm.version}: measured {source.vllm.date}, "
+        "settings in docs/measurements/benchmarks.md.",
     ]
     if any(", serving" in panel.title for panel in found):
         notes.append(f"vLLM's serving runs: {source.serving.settings}.")

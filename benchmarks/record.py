@@ -1,4 +1,4 @@
-"""Records benchmark results, and writes docs/benchmarks.md from all recorded ones.
+"""Records benchmark results, and writes docs/measurements/benchmarks.md from all recorded ones.
 
     python -m benchmarks.record latency.json --name smollm2-latency
     python -m benchmarks.record serving.json --command '…' --server 'atom-launch …' --hardware '…'
@@ -49,8 +49,8 @@ def _parser() -> CommandLineParser:
         "date": "date, YYYY-MM-DD",
     }.items():
         add(f"--{name}", metavar="TEXT", help=f"{about}, if the file lacks it")
-    add("--results", type=Path, default=Path("docs/benchmarks"), help="folder of recorded results")
-    add("--document", type=Path, default=Path("docs/benchmarks.md"), help="file to write")
+    add("--results", type=Path, default=Path("docs/measurements/results"), help="folder of recorded results")
+    add("--document", type=Path, default=Path("docs/measurements/benchmarks.md"), help="file to write")
     return parser
 
 

@@ -5,9 +5,9 @@
     python -m benchmarks.simulate --model DeepSeek-V3 --ranks 64 --enable-expert-parallel --rate 400
 
 The scheduler, the KV cache manager and the router are those of the server. A step takes the time of a
-roofline of the model on an H200 (docs/scaling.md), and the clock is simulated: the same flags give the same
-figures. With several policies, each of them gets the same requests. The host's own time, HTTP, and engines
-that die are not simulated.
+roofline of the model on an H200 (docs/operate/scaling.md), and the clock is simulated: the same flags give
+the same figures. With several policies, each of them gets the same requests. The host's own time, HTTP, and
+engines that die are not simulated.
 """
 
 import argparse

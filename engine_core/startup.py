@@ -9,8 +9,8 @@ from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, uni
 from engine_core.scheduler import Limits
 
 _REMEDY = "--kv-cache-memory-bytes or --gpu-memory-utilization"
-# Most tokens of a step in which requests decode, as measured (docs/performance.md). With the first two,
-# 99 % of the intervals between tokens are below 100 ms on an H200, at no more than 3 % less throughput.
+# Most tokens of a step in which requests decode, as measured (docs/measurements/steps.md). With the first
+# two, 99 % of the intervals between tokens are below 100 ms on an H200, at no more than 3 % less throughput.
 _MIXED_TOKENS = 2048
 _MIXED_TOKENS_OF_SMALL = 4096
 _MIXED_TOKENS_ON_CPU = 512

@@ -1,4 +1,4 @@
-"""The tables of docs/api.md: every field of every request body, what happens to it, and the test of it."""
+"""The tables of docs/use/api.md: every field of every request body, what happens to it, and its test."""
 
 import ast
 import inspect
@@ -88,7 +88,8 @@ class Row:
 
 def rows(path: str, schema: Schema[Any], document: dict[str, Any]) -> Iterator[Row]:
     """The fields of a body: supported, accepted without effect, refused."""
-    proofs, texts = PROOFS[path], dict(_docstrings(schema.struct))
+    proofs = PROOFS[path]
+    texts = dict(_docstrings(schema.struct))
     properties = document["components"]["schemas"][schema.struct.__name__]["properties"]
     for name in schema.struct.__struct_fields__:
         what = " ".join(["honoured", *([f"({texts[name]})"] if name in texts else [])])
@@ -102,7 +103,8 @@ def rows(path: str, schema: Schema[Any], document: dict[str, Any]) -> Iterator[R
 
 def api_tables() -> str:
     """A table for each route with a body."""
-    document, parts = openapi_document(), []
+    document = openapi_document()
+    parts: list[str] = []
     for operation in OPERATIONS:
         if operation.body is None:
             continue

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/flags.md, environment.md, api.md and scaling.md from the code.
+"""Writes the generated tables of flags, variables, the API and scaling in docs/ from the code.
 
 python -m tools.docs_tables
 """
@@ -17,7 +17,8 @@ from atom.shared.utils.envs import VARIABLES, Variable, acts
 from tools.api_table import api_tables, route_table
 from tools.scaling_tables import scaling_tables
 
-BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
+BEGIN = "<!-- table:begin -->"
+END = "<!-- table:end -->"
 
 
 def main() -> None:
@@ -96,10 +97,10 @@ def _cell(text: str) -> str:
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLES: dict[Path, Callable[[], str]] = {
-    _DOCS / "flags.md": flag_tables,
-    _DOCS / "environment.md": environment_table,
-    _DOCS / "api.md": api_page,
-    _DOCS / "scaling.md": scaling_tables,
+    _DOCS / "use/flags.md": flag_tables,
+    _DOCS / "use/environment.md": environment_table,
+    _DOCS / "use/api.md": api_page,
+    _DOCS / "operate/scaling.md": scaling_tables,
 }
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/models.md from the recorded results of tests/models.
+"""Writes docs/use/models.md from the recorded results of tests/models.
 
 python -m tools.models_table
 """
@@ -11,7 +11,7 @@ from typing import Any
 from tests.helpers.layouts import layouts_of
 
 _ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = _ROOT / "docs" / "models.md"
+DOCUMENT = _ROOT / "docs/use/models.md"
 PROVEN = _ROOT / "tests" / "models" / "proven.json"
 
 PROOFS = {
@@ -59,7 +59,7 @@ everywhere.
 | preempted | the same with a KV cache for the longest request only: others are preempted and resumed |
 | logits | log probabilities at every position, also of the top 20, within 0.0001 |
 | tensors | the logits after a change of one tensor of each kind in the checkpoint, which changes them |
-| layouts | 8 greedy tokens of the same prompts, in chunks of 16 beside decodes, on several ranks |
+| layouts | 8 greedy tokens of the same prompts, in chunks of 16 together with decodes, on several ranks |
 
 The first configuration of each family also runs with room for all prompts at once, and with prompts that
 continue a cached output.

@@ -1,4 +1,4 @@
-"""Writes docs/quantization.md: its table has the formats and models of tests/models/test_quantized.py.
+"""Writes docs/use/quantization.md: its table has the formats and models of tests/models/test_quantized.py.
 
 python -m tools.quantization_table
 """
@@ -9,13 +9,13 @@ from atom.shared.config.online_quantization import FORMATS as ONLINE_FORMATS
 from tests.helpers.four_bits import FOUR_BIT_FORMATS
 from tests.helpers.quantized_formats import FORMATS, QUANTIZED_MODELS, StoredFormat, parts_quantized
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "quantization.md"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs/use/quantization.md"
 
 _HEAD = """\
 # Quantized checkpoints
 
 The server finds the format of a checkpoint by `quantization_config` in config.json (in older files
-`compression_config`), or by hf_quant_config.json or quantize_config.json beside it, and says what it
+`compression_config`), or by hf_quant_config.json or quantize_config.json next to it, and says what it
 found when it starts: one line for each format, with the number of its layers. What cannot run is
 refused by name, in one line, before weights are loaded. Weights stay packed in memory as the file has
 them.
@@ -78,7 +78,7 @@ pattern that names no layer, or only layers that another pattern before it decid
 FORMATS
 Each matrix is rounded as soon as it is read, a million numbers at a time, so the plain model is never in
 memory. A model of 392 MiB in bfloat16 becomes 213 MiB of weights with `ptpc_fp8`, and loading it needs 32 MiB
-beside them, or 72 MiB with mapped files (`python -m tests.helpers.load_memory online DIRECTORY 64 12`). All
+more, or 72 MiB with mapped files (`python -m tests.helpers.load_memory online DIRECTORY 64 12`). All
 ranks of a tensor-parallel group get parts of the same numbers.
 
 INT4 has zero points, and each group takes the range, of five, with the smallest squared error. A group of
@@ -137,7 +137,7 @@ dtype in memory.
 Integers are multiplied as they are, and sums of a group are scaled in float32, by the file's numbers;
 activations are not rounded to 8 bits, as they are in llama.cpp. Matrices that are multiplied together (q,
 k and v; gate and up) all get the widest of their formats, so that q and k take 6 bits where v is Q6_K. An
-embedding is plain in memory, also beside a tied LM head, which is not. On GPUs, and without a C++
+embedding is plain in memory, also where a tied LM head is not. On GPUs, and without a C++
 compiler, all are dequantized when they are loaded.
 
 A Llama of 1.4 billion random weights on two cores of an AMD EPYC with AVX-512, one stream, two rounds
@@ -154,12 +154,12 @@ memory's speed varies. ATOM: medians of
 
 Without AMX, steps of many rows are slower than with a bfloat16 matrix: at 64 rows 0.86 times as fast, with
 offsets 0.76, at 512 rows 0.9 and 0.8. SmolLM2 from its Q4_1 file, over HTTP as in
-[performance.md](performance.md#on-two-cpu-cores), four rounds: 110 to 126 output tokens/s with one stream
+[steps](../measurements/steps.md#on-two-cpu-cores), four rounds: 110 to 126 output tokens/s with one stream
 (79 and 88 in bfloat16 then), 448 to 502 with 16 (592, 601), 850 to 892 with 64 (1,081, 1,124), 316 to 329
 with a prefix in common (342, 352).
 
 With AMX, two cores of a Xeon (Sapphire Rapids), 2026-11-26: the linear layers of a step of SmolLM2 from that
-file, milliseconds, beside the same kernels without AMX and a bfloat16 model by oneDNN, which has AMX too:
+file, milliseconds, against the same kernels without AMX and a bfloat16 model by oneDNN, which has AMX too:
 
 | rows | 1 | 5 to 8 | 16 | 64 | 256 |
 | --- | --- | --- | --- | --- | --- |

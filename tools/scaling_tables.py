@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md, computed by the roofline and the simulation."""
+"""The tables of docs/operate/scaling.md, computed by the roofline and the simulation."""
 
 import json
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from benchmarks.simulation.simulate import Simulation
 
 __all__ = ["scaling_tables"]
 
-_RESULTS = Path(__file__).resolve().parents[1] / "docs/benchmarks"
+_RESULTS = Path(__file__).resolve().parents[1] / "docs/measurements/results"
 _CONTEXT = 2048
 _LIMIT_S = 0.05
 _GPUS = (8, 64, 512)
-# docs/performance.md: milliseconds of a step by rows, where no result is kept.
+# docs/measurements/steps.md: milliseconds of a step by rows, where no result is kept.
 _MEASURED_STEPS = {
     ("Qwen3-8B", 2): {1: 2.43, 64: 3.25, 256: 5.37},
     ("Qwen3-30B-A3B", 1): {1: 2.73, 64: 15.93, 256: 17.76},
@@ -61,7 +61,8 @@ _BYTES_LAYOUTS = {
 
 def _bytes_rows() -> Iterator[list[str]]:
     for name in ("Qwen3-8B", "Qwen3-30B-A3B", "DeepSeek-V3"):
-        model, cells = decoder(name), []
+        model = decoder(name)
+        cells = []
         for layout in _BYTES_LAYOUTS.values():
             lines = Roofline(model, H200, layout)
             if not layout.spread:
@@ -164,7 +165,7 @@ def _gpu_runs() -> Iterator[tuple[str, tuple[int, int, int], float, float]]:
 
 
 def _cpu_runs() -> Iterator[tuple[str, tuple[int, int, int], float, float]]:
-    """Over HTTP (docs/performance.md). A single stream gives the seconds of a step and of a token."""
+    """Over HTTP (docs/measurements/steps.md). A single stream gives the seconds of a step and of a token."""
     token = (0.29 - 0.046) / (128 - 1)
     step = 0.046 - token
     for shape, measured in (((16, 128, 64), 99.0), ((64, 32, 32), 182.0)):

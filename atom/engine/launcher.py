@@ -63,7 +63,7 @@ from frontend.metrics.tracing import check_installed
 
 # Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
-# The most that the end takes beyond `--shutdown-timeout`; docs/operations.md, "Shutdown".
+# The most that the end takes beyond `--shutdown-timeout`; docs/operate/operations.md, "Shutdown".
 _END_S = 20.0
 # After the engine's death the frontend responds with 503 for this long, for load balancers to notice.
 ENGINE_DEATH_HOLD_S = 3.0

@@ -1,4 +1,4 @@
-"""The GPU benchmark's results as text: a table on the terminal and a section of docs/benchmarks.md.
+"""The GPU benchmark's results as text: a table on the terminal and a section of the page of all results.
 
 Other engines' figures, floors and targets are in recorded.json, with their sources.
 """
@@ -76,7 +76,7 @@ def terminal_table(results: dict[str, Content]) -> str:
 
 
 def gpu_section(results: dict[str, Content]) -> str:
-    """The section of docs/benchmarks.md with the results by model."""
+    """The section of docs/measurements/benchmarks.md with the results by model."""
     about = recorded()
     parts = [
         "## Offline engine on a GPU",

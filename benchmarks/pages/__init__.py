@@ -1,1 +1,1 @@
-"""Writes docs/benchmarks.md and its picture from recorded results."""
+"""Writes docs/measurements/benchmarks.md and its picture from recorded results."""

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: every recorded result, with its command, hardware, software and date."""
+"""docs/measurements/benchmarks.md: every recorded result, with its command, hardware, software and date."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,7 +36,10 @@ _TITLES = {
         "Scheduler",
         "The engine core's time for a step, without a model: `make bench-scheduler`.",
     ),
-    "accuracy": ("Accuracy", "lm-eval on the server and on transformers: `make accuracy`, docs/accuracy.md."),
+    "accuracy": (
+        "Accuracy",
+        "lm-eval on the server and on transformers: `make accuracy`, [accuracy](accuracy.md).",
+    ),
 }
 
 
@@ -57,8 +60,8 @@ def document(folder: Path) -> str:
             gpu[path.stem] = content
     parts = [
         "# Benchmarks",
-        "Written by `make bench-document` from the results in `docs/benchmarks`; change neither by hand. "
-        "A result is added by `python -m benchmarks.record FILE`, FILE being what a benchmark wrote "
+        "Written by `make bench-document` from the results in `docs/measurements/results`; change neither by "
+        "hand. A result is added by `python -m benchmarks.record FILE`, FILE being what a benchmark wrote "
         "with `--output-json`.",
         *([gpu_section(gpu)] if gpu else []),
         *(_section(kind, found) for kind in KINDS if (found := [one for one in records if one.kind == kind])),

@@ -1,4 +1,4 @@
-"""Recorded results: one JSON file each under docs/benchmarks, with the facts of its run.
+"""Recorded results: one JSON file each under docs/measurements/results, with the facts of its run.
 
 Each is a report written with --output-json (see `report`), or a serving benchmark's result with the
 same facts added. The GPU benchmark's files there have their own format (see `gpu_results`).

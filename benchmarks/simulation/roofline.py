@@ -4,7 +4,7 @@
 
 A GPU reads weights and KV cache while it multiplies, but not perfectly: p = 1 would be one after the
 other, p = infinity the longer of both. p and the time that a layer takes beside were chosen for the decode
-steps that were measured on an H200 (docs/scaling.md compares them).
+steps that were measured on an H200 (docs/operate/scaling.md compares them).
 
 Tensor parallelism has two all-reduces a layer; of R ranks each sends 2 (R - 1) / R of the rows. Experts
 spread over R ranks get each token once for each rank that has one of its experts, and return it.

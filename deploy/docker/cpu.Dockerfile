@@ -10,7 +10,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /srv/atom
-COPY constraints.txt pyproject.toml README.md ./
+COPY constraints.txt pyproject.toml README.md LICENSE ./
 # torch alone first: this layer changes rarely, and is by far the largest.
 ARG TORCH=""
 ARG PIP_EXTRA_INDEX_URL=""

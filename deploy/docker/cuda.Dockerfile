@@ -9,7 +9,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /srv/atom
-COPY constraints.txt pyproject.toml README.md ./
+COPY constraints.txt pyproject.toml README.md LICENSE ./
 # torch alone first: this layer changes rarely, and is by far the largest.
 RUN pip install --no-cache-dir "$(grep '^torch==' constraints.txt)"
 COPY atom atom

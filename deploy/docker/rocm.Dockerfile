@@ -12,7 +12,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /srv/atom
-COPY constraints.txt pyproject.toml README.md ./
+COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY atom atom
 COPY atom_ops atom_ops
 COPY engine_core engine_core

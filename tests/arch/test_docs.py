@@ -10,18 +10,21 @@ from frontend.api.chat.schema import CHAT
 from frontend.api.completions.schema import COMPLETIONS
 from frontend.api.schemas.generation import StreamOptions
 from frontend.api.tokenization.schema import DETOKENIZE, TOKENIZE
-from tests.helpers.source import ROOT
+from tests.helpers.source import PACKAGES, ROOT
 from tools.docs_tables import TABLES, with_table
 
 DOCUMENTS = sorted(
     [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "deploy").rglob("*.md"),
     ]
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PLACE = re.compile(
+    rf"`((?:{'|'.join((*PACKAGES, 'benchmarks', 'deploy', 'docs', 'tests', 'tools'))})/[\w/.-]*)`"
+)
+"""A file or folder of the repository that a page names."""
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -50,16 +53,28 @@ def test_links_resolve(path: Path) -> None:
     assert broken_links(path) == []
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_folders_that_a_page_names_exist(path: Path) -> None:
+    named = PLACE.findall(path.read_text(encoding="utf-8"))
+    assert [place for place in named if not (ROOT / place).exists()] == []
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A title, here\n[a](#a-title-here) [b](#other) [c](none.md) [d](https://example.org)\n")
     assert broken_links(page) == ["#other", "none.md"]
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    targets = {(ROOT / link).resolve() for link in LINK.findall(text)}
-    assert set(DOCUMENTS) - {ROOT / "README.md"} <= targets
+def test_every_page_is_linked_from_the_readme_or_the_index() -> None:
+    readme, index = ROOT / "README.md", ROOT / "docs/README.md"
+    assert index in linked(readme)
+    assert set(DOCUMENTS) - {readme} <= linked(readme) | linked(index)
+
+
+def linked(page: Path) -> set[Path]:
+    """The files that a page links to."""
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    return {(page.parent / link.partition("#")[0]).resolve() for link in links}
 
 
 @pytest.mark.parametrize("page", TABLES, ids=lambda page: page.name)
@@ -77,12 +92,12 @@ def test_a_page_without_markers_is_an_error() -> None:
     "schema", [CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE], ids=lambda one: one.struct.__name__
 )
 def test_every_request_field_is_documented(schema: object) -> None:
-    text = (ROOT / "docs/http-api.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/use/http-api.md").read_text(encoding="utf-8")
     names = {*schema.struct.__struct_fields__, *schema.harmless, *StreamOptions.__struct_fields__}  # type: ignore[attr-defined]
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
-@pytest.mark.parametrize("page", ["docs/operations.md", "deploy/README.md"])
+@pytest.mark.parametrize("page", ["docs/operate/operations.md", "deploy/README.md"])
 def test_every_exit_status_is_documented(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert re.findall(r"^\| (\d) \|", text, re.MULTILINE) == [str(int(status)) for status in ExitStatus]

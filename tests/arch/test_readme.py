@@ -55,7 +55,7 @@ def test_decode_times_are_the_recorded_ones() -> None:
     text = " ".join(README.split())
     vllm = read_json("benchmarks/pages/recorded.json")["models"]
     for model in ("Qwen3-0.6B", "Qwen3-8B"):
-        ours = read_json(f"docs/benchmarks/{model}.json")["rows"]["batch-256"]["value"]
+        ours = read_json(f"docs/measurements/results/{model}.json")["rows"]["batch-256"]["value"]
         assert f"{model} {ours:.2f} ms (vLLM {vllm[model]['batch-256']['vllm']:.2f} ms)" in text
 
 
@@ -68,7 +68,7 @@ def test_models_are_those_that_the_tests_have_proven() -> None:
 
 
 def test_accuracy_is_the_recorded_one() -> None:
-    result = read_json("docs/benchmarks/smollm2-accuracy.json")
+    result = read_json("docs/measurements/results/smollm2-accuracy.json")
     assert result["different_texts"] == 0
     said = f"{result['answers']} lm-eval requests give the same texts, and log probabilities within "
     assert f"{said}{result['largest_difference']:.1e}" in README
@@ -78,6 +78,14 @@ def test_folders_are_those_of_the_repository() -> None:
     named = set(re.findall(r"^\| ((?:`\w+/`(?:, )?)+) \|", README, re.MULTILINE))
     folders = {name for group in named for name in re.findall(r"`(\w+)/`", group)}
     assert folders == {path.name for path in ROOT.iterdir() if path.is_dir() and is_source(path)} - {"docs"}
+
+
+def test_the_reading_list_is_the_code() -> None:
+    files = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", README, re.MULTILINE)
+    assert len(files) >= 10
+    for path, lines in files:
+        real = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+        assert abs(real - int(lines)) <= 0.2 * real, f"{path} has {real} lines"
 
 
 def is_source(folder: Path) -> bool:

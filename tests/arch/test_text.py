@@ -23,7 +23,8 @@ FORBIDDEN = re.compile(
 
 def documents() -> list[Path]:
     found = [path for suffix in ("md", "toml", "txt", "yml", "yaml") for path in ROOT.glob(f"*.{suffix}")]
-    found += [ROOT / "Makefile", ROOT / ".ci/run"]
+    found += [ROOT / "Makefile", ROOT / ".ci/run", *(ROOT / "tests/requirements").iterdir()]
+    found += [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).glob("*.mk")]
     found += [path for folder in ("docs", "deploy") for path in (ROOT / folder).rglob("*") if path.is_file()]
     return sorted(path.relative_to(ROOT) for path in found)
 

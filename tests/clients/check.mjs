@@ -1,4 +1,4 @@
-// Unchanged npm clients and agents against a server: the table of docs/clients.md, as check.py prints it.
+// Unchanged npm clients and agents against a server: the table of docs/use/clients.md, as check.py prints it.
 //
 // `tests/clients/run.sh PYTHON node tests/clients/check.mjs NODE_MODULES`
 

@@ -1,7 +1,7 @@
 """Unchanged client libraries against a server: text, streams, tools, structured output.
 
 `tests/clients/run.sh PYTHON CLIENTS_PYTHON tests/clients/check.py [PACKAGE...]`, where CLIENTS_PYTHON has the
-libraries of requirements.txt; prints a table, and fails if any check does.
+libraries of tests/requirements/clients.txt; prints a table, and fails if any check does.
 """
 
 import asyncio

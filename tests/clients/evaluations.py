@@ -1,8 +1,8 @@
 """An unchanged evaluation harness and load generators against a server of the small model.
 
 `python -m tests.clients.evaluations BIN [PACKAGE...]`, where BIN is the directory of the commands that
-evaluations.txt installs; prints a table, and fails if any check does. Without a hub: the tasks of lm-eval are
-those of tests/accuracy, the other prompts are synthetic.
+tests/requirements/evaluations.txt installs; prints a table, and fails if any check does. Without a hub: the
+tasks of lm-eval are those of tests/accuracy, the other prompts are synthetic.
 """
 
 import functools

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs COMMAND beside the server of tests/clients/server.py, whose base URL is in URL.
+# Runs COMMAND next to the server of tests/clients/server.py, whose base URL is in URL.
 # Usage: tests/clients/run.sh PYTHON COMMAND [ARGUMENT...]
 set -euo pipefail
 python=$1

@@ -1,4 +1,4 @@
-"""What the tests compiled, for the table of docs/rocm-kernels.md."""
+"""What the tests compiled, for the table of docs/develop/rocm-kernels.md."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The table of docs/rocm-kernels.md: registers and memory of each Triton kernel, by architecture."""
+"""The table of docs/develop/rocm-kernels.md: registers and memory of each Triton kernel, by architecture."""
 
 import ast
 import importlib
@@ -15,9 +15,9 @@ COMPILED: dict[str, dict[str, list[Compiled]]] = {}
 
 _HEAD = """# Triton kernels on AMD GPUs
 
-`make test-compile ARGS="--table docs/rocm-kernels.md"` writes this page. It compiles every kernel for these
-architectures, without a GPU, in the shapes of the models and test cases in `tests/compile`, and with the
-plans that the engine takes there by default. It fails if a kernel has no such case, if a program has more
+`make test-compile ARGS="--table docs/develop/rocm-kernels.md"` writes this page. It compiles every kernel for
+these architectures, without a GPU, in the shapes of the models and test cases in `tests/compile`, and with
+the plans that the engine takes there by default. It fails if a kernel has no such case, if a program has more
 shared memory (LDS) than the GPU, or if a kernel on AMD spills vector registers to memory. Nothing here has
 run on AMD hardware.
 

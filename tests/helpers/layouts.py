@@ -1,4 +1,4 @@
-"""Which layouts of ranks each model family is tested in. docs/models.md lists them."""
+"""Which layouts of ranks each model family is tested in. docs/use/models.md lists them."""
 
 from dataclasses import replace
 

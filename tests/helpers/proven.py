@@ -1,4 +1,4 @@
-"""Records the rows that passed the tests of models; docs/models.md is written from it."""
+"""Records the rows that passed the tests of models; docs/use/models.md is written from it."""
 
 import datetime
 import json

@@ -1,6 +1,6 @@
 """Quantized formats as checkpoints store them, written here by their published layouts.
 
-A row is one format of one quantization method; docs/quantization.md lists them.
+A row is one format of one quantization method; docs/use/quantization.md lists them.
 """
 
 import json

@@ -75,7 +75,8 @@ def nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
     thread: tuple[int | str, int | str] = ("", "")
     for event in events:
         if (event.pid, event.tid) != thread:
-            thread, around = (event.pid, event.tid), []
+            thread = (event.pid, event.tid)
+            around = []
         while around and event.start_ns >= around[-1].end_ns - _SLACK_NS:
             around.pop()
         yield event, around

@@ -24,7 +24,8 @@ _MOMENT = re.compile(r"_ts_(\d{8}_\d{6}_\d{3})")
 _LAUNCH = re.compile(r"launch.*kernel|memcpy|memset", re.IGNORECASE)
 _HOST_CALLS = ("cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_REPLAY, _CAPTURE = "replay_graph_", "capture_graph_"
+_REPLAY = "replay_graph_"
+_CAPTURE = "capture_graph_"
 Captures = dict[str, list[str]]
 """The module of each launch, in order, for each captured graph."""
 

@@ -63,6 +63,7 @@ def _kernels(steps: Sequence[Step]) -> list[str]:
 
 
 def _kernel_line(one: KernelTotal, whole: float) -> str:
-    name, share = one.kernel.replace("|", "\\|"), one.total_us / whole if whole else 0.0
+    name = one.kernel.replace("|", "\\|")
+    share = one.total_us / whole if whole else 0.0
     mean_us = one.total_us / one.calls
     return f"| {name} | {one.calls} | {one.total_us / 1e3:.3f} | {mean_us:.1f} | {share:.1%} |"

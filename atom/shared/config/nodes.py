@@ -1,4 +1,4 @@
-"""This node's place among several; see docs/multi-node.md."""
+"""This node's place among several; see docs/operate/multi-node.md."""
 
 from dataclasses import dataclass
 from pathlib import Path

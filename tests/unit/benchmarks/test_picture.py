@@ -14,7 +14,7 @@ from benchmarks.pages.chart import Curve, Panel, Point, svg
 from benchmarks.picture import panels, picture
 from tests.helpers.source import ROOT
 
-RESULTS = ROOT / "docs/benchmarks"
+RESULTS = ROOT / "docs/measurements/results"
 
 Keep = Callable[..., None]
 

@@ -23,7 +23,7 @@ DEPLOY = ROOT / "deploy"
 VARIABLES = {f"ATOM_{field.name.upper()}" for field in all_fields()} | envs.VARIABLES.keys()
 METRIC = re.compile(r"\b(?:atom|vllm):\w+")
 STOP_S = 20.0
-"""What the end of a server takes beyond --shutdown-timeout; docs/operations.md."""
+"""What the end of a server takes beyond --shutdown-timeout; docs/operate/operations.md."""
 
 
 def exposed() -> set[str]:

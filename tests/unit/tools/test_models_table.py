@@ -1,4 +1,4 @@
-"""docs/models.md says what the tests of models have proven, about the rows as they stand."""
+"""docs/use/models.md says what the tests of models have proven, about the rows as they stand."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/quantization.md lists the formats and models of the tests."""
+"""docs/use/quantization.md lists the formats and models of the tests."""
 
 from tools.quantization_table import DOCUMENT, document
 

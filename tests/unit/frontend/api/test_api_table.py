@@ -1,6 +1,6 @@
 """Responses, messages and tokenization, field by field: its effect, its neutral values, its refusal.
 
-The tables of chat and completions are in test_fields.py. `docs/api.md` shows all of them.
+The tables of chat and completions are in test_fields.py. `docs/use/api.md` shows all of them.
 """
 
 import json

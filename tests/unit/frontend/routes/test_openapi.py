@@ -1,4 +1,4 @@
-"""The OpenAPI document: all routes, all fields, references that resolve; and the proofs of docs/api.md."""
+"""The OpenAPI document: all routes, all fields, links that resolve; and the proofs of docs/use/api.md."""
 
 import json
 import re
