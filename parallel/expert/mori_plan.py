@@ -109,7 +109,7 @@ class Tokens(NamedTuple):
 
     hidden: int
     dtype: torch.dtype
-    chosen: int
+    top_k: int
     """Experts of a token."""
     experts: int
     """Of all ranks."""
@@ -119,9 +119,9 @@ def check_tokens(tokens: Tokens) -> None:
     """Raises ValueError for tokens that MORI does not send."""
     if tokens.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"MORI sends no {tokens.dtype}; use --dtype bfloat16")
-    if tokens.chosen >= _WARP:
+    if tokens.top_k >= _WARP:
         raise ValueError(
-            f"MORI sends tokens with less than {_WARP} experts each, not {tokens.chosen}; "
+            f"MORI sends tokens with less than {_WARP} experts each, not {tokens.top_k}; "
             "use --all2all-backend allgather_reducescatter or alltoall"
         )
 
@@ -139,7 +139,7 @@ def op_kernels(kernels: tuple[Kernels, ...]) -> list[Kernels]:
 def _buffer_bytes(kernels: Kernels, tokens: Tokens, ranks: int, nodes: int) -> int:
     sent, received = kernels.max_tokens, kernels.max_tokens * ranks
     row = tokens.hidden * tokens.dtype.itemsize
-    message = row + 4 * (2 * tokens.chosen + 1)  # ids and weights, and the token's number
+    message = row + 4 * (2 * tokens.top_k + 1)  # ids and weights, and the token's number
     total = (received + sent) * row  # what dispatch and combine return
     match kernels.name:
         case "IntraNode":
@@ -148,7 +148,7 @@ def _buffer_bytes(kernels: Kernels, tokens: Tokens, ranks: int, nodes: int) -> i
             total += (received + (3 * nodes + 1) * sent) * message
         case "AsyncLL":
             total += 3 * received * message
-    total += 5 * received * tokens.chosen * 4  # weights on three ways, ids on two
+    total += 5 * received * tokens.top_k * 4  # weights on three ways, ids on two
     total += received * (tokens.experts // ranks) * 4  # where each came from
     return total
 

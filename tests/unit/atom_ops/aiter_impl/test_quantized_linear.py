@@ -204,7 +204,7 @@ def check_route(rule: RoutingRule, with_bias: bool = False) -> None:
 ROUTES = [
     (RoutingRule(8, "softmax", renormalise=True), False, "topk_softmax"),
     (RoutingRule(4, "softmax"), False, "topk_softmax"),
-    (RoutingRule(4, "softmax_of_chosen"), False, "topk_softmax"),
+    (RoutingRule(4, "softmax_of_topk"), False, "topk_softmax"),
     (RoutingRule(6, "softmax", scale=16.0, groups=8, kept_groups=3, group_best=1), False, "grouped_topk"),
     (RoutingRule(6, "sigmoid", renormalise=True, scale=2.5), False, "grouped_topk"),
     (RoutingRule(8, "sigmoid", True, 2.5, groups=8, kept_groups=4), True, "biased_grouped_topk"),
@@ -213,7 +213,7 @@ ROUTES = [
     (RoutingRule(6, "softmax", scale=2.0), False, None),
     (RoutingRule(6, "sigmoid", groups=8, kept_groups=4), False, None),
     (RoutingRule(6, "softmax", groups=16, kept_groups=4, group_best=1), False, None),
-    (RoutingRule(4, "softmax_of_chosen"), True, None),
+    (RoutingRule(4, "softmax_of_topk"), True, None),
 ]
 
 

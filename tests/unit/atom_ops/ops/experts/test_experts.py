@@ -64,7 +64,7 @@ ROUTERS = {
     "gpt-oss": (
         GptOssTopKRouter,
         _config("gpt_oss", num_local_experts=12, num_experts_per_tok=4),
-        RoutingRule(4, "softmax_of_chosen"),
+        RoutingRule(4, "softmax_of_topk"),
     ),
 }
 
@@ -101,13 +101,13 @@ def test_the_correction_bias_affects_only_the_selection() -> None:
 
 def test_bfloat16_logits_are_scored_in_float32() -> None:
     logits = torch.randn(9, 16).bfloat16()
-    for scoring in ("softmax", "sigmoid", "softmax_of_chosen"):
+    for scoring in ("softmax", "sigmoid", "softmax_of_topk"):
         rule = RoutingRule(3, scoring, renormalise=True)
         for found, wanted in zip(route(logits, rule), route(logits.float(), rule), strict=True):
             assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_chosen"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_topk"])
 def test_nan_rows_get_valid_experts(scoring: Any) -> None:
     logits = torch.full((3, 8), float("nan"))
     ids, _ = route(logits, RoutingRule(2, scoring, groups=1), torch.ones(8))
