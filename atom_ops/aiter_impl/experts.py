@@ -97,7 +97,7 @@ def _prepare(
     prepare=_prepare,
     pack=_pack,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _fused(
     x_TD: Tensor,

@@ -44,7 +44,7 @@ def _scaled_by_token(weight: ChannelFP8) -> bool:
     supported=runs_on,
     supports=norm_supports,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _norm_linear(
     x_TD: Tensor,
@@ -137,7 +137,7 @@ def _gate_supports(x_T2F: Tensor, weight: Weight, bias: Tensor | None = None) ->
     supported=runs_on,
     supports=_gate_supports,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _gate_linear(x_T2F: Tensor, weight: ShuffledFP8 | ShuffledMXFP4, bias: Tensor | None = None) -> Tensor:
     x_T2F = x_T2F.contiguous()

@@ -26,7 +26,7 @@ def _norm_supports(
 
 
 @add_norm_linear.provider(
-    "native", needs=NEEDS, supported=runs_on, supports=_norm_supports, rounds_activations=True
+    "native", needs=NEEDS, supported=runs_on, supports=_norm_supports, quantizes_activations=True
 )
 def _add_norm_linear(
     x_TD: Tensor,
@@ -55,7 +55,7 @@ def _silu_supports(x_T2F: Tensor, weight: Weight, bias: Tensor | None = None) ->
 
 
 @silu_and_mul_linear.provider(
-    "native", needs=NEEDS, supported=runs_on, supports=_silu_supports, rounds_activations=True
+    "native", needs=NEEDS, supported=runs_on, supports=_silu_supports, quantizes_activations=True
 )
 def _silu_and_mul_linear(
     x_T2F: Tensor, weight: PackedPanels | PackedInts, bias: Tensor | None = None

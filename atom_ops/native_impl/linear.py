@@ -71,7 +71,7 @@ def _supports(
     supports=_supports,
     prepare=with_packed_weight,
     pack=_pack,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _linear(
     x_TI: Tensor,

@@ -53,8 +53,8 @@ def _absorb_case(tokens: int, heads: int, widths: tuple[int, int, int], interlea
         q = torch.randn(tokens, heads, nope + rope, generator=generator).to(dtype)
         expansion = torch.randn(heads, nope + 16, latent, generator=generator) / nope**0.5
         angles = torch.rand(tokens, 1, rope // 2, generator=generator) * 6.3
-        turn = rotation(angles.cos(), angles.sin(), interleaved)
-        return q, expansion.to(dtype)[:, :nope], *turn, interleaved
+        cos_sin = rotation(angles.cos(), angles.sin(), interleaved)
+        return q, expansion.to(dtype)[:, :nope], *cos_sin, interleaved
 
     return Case(f"{tokens}x{heads}x{'+'.join(map(str, widths))}{'' if interleaved else '-halves'}", make)
 
@@ -78,8 +78,8 @@ def absorb_queries(
     """
     nope = key_HNC.shape[1]
     latent_HTC = torch.bmm(q_THE[..., :nope].transpose(0, 1), key_HNC)
-    turned_THR = rotary.reference(q_THE[..., nope:], cos_T1R, sin_T1R, interleaved)
-    return torch.cat((latent_HTC.transpose(0, 1), turned_THR), -1)
+    rotated_THR = rotary.reference(q_THE[..., nope:], cos_T1R, sin_T1R, interleaved)
+    return torch.cat((latent_HTC.transpose(0, 1), rotated_THR), -1)
 
 
 def _expand_case(tokens: int, heads: int, latent: int, value: int) -> Case:

@@ -278,7 +278,7 @@ def _packed(
     prepare=_packed,
     pack=_pack,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _experts(
     x_TD: Tensor,
@@ -298,7 +298,7 @@ def _experts(
     supports=_supports,
     prepare=_packed,
     pack=_pack,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _batch_invariant(
     x_TD: Tensor,
