@@ -33,7 +33,8 @@ class AiterMemory:
         """All ranks of the group call this together. Raises RuntimeError if memory cannot be mapped."""
         import aiter
 
-        self._width, self._dtype = width, dtype
+        self._width = width
+        self._dtype = dtype
         row_bytes = width * dtype.itemsize
         least, most = _FUSED_ROW_BYTES
         whole_rows = row_bytes % least == 0 and row_bytes <= most

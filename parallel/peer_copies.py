@@ -36,7 +36,8 @@ class PeerCopies:
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self._device, other = device, 1 - group.rank()
+        self._device = device
+        other = 1 - group.rank()
         self._rows = _BYTES // (_SLOTS * width * dtype.itemsize)
         shape = _SLOTS, self._rows, width
         self._received = symmetric_memory.empty(shape, dtype=dtype, device=device)
@@ -67,7 +68,8 @@ class PeerCopies:
         """
         from atom_ops.triton_impl.experts.received_rows import add_received_rows
 
-        slot, self._next = self._next, (self._next + 1) % _SLOTS
+        slot = self._next
+        self._next = (self._next + 1) % _SLOTS
         flag = slice(slot, slot + 1)
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)

@@ -35,7 +35,10 @@ class PeerMemory:
         from atom_ops.triton_impl.elementwise.all_reduce import EMPTY, Inboxes, bits_of
 
         ranks = group.size()
-        self.width, self.dtype, self.device, self._ranks = width, dtype, device, ranks
+        self.width = width
+        self.dtype = dtype
+        self.device = device
+        self._ranks = ranks
         rows = min(_MOST_ROWS, _INBOX_BYTES // (2 * ranks * width * dtype.itemsize))
         stride = rows * width
         self._inbox = symmetric_memory.empty(2 * ranks * stride, dtype=bits_of(dtype), device=device)

@@ -32,7 +32,9 @@ class MeetingPoint:
         """
         if (rank == 0) != (where.listen_fd is not None):
             raise ValueError("rank 0, and no other rank, hosts the store on the inherited listen_fd")
-        self._where, self._rank, self._size = where, rank, size
+        self._where = where
+        self._rank = rank
+        self._size = size
         _bind_to(where.interface)
         deadline = time.monotonic() + timeout
         self.store = dist.PrefixStore(f"life {where.life}", self._connect(timeout))

@@ -84,7 +84,8 @@ def multiply_rounded(rounded: Rounded, weight: EightBits, dtype: torch.dtype) ->
     """The product of activations that are rounded as `form` says, [T, O] in `dtype`."""
     import aiter
 
-    (x_TI, scales), plain = rounded, form(weight)[0]
+    x_TI, scales = rounded
+    plain = form(weight)[0]
     if isinstance(plain, BlockFP8) and isinstance(weight, ShuffledFP8):
         out_TO: Tensor = aiter.gemm_a8w8_blockscale_bpreshuffle(
             XQ=x_TI, WQ=plain.values, x_scale=scales, w_scale=plain.scales, dtype=dtype

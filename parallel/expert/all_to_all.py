@@ -33,7 +33,8 @@ class AllToAllDispatch(PlannedDispatch):
     def dispatch(
         self, x_TD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, num_experts: int
     ) -> RoutedTokens:
-        (tokens, hidden), top_k = x_TD.shape, topk_ids_TJ.shape[1]
+        tokens, hidden = x_TD.shape
+        top_k = topk_ids_TJ.shape[1]
         share = self._share(tokens)
         rank_N, token_N = _destinations(topk_ids_TJ[share], num_experts, self.ep.size)
         counts = torch.bincount(rank_N, minlength=self.ep.size)

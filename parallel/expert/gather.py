@@ -19,7 +19,8 @@ class GatherDispatch(PlannedDispatch):
         """Raises ValueError for another number of tokens than was planned."""
         if self._dp.size == 1:
             return RoutedTokens(x_TD, topk_ids_TJ, topk_weights_TJ)
-        (tokens, hidden), top_k = x_TD.shape, topk_ids_TJ.shape[1]
+        tokens, hidden = x_TD.shape
+        top_k = topk_ids_TJ.shape[1]
         rows = self._dp.all_gather_rows(packed(x_TD, topk_ids_TJ, topk_weights_TJ), self._planned(tokens))
         return unpacked(rows, top_k, hidden, x_TD.dtype)
 

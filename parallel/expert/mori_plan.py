@@ -137,7 +137,8 @@ def op_kernels(kernels: tuple[Kernels, ...]) -> list[Kernels]:
 
 
 def _buffer_bytes(kernels: Kernels, tokens: Tokens, ranks: int, nodes: int) -> int:
-    sent, received = kernels.max_tokens, kernels.max_tokens * ranks
+    sent = kernels.max_tokens
+    received = kernels.max_tokens * ranks
     row = tokens.hidden * tokens.dtype.itemsize
     message = row + 4 * (2 * tokens.top_k + 1)  # ids and weights, and the token's number
     total = (received + sent) * row  # what dispatch and combine return

@@ -24,7 +24,8 @@ class PaddedDispatch(PlannedDispatch):
         self, x_TD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, num_experts: int
     ) -> RoutedTokens:
         """Raises ValueError for another number of tokens than was planned."""
-        (tokens, hidden), top_k = x_TD.shape, topk_ids_TJ.shape[1]
+        tokens, hidden = x_TD.shape
+        top_k = topk_ids_TJ.shape[1]
         capacity = -(-max(self._planned(tokens)) // self._tp.size)
         share = self._sent = self._share(tokens)
         self._received = tokens

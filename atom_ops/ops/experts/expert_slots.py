@@ -30,7 +30,8 @@ def _case(tokens: int, top_k: int, experts: int, most: int) -> Case:
 
         ids = numbers(-1, experts + 1, tokens, top_k)  # some are of no expert
         slots = numbers(0, experts * most, experts, most).int()
-        replicas, load = numbers(1, most + 1, experts).int(), numbers(0, 100, experts).int()
+        replicas = numbers(1, most + 1, experts).int()
+        load = numbers(0, 100, experts).int()
         return ids, ExpertSlots(slots, replicas, load)
 
     return Case(f"{tokens}x{top_k}of{experts}x{most}", make)

@@ -82,7 +82,8 @@ def write_index_keys(
     float8 scale maps a key's largest magnitude to the largest float8. Nothing is stored for a
     negative slot (padding).
     """
-    weight, bias = norm.weight_I.float(), norm.bias_I.float()
+    weight = norm.weight_I.float()
+    bias = norm.bias_I.float()
     normed_TI = functional.layer_norm(x_TI.float(), weight.shape, weight, bias, norm.eps).to(x_TI.dtype)
     key_TI = rotary.reference(normed_TI.unsqueeze(1), cos_T1R, sin_T1R, interleaved).squeeze(1)
     keys = cache.keys.flatten(0, 1)

@@ -123,7 +123,8 @@ def latent_case(
     def make(
         dtype: torch.dtype, generator: torch.Generator
     ) -> tuple[Tensor, LatentLayer, AttentionPlan, float]:
-        block_size, (latent, rope) = 16, widths
+        block_size = 16
+        latent, rope = widths
         per_row = -(-max(context_lens) // (block_size * shard.ranks))
         blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
         table = blocks[: len(context_lens) * per_row].view(-1, per_row)
@@ -249,7 +250,8 @@ def prompt_attention(
     For steps with `plan.whole_prompts`: reads no cache. Only the last dimension of q, k and v must
     be contiguous.
     """
-    heads, width = k_THE.shape[1], max(k_THE.shape[2], v_THV.shape[2])
+    heads = k_THE.shape[1]
+    width = max(k_THE.shape[2], v_THV.shape[2])
     # torch's fastest CPU attention needs keys and values of one width.
     q, k, v = (functional.pad(x, (0, width - x.shape[2])) for x in (q_THE, k_THE, v_THV))
     rule = AttentionRule(scale)

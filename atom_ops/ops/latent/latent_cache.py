@@ -174,7 +174,8 @@ def write_latent(
     row_TK = torch.cat((normed_TC, rotated_T1R.squeeze(1)), 1)
     rows = cache.rows.flatten(0, 1)
     if cache.shared_scale:
-        row_TK, rows = shared_codes(row_TK), rows.view(torch.uint8)
+        row_TK = shared_codes(row_TK)
+        rows = rows.view(torch.uint8)
     elif cache.scale is not None:
         row_TK, scale_T = float8_codes(row_TK)
         _store_own(cache.scale.flatten(), cache.shard, slots_T, scale_T)

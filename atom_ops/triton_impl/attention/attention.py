@@ -134,12 +134,14 @@ def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: Attention
 
 @paged_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=supports)
 def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
-    (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
+    _, heads, width = q_THE.shape
+    kv_heads = cache.kv.shape[3]
     group = heads // kv_heads
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
     prefill = _prefill_config(group, width, q_THE.dtype, cache.scale is not None)
     if plan.split_tokens:
-        decode, decode_tile = prefill, 1
+        decode = prefill
+        decode_tile = 1
     else:
         decode, decode_tile = _config_of(q_THE, cache, plan, rule)
     hopper_tile = _attend_float8_decodes(out_THE, q_THE, cache, plan, rule)
@@ -223,8 +225,10 @@ def _config_of(
     q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule
 ) -> tuple[_KernelConfig, int]:
     """The decode kernel's config, and the most tokens of a row that it computes."""
-    (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
-    group, float8 = heads // kv_heads, cache.scale is not None
+    _, heads, width = q_THE.shape
+    kv_heads = cache.kv.shape[3]
+    group = heads // kv_heads
+    float8 = cache.scale is not None
     per_sm = _per_sm(cache, plan, q_THE.device)
     config = _decode_config(
         group, width, q_THE.dtype, per_sm, plan.decode_query_len, float8, bool(rule.window)
@@ -242,7 +246,8 @@ def _launch_decode(
     tile: int,
 ) -> None:
     """Attention of the rows of at most `tile` tokens, split over the context where that helps."""
-    kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
+    kv_heads = cache.kv.shape[3]
+    rows = len(plan.context_lens_R)
     seen = rule.window + tile - 1 if rule.window else plan.max_context_len
     splits = _splits(plan, seen, rows * kv_heads, config, q_THE.device)
     padded = triton.next_power_of_2(q_THE.shape[2])
@@ -265,7 +270,8 @@ def _launch_prefill(
     out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule,
     config: _KernelConfig, min_tokens: int, whole_prompt: int,
 ) -> None:  # fmt: skip
-    kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
+    kv_heads = cache.kv.shape[3]
+    rows = len(plan.context_lens_R)
     tile = config.queries * kv_heads // q_THE.shape[1]
     prefill_attention[(plan.num_tokens // tile + rows, kv_heads)](
         *_tensors(q_THE, out_THE, cache, plan, rule),

@@ -138,7 +138,8 @@ def _attend(
     odd_ME = tl.zeros((BLOCK_M, WORDS if SCALED else 1), tl.float32)
     if SCALED:
         unit = largest_of(q_ME)
-        q_ME, score_scale = in_float16(q_ME, unit), score_scale * unit
+        q_ME = in_float16(q_ME, unit)
+        score_scale = score_scale * unit
         q_ME, q_odd_ME = tl.split(tl.reshape(q_ME, (BLOCK_M, WORDS, 2)))
     else:
         q_odd_ME = q_ME

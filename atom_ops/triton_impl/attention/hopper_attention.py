@@ -108,7 +108,9 @@ def _receive(items, barriers, number, ITEMS: gl.constexpr):
     slot = number % ITEMS
     mbarrier.wait(ready.index(slot), number // ITEMS % 2)
     at = slot * _FIELDS
-    head, row, token = _field(items, at), _field(items, at + 1), _field(items, at + 2)
+    head = _field(items, at)
+    row = _field(items, at + 1)
+    token = _field(items, at + 2)
     queries, position = _field(items, at + 3), _field(items, at + 4)
     release(free.index(slot))
     return head, row, token, queries, position
@@ -179,15 +181,14 @@ def _copy_keys(
     HALF: gl.constexpr = TILE // 2 // TOGETHER
     all_items = gl.load(count) * SETS
     item = gl.atomic_add(counter, 1)
-    number, loaded = 0, 0
+    number = 0
+    loaded = 0
     while item < all_items:
         entry = tiles + item // SETS * 4
-        row, token, queries, position = (
-            gl.load(entry),
-            gl.load(entry + 1),
-            gl.load(entry + 2),
-            gl.load(entry + 3),
-        )
+        row = gl.load(entry)
+        token = gl.load(entry + 1)
+        queries = gl.load(entry + 2)
+        position = gl.load(entry + 3)
         head = item % SETS * TOGETHER
         # Taken long before it is needed, so that nothing waits for it.
         item = gl.atomic_add(counter, 1)
@@ -243,7 +244,9 @@ def _copy_values(
     values_ready, values_free = barriers
     PIECES: gl.constexpr = WIDTH // _PIECE
     rows = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // _ROWS), _ROWS, _PIECE], _SWIZZLED)
-    number, loaded, mended = 0, 0, 0
+    number = 0
+    loaded = 0
+    mended = 0
     head, row, token, queries, position = _receive(items, item_barriers, 0, ITEMS)
     while queries > 0:
         oldest = _oldest(position, WINDOW)
@@ -354,7 +357,8 @@ def _consume(
         top_M, total_M, rescale_M, weight_MN = _softmax_step(score_MN, top_M, total_M, scale)
         weight_MN = gl.convert_layout(weight_MN.to(q.dtype), factor)
         for _tile in range(1, num_tiles):
-            before, before_phase = used % STAGES, used // STAGES % 2
+            before = used % STAGES
+            before_phase = used // STAGES % 2
             used += 1
             at -= TILE
             token_N -= TILE
@@ -458,12 +462,14 @@ def attend(
     `kv`, in the queries' dtype: the cache [blocks, block size, 2, K, E] or `gathered_prompts` [T, 2, K, E].
     """
     tokens, heads, width = q_THE.shape
-    kv_heads, paged = kv.shape[-2], kv.dim() == 5
+    kv_heads = kv.shape[-2]
+    paged = kv.dim() == 5
     together = _heads_together(heads, kv_heads)
     block_size = kv.shape[1] if paged else _TILE
     slots = kv.shape[0] * block_size if paged else tokens
     row = 2 * kv_heads * width
-    q_box, q_strides = [_HALF // together, together, _PIECE.value], [q_THE.stride(0), width, 1]
+    q_box = [_HALF // together, together, _PIECE.value]
+    q_strides = [q_THE.stride(0), width, 1]
     _attend[(num_sms,)](
         TensorDescriptor(q_THE, [tokens, heads, width], q_strides, q_box, _HEADS_SWIZZLED.value),
         TensorDescriptor(kv, [slots, row], [row, 1], [block_size, _PIECE.value], _SWIZZLED.value),

@@ -75,7 +75,9 @@ def _sort(
 ):  # fmt: skip
     """Grid (experts,). BLOCK_P: at least all pairs."""
     pdl_begin(PDL)
-    expert, number_X, pair_P = tl.program_id(0), tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_P)
+    expert = tl.program_id(0)
+    number_X = tl.arange(0, BLOCK_X)
+    pair_P = tl.arange(0, BLOCK_P)
     id_P = _ids(topk_ids, first_expert, 0, pairs, EXPERTS, BLOCK_P)
     count_X = tl.where(number_X < EXPERTS, tl.histogram(id_P, BLOCK_X), 0)
     first = _store_blocks(blocks, expert, number_X, count_X, EXPERTS, ROWS)
@@ -117,7 +119,9 @@ def _place(
 ):  # fmt: skip
     """Grid (chunks,). The programs share the experts whose blocks are stored."""
     pdl_begin(PDL)
-    chunk, chunks, number_X = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK_X)
+    chunk = tl.program_id(0)
+    chunks = tl.num_programs(0)
+    number_X = tl.arange(0, BLOCK_X)
     counts_X = counts + number_X * (chunks + 1)
     count_X = tl.load(counts_X + chunks, mask=number_X < EXPERTS, other=0)
     before_X = tl.load(counts_X + chunk, mask=number_X < EXPERTS, other=0)
@@ -139,7 +143,8 @@ def sort_by_expert(topk_ids_TJ: Tensor, experts: int, rows: int, first: int = 0)
     Only those of the `experts` experts from id `first` on; `blocks` numbers these from 0.
     """
     topk_ids_TJ = topk_ids_TJ.contiguous()
-    pairs, device = topk_ids_TJ.numel(), topk_ids_TJ.device
+    pairs = topk_ids_TJ.numel()
+    device = topk_ids_TJ.device
     # Each expert with a pair may have one block that is not full.
     most = (pairs + min(pairs, experts) * (rows - 1)) // rows
     order_P = torch.empty(pairs, dtype=torch.int32, device=device)

@@ -149,7 +149,8 @@ def _decoded_rows(
 ):  # fmt: skip
     """A chunk of the weight, [ROWS, 128]."""
     words_RC = _weight_tile(weight, first_row, chunk * 32, left, chunks * 32, DESCRIBED, EVEN, ROWS, 32)
-    row_R, inside_R = (first_row + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, ROWS) < left
+    row_R = (first_row + tl.arange(0, ROWS)).to(tl.int64)
+    inside_R = tl.arange(0, ROWS) < left
     a, b, c, d = decode_words(words_RC, scales, zeros, row_R, chunk, inside_R, groups, GROUP, dtype, PTX)
     return tl.reshape(join_quarters(a, b, c, d), [ROWS, 128])
 

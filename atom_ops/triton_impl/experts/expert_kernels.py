@@ -41,7 +41,8 @@ def _weight_tile(
     if DESCRIBED:
         tile_RC = weight.load([first_row, first_column])
     else:
-        row_R, column_C = tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+        row_R = tl.arange(0, ROWS)
+        column_C = first_column + tl.arange(0, COLUMNS)
         weight_RC = weight + (first_row.to(tl.int64) + row_R)[:, None] * inputs + column_C[None, :]
         if EVEN:
             tile_RC = tl.load(weight_RC)
@@ -175,7 +176,8 @@ def _gate_up(
     expert = tl.load(topk_ids + pair) - first_expert
     inputs_read = tl.where((expert >= 0) & (expert < experts), inputs, 0)
     expert = tl.where(inputs_read > 0, expert, 0)
-    output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column_C = tl.arange(0, COLUMNS)
     inside_R = output_R < outputs
     x += pair // top_k * inputs
     gate_RC = weight + (expert * 2 * outputs + output_R)[:, None] * inputs + column_C[None, :]
@@ -208,9 +210,11 @@ def _down(
     """
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
-    output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column_C = tl.arange(0, COLUMNS)
     place_J = tl.arange(0, BLOCK_J)
-    pair_J, here_J = token * TOP_K + place_J, place_J < TOP_K
+    pair_J = token * TOP_K + place_J
+    here_J = place_J < TOP_K
     expert_J = tl.load(topk_ids + pair_J, mask=here_J, other=0) - first_expert
     here_J = here_J & (expert_J >= 0) & (expert_J < experts)
     expert_J = tl.where(here_J, expert_J, 0)

@@ -97,9 +97,13 @@ def each_token(
     """`experts` by this plan; the arguments are contiguous."""
     tokens, top_k = topk_ids_TJ.shape
     experts_X, hidden, features = weights.down_XDF.shape
-    inner_PF, out_TD = x_TD.new_empty(tokens * top_k, features), torch.empty_like(x_TD)
-    clamped, gate_up, down = activation or _NOT_CLAMPED, weights.gate_up_XOD, weights.down_XDF
-    four_bit, experts_J = isinstance(gate_up, FourBitWords), triton.next_power_of_2(top_k)
+    inner_PF = x_TD.new_empty(tokens * top_k, features)
+    out_TD = torch.empty_like(x_TD)
+    clamped = activation or _NOT_CLAMPED
+    gate_up = weights.gate_up_XOD
+    down = weights.down_XDF
+    four_bit = isinstance(gate_up, FourBitWords)
+    experts_J = triton.next_power_of_2(top_k)
     spans = 1 if four_bit else plan.gate_up.columns // SPAN
     settings = {
         "HAS_BIAS": weights.gate_up_bias_XO is not None, "CLAMPED": activation is not None,
@@ -170,7 +174,8 @@ class QuantizedGEMMs:
         self, x_TD: Tensor, weights: ExpertWeights, activation: ExpertActivation, inner: "Rounded | Tensor"
     ) -> None:
         """Fill `inner` [P, F], in the order of the experts."""
-        tile, clamped = self.plan.gate_up, activation or _NOT_CLAMPED
+        tile = self.plan.gate_up
+        clamped = activation or _NOT_CLAMPED
         weight, bias = weights.gate_up_XOD, weights.gate_up_bias_XO
         flags = {"GATED": True, "CLAMPED": activation is not None}
         if isinstance(inner, Rounded):
@@ -190,10 +195,12 @@ class QuantizedGEMMs:
 
     def inner(self, weights: ExpertWeights, x_TD: Tensor) -> "Rounded | Tensor":
         """Memory for what is between the two GEMMs, [P, F]."""
-        pairs, features = len(self.blocks.order_P), weights.down_XDF.shape[2]
+        pairs = len(self.blocks.order_P)
+        features = weights.down_XDF.shape[2]
         if isinstance(weights.gate_up_XOD, FourBitWords):
             return x_TD.new_empty(pairs, features)
-        group, device = self.plan.gate_up.rows, x_TD.device
+        group = self.plan.gate_up.rows
+        device = x_TD.device
         codes = torch.empty(pairs, features, dtype=codes_of(weights.gate_up_XOD).dtype, device=device)
         scales = torch.empty(pairs, triton.cdiv(features, group), dtype=torch.float32, device=device)
         return Rounded(codes, scales, group)
@@ -238,7 +245,8 @@ class QuantizedGEMMs:
         flags: dict[str, bool],
     ) -> None:
         assert isinstance(weight, FourBitWords), "checked by `readable`"
-        outputs, inputs = out.shape[1], weight.inputs
+        outputs = out.shape[1]
+        inputs = weight.inputs
         stored = weight.words.shape[2]
         matrix, grid = self._matrix(weight.words, tile, outputs, 32)
         _grouped_4bit[grid](

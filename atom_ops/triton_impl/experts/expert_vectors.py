@@ -63,7 +63,9 @@ def _gate_up_8bit(
     expert, known = _expert_here(topk_ids, pair, experts, first_expert)
     spans = tl.where(known, tl.cdiv(inputs, 128), 0)
     first = tl.program_id(0) * ROWS
-    output_R, span_G, column_C = first + tl.arange(0, ROWS), tl.arange(0, SPANS), tl.arange(0, 128)
+    output_R = first + tl.arange(0, ROWS)
+    span_G = tl.arange(0, SPANS)
+    column_C = tl.arange(0, 128)
     inside_R = output_R < outputs
     x += pair // top_k * inputs
     column_GC = span_G[:, None] * 128 + column_C[None, :]
@@ -104,7 +106,8 @@ def _experts_of_token(
 ):  # fmt: skip
     """Pairs of a token, their experts and topk_weights, and which of them have an expert."""
     place_J = tl.arange(0, BLOCK_J)
-    pair_J, here_J = token * TOP_K + place_J, place_J < TOP_K
+    pair_J = token * TOP_K + place_J
+    here_J = place_J < TOP_K
     expert_J = tl.load(topk_ids + pair_J, mask=here_J, other=-1) - first_expert
     here_J = here_J & (expert_J >= 0) & (expert_J < experts)
     topk_weight_J = tl.load(topk_weights + pair_J, mask=here_J, other=0.0)
@@ -128,7 +131,8 @@ def _down_8bit(
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
-    output_R, column_C = first + tl.arange(0, ROWS), tl.arange(0, 128)
+    output_R = first + tl.arange(0, ROWS)
+    column_C = tl.arange(0, 128)
     inside_R = output_R < outputs
     pair_J, expert_J, topk_weight_J, here_J = _experts_of_token(
         topk_ids, topk_weights, token, experts, first_expert, TOP_K, BLOCK_J
@@ -229,7 +233,8 @@ def _down_4bit(
     token = tl.program_id(1).to(tl.int64)
     chunks = tl.cdiv(inputs, 128)
     place_M = tl.arange(0, BLOCK_J * ROWS)
-    output_M, place_J = tl.program_id(0) * ROWS + place_M % ROWS, place_M // ROWS
+    output_M = tl.program_id(0) * ROWS + place_M % ROWS
+    place_J = place_M // ROWS
     expert_M = tl.load(topk_ids + token * TOP_K + place_J, mask=place_J < TOP_K, other=-1) - first_expert
     inside_M = (output_M < outputs) & (place_J < TOP_K) & (expert_M >= 0) & (expert_M < experts)
     row_M = tl.where(inside_M, expert_M, 0) * outputs + output_M

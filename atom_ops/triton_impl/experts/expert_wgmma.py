@@ -49,7 +49,8 @@ def _gather_pairs(x, order, blocks, out, top_k, size, AT_ONCE: tl.constexpr, PDL
     """Grid (pairs, parts of a row). The next kernel reads the blocks early: they are complete by then."""
     pdl.pdl_wait(PDL)
     pdl.pdl_launch_dependents(PDL)
-    place, number = tl.program_id(0).to(tl.int64), tl.load(blocks)
+    place = tl.program_id(0).to(tl.int64)
+    number = tl.load(blocks)
     end_of_last = tl.load(blocks + 4 * number + 2, mask=number > 0, other=0)
     if place < end_of_last:
         column = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -184,7 +185,8 @@ def by_expert(
     gate_up, down = weights.gate_up_XOD, weights.down_XDF
     assert isinstance(gate_up, FourBitWords) and isinstance(down, FourBitWords), "checked with the plan"
     experts_X, hidden, features = down.shape
-    blocks, pairs = sort_by_expert(topk_ids_TJ, experts_X, plan.block, weights.first), topk_ids_TJ.numel()
+    blocks = sort_by_expert(topk_ids_TJ, experts_X, plan.block, weights.first)
+    pairs = topk_ids_TJ.numel()
     x_PD = x_TD.new_empty(pairs, hidden)
     _gather_pairs[(pairs, triton.cdiv(hidden, _GATHERED_AT_ONCE))](
         x_TD, blocks.order_P, blocks.blocks, x_PD, topk_ids_TJ.shape[1], hidden,
@@ -209,8 +211,11 @@ def multiply(
     gated: bool,
 ) -> None:
     """Fill `out`: if `gated` in the order of the experts, otherwise in that of the pairs."""
-    outputs, span, rows = out.shape[1], plan.chunks, ROWS.value
-    (scales, settings), words = scale_words(weight), weight.words.flatten(0, 1)
+    outputs = out.shape[1]
+    span = plan.chunks
+    rows = ROWS.value
+    scales, settings = scale_words(weight)
+    words = weight.words.flatten(0, 1)
     clamped = activation or ClampedSwiglu(0.0, 0.0)
     if gated:
         words = words.view(-1, outputs, words.shape[1])

@@ -45,11 +45,9 @@ def multiply(
     """`experts` by this plan. `described`: weights are loaded by tensor descriptors (TMA)."""
     if not topk_ids_TJ.numel():
         return torch.empty_like(x_TD)
-    x_TD, topk_ids_TJ, topk_weights_TJ = (
-        x_TD.contiguous(),
-        topk_ids_TJ.contiguous(),
-        topk_weights_TJ.contiguous(),
-    )
+    x_TD = x_TD.contiguous()
+    topk_ids_TJ = topk_ids_TJ.contiguous()
+    topk_weights_TJ = topk_weights_TJ.contiguous()
     quantized = not isinstance(weights.down_XDF, Tensor)
     if isinstance(plan, VectorPlan):
         each_token = expert_quantized.each_token if quantized else _each_token
@@ -82,7 +80,8 @@ def sum_pairs(
     y_PD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, experts_X: int, first: int = 0
 ) -> Tensor:
     """The weighted sum of each token's rows of y, in the dtype of y."""
-    (tokens, top_k), hidden = topk_ids_TJ.shape, y_PD.shape[1]
+    tokens, top_k = topk_ids_TJ.shape
+    hidden = y_PD.shape[1]
     out_TD = y_PD.new_empty(tokens, hidden)
     block = min(_SUMMED_AT_ONCE, triton.next_power_of_2(hidden))
     _sum_pairs[(tokens, triton.cdiv(hidden, block))](
@@ -105,7 +104,8 @@ class GroupedGEMMs:
         self, x_TD: Tensor, weights: ExpertWeights, activation: ExpertActivation, inner_PF: Tensor
     ) -> None:
         """Fill `inner_PF`, in the order of the experts."""
-        tile, clamped = self.plan.gate_up, activation or _NOT_CLAMPED
+        tile = self.plan.gate_up
+        clamped = activation or _NOT_CLAMPED
         self._launch(
             tile, x_TD, _plain(weights)[0], weights.gate_up_bias_XO, inner_PF, clamped.limit, clamped.alpha,
             GATED=True, CLAMPED=activation is not None, X_DESCRIBED=False,
@@ -113,7 +113,8 @@ class GroupedGEMMs:
 
     def down(self, inner_PF: Tensor, weights: ExpertWeights, y_PD: Tensor) -> None:
         """Fill `y_PD`, in the order of the pairs."""
-        tile, x = self.plan.down, inner_PF
+        tile = self.plan.down
+        x = inner_PF
         # TMA is slow with rows out of bounds.
         x_described = self.described and not self.plan.swapped and len(inner_PF) >= self.plan.block
         if x_described:
@@ -159,8 +160,10 @@ def _each_token(
     tokens, top_k = topk_ids_TJ.shape
     experts_X, hidden, features = weights.down_XDF.shape
     gate_up, down = _plain(weights)
-    tile, options = plan.gate_up, launch_options(x_TD.device)
-    inner_PF, out_TD = x_TD.new_empty(tokens * top_k, features), torch.empty_like(x_TD)
+    tile = plan.gate_up
+    options = launch_options(x_TD.device)
+    inner_PF = x_TD.new_empty(tokens * top_k, features)
+    out_TD = torch.empty_like(x_TD)
     clamped = activation or _NOT_CLAMPED
     _gate_up[(triton.cdiv(features, tile.rows), tokens * top_k)](
         x_TD, topk_ids_TJ, gate_up, weights.gate_up_bias_XO, inner_PF, features, hidden,
@@ -186,7 +189,8 @@ def _tuned(device: torch.device) -> dict[expert_plans.Layer, tuple[ExpertPlan, .
 
 
 def _plan(x_TD: Tensor, topk_ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
-    (tokens, top_k), device = topk_ids_TJ.shape, x_TD.device
+    tokens, top_k = topk_ids_TJ.shape
+    device = x_TD.device
     experts_X, hidden, features = weights.down_XDF.shape
     layer = expert_quantized.format_of(weights.down_XDF), (experts_X, hidden, features)
     plans = _tuned(device).get(layer, ())
@@ -287,7 +291,8 @@ def _experts(
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> Tensor:
-    plan, described = _plan(x_TD, topk_ids_TJ, weights), _describable(weights)
+    plan = _plan(x_TD, topk_ids_TJ, weights)
+    described = _describable(weights)
     return multiply(plan, x_TD, topk_ids_TJ, topk_weights_TJ, weights, activation, described)
 
 
@@ -307,5 +312,6 @@ def _batch_invariant(
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> Tensor:
-    plan, described = expert_plans.BATCH_INVARIANT, _describable(weights)
+    plan = expert_plans.BATCH_INVARIANT
+    described = _describable(weights)
     return multiply(plan, x_TD, topk_ids_TJ, topk_weights_TJ, weights, activation, described)

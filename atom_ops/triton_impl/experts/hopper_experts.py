@@ -231,7 +231,8 @@ def by_expert(
     x_TD: Tensor, topk_ids_TJ: Tensor, weights: ExpertWeights, activation: ExpertActivation
 ) -> Tensor:
     """The rows of all pairs [P, D], in the order of the pairs; see `fits`."""
-    (experts_X, hidden, features), pairs = weights.down_XDF.shape, topk_ids_TJ.numel()
+    experts_X, hidden, features = weights.down_XDF.shape
+    pairs = topk_ids_TJ.numel()
     blocks = sort_by_expert(topk_ids_TJ, experts_X, BLOCK, weights.first)
     inner_PF = x_TD.new_empty(pairs, features)
     gate_up = _in_16_bits(weights.gate_up_XOD, x_TD.dtype).view(-1, features, hidden)
@@ -267,7 +268,8 @@ def _launch(
     activation: ExpertActivation,
     gated: bool,
 ) -> None:
-    outputs, clamped = out.shape[1], activation or ClampedSwiglu(0.0, 0.0)
+    outputs = out.shape[1]
+    clamped = activation or ClampedSwiglu(0.0, 0.0)
     cached = (2 if gated else 1) * outputs * inputs * out.element_size() <= _CACHED_BYTES
     tiles_of_block = triton.cdiv(outputs, (_SIDE if gated else _ROWS).value)
     _grouped[(programs_for(blocks.most * tiles_of_block, out.device),)](

@@ -49,7 +49,8 @@ def add_received_rows(
     both are zero again afterwards. The bits are those of `all_reduce_rows` between two ranks.
     """
     rows, size = x_TD.shape
-    x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
+    x_TD = x_TD.contiguous()
+    residual_TD = residual_TD.contiguous()
     out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     block = triton.next_power_of_2(size)
     warps = min(max(block // 512, 1), 16)

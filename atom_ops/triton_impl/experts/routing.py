@@ -59,7 +59,8 @@ def _in_best_groups(
 ):
     """The ranks, _TAKEN outside the token's top groups."""
     group_G = tl.arange(0, BLOCK_G)
-    left_GE, score_G = rank_GE, tl.zeros((BLOCK_G,), tl.float32)
+    left_GE = rank_GE
+    score_G = tl.zeros((BLOCK_G,), tl.float32)
     for _ in tl.static_range(GROUP_BEST):
         best_G, taken_G = _best_of(left_GE, number_GE)
         score_G += _score_of(best_G)
@@ -89,7 +90,8 @@ def _softmax_of_top(
     key_E = tl.where(
         exists_E, (_flipped(logit_E.to(tl.int32, bitcast=True)) | _NUMBERS) - number_E, _TAKEN
     )  # fmt: skip
-    place_J, key_J = tl.arange(0, BLOCK_J), tl.zeros((BLOCK_J,), tl.int32)
+    place_J = tl.arange(0, BLOCK_J)
+    key_J = tl.zeros((BLOCK_J,), tl.int32)
     total = 0.0
     for place in tl.static_range(TOP_K):
         best = tl.max(key_E, 0)
@@ -203,7 +205,8 @@ def _launch(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) 
     keys = logits_TX.element_size() == 2 and groups == 1 and bias_X is None and scoring != "sigmoid"
     if keys and rule.renormalise:
         scoring = "softmax_of_topk"  # the same: the sum over all experts cancels out
-    block_g, block_e = triton.next_power_of_2(groups), triton.next_power_of_2(experts // groups)
+    block_g = triton.next_power_of_2(groups)
+    block_e = triton.next_power_of_2(experts // groups)
     _route[(tokens,)](
         logits_TX, bias_X, topk_ids_TJ, topk_weights_TJ, TINY, rule.scale,
         EXPERTS=experts, GROUPS=groups, KEPT_GROUPS=rule.kept_groups, GROUP_BEST=rule.group_best,

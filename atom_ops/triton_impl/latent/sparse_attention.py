@@ -186,7 +186,8 @@ def _count_digits(
     histograms += chunk_token * (4 * 256) * tl.num_programs(1)
     states += chunk_token * 8
     if TURN == 0:
-        least, left = tl.zeros((), tl.uint32), count
+        least = tl.zeros((), tl.uint32)
+        left = count
     else:
         least, left = _bits_after(histograms, states, TURN - 1, BLOCK_S)
     if tl.program_id(1) == 0:
@@ -216,7 +217,9 @@ def _write_topk(
     if tl.program_id(1) == 0:
         _write_count(slots, counts + token, tl.minimum(seen, count), count, BLOCK_N)
     first, stop = _segment(seen, BLOCK_N)
-    written, equal, left = first, 0, 0
+    written = first
+    equal = 0
+    left = 0
     least = tl.zeros((), tl.uint32)
     if seen > count:
         histograms += chunk_token * (4 * 256) * tl.num_programs(1)
@@ -293,7 +296,8 @@ def _supports(q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: Attentio
 def _index_topk(
     q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int
 ) -> TopKIndices:
-    tokens, longest = len(q_TGI), plan.max_context_len
+    tokens = len(q_TGI)
+    longest = plan.max_context_len
     slots_TJ = torch.empty(tokens, count, dtype=torch.int32, device=q_TGI.device)
     counts_T = torch.empty(tokens, dtype=torch.int32, device=q_TGI.device)
     for first, size in _chunks(tokens, longest):
@@ -310,7 +314,9 @@ def _launch_topk(
 ) -> None:  # fmt: skip
     """Select the slots of tokens `first` … of the step, which have a row of scores each."""
     size, longest = scores_NS.shape
-    table, table_stride, rows = plan.block_table_RW, plan.block_table_RW.stride(0), len(plan.context_lens_R)
+    table = plan.block_table_RW
+    table_stride = plan.block_table_RW.stride(0)
+    rows = len(plan.context_lens_R)
     segments = min(triton.cdiv(longest, _SEGMENT), _MOST_SEGMENTS, _SELECTING_PROGRAMS // size)
     options = {"BLOCK_N": _SCORES, "num_warps": 8, **launch_options(scores_NS.device)}
     if longest <= count or segments < 2:
@@ -337,7 +343,8 @@ def _launch_scores(
     q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int,
     scores_NS: Tensor, first: int,
 ) -> None:  # fmt: skip
-    (_, heads, width), (size, longest) = q_TGI.shape, scores_NS.shape
+    _, heads, width = q_TGI.shape
+    size, longest = scores_NS.shape
     programs = max(1, min(_PROGRAMS // size, triton.cdiv(longest, _KEYS)))
     _index_scores[(size, programs)](
         q_TGI, weights_TG,

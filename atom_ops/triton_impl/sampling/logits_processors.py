@@ -31,7 +31,8 @@ from atom_ops.ops.sampling.logits_processors import (
 )
 from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
-_PART, _ENTRIES = 4096, 256
+_PART = 4096
+_ENTRIES = 256
 _ANY = tl.constexpr(ANY)
 
 
@@ -149,7 +150,9 @@ def _record(
 def _apply(
     logits_RV: Tensor, positions_R: Tensor, rules: LogitsProcessorBatch, record: TokenRecord, longest: int
 ) -> Tensor:
-    rows, vocabulary, stride = len(rules.rows_U), logits_RV.shape[1], logits_RV.stride(0)
+    rows = len(rules.rows_U)
+    vocabulary = logits_RV.shape[1]
+    stride = logits_RV.stride(0)
     parts = triton.cdiv(vocabulary, _PART)
     out_UV = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits_RV.device)
     if not rows:

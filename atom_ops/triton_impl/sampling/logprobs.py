@@ -26,7 +26,8 @@ _KEYS = 1 << 23
 def _reduce_spans(
     logits, ids_N, peaks_NS, sums_NS, above_NS, keys_NV, vocabulary, stride, spans, SPAN: tl.constexpr
 ):
-    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1)
     id = span * SPAN + tl.arange(0, SPAN)
     inside = id < vocabulary
     logit = tl.load(logits + row * stride + id, mask=inside, other=-float("inf")).to(tl.float32)
@@ -83,7 +84,9 @@ def _of_rows(logits_NV: Tensor, ids_N: Tensor, top: int) -> TokenLogprobs:
 
 
 def _of_slice(logits_NV: Tensor, ids_N: Tensor, top: int) -> TokenLogprobs:
-    (rows, vocabulary), stride, device = logits_NV.shape, logits_NV.stride(0), logits_NV.device
+    rows, vocabulary = logits_NV.shape
+    stride = logits_NV.stride(0)
+    device = logits_NV.device
     spans = triton.cdiv(vocabulary, _SPAN)
     peaks_NS, sums_NS = torch.empty(2, rows, spans, device=device)
     above_NS = torch.empty(rows, spans, dtype=torch.int32, device=device)
