@@ -1,7 +1,7 @@
 """An op: one torch function, and faster providers of the same function.
 
 The torch function defines the op, is the reference of its tests, and the fallback on every device.
-A provider is a function with the same signature, registered beside its kernel with two checks:
+A provider is a function with the same signature, registered next to its kernel with two checks:
 `supported` tests the device once, when a worker starts; `supports` tests the arguments of a call.
 Neither reads the environment.
 """

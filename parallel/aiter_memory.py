@@ -15,7 +15,7 @@ from torch import Tensor
 from atom_ops import add_rms_norm
 
 MOST_BYTES = 64 << 20
-"""Of one call. AITER leaves larger ones to RCCL, which is as fast there."""
+"""Most bytes of one call. AITER leaves larger ones to RCCL, which is as fast there."""
 _SIZES = (2, 4, 6, 8)
 _FUSED_SIZES = (2, 4, 8)
 _FUSED_ROW_BYTES = 1024, 32768
@@ -93,7 +93,7 @@ class _Kernels(Protocol):
 
 
 class _WithTensors:
-    """AITER 0.1.7."""
+    """Calls of AITER 0.1.7."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         import aiter
@@ -130,7 +130,7 @@ class _WithTensors:
 
 
 class _WithAddresses:
-    """The next release."""
+    """Calls of the next release."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         import aiter

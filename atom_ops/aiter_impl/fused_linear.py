@@ -1,4 +1,4 @@
-"""Norms and gated activations whose kernels also round their results for the quantized layer behind them.
+"""Norms and gated activations whose kernels also round their results for the quantized layer after them.
 
 weight        RMS norm, and with a residual                             SiLU-mul
 BlockFP8      fused_rms_fp8_group_quant                                 act_mul_and_fp8_group_quant

@@ -31,7 +31,7 @@ from atom_ops.transfer import to_device
 _HEADS = 16
 _MOST_HEADS = 64
 _MOST_QUERIES = 4
-"""Of a row that decodes, drafts included, for `_HEADS` heads; 1 for more."""
+"""Most queries of a decoding row, drafts included, with `_HEADS` heads; 1 with more heads."""
 _KV_GRANULARITY = 16
 _MOST_INDICES = 1 << 26
 """Slots of a step's contexts at their bound: 256 MiB."""
@@ -62,7 +62,7 @@ class _MakeMetadata:
 
     heads: int
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Of the queries and of the cache."""
+    """dtypes of the queries and of the cache."""
     block_size: int
 
     def __call__(self, plan: AttentionPlan) -> _DecodeMetadata:

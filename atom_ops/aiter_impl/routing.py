@@ -1,6 +1,6 @@
 """MoE routing: the top-k experts of a token in one kernel.
 
-softmax, softmax_of_topk        topk_softmax
+softmax, softmax_of_topk          topk_softmax
 softmax of groups, sigmoid        grouped_topk, where a group's best expert is its score
 sigmoid with a bias               biased_grouped_topk, where the sum of its best two is
 """
@@ -12,9 +12,9 @@ from atom_ops.aiter_impl import NEEDS, runs_on
 from atom_ops.ops.experts.routing import RoutingRule, route
 
 _GROUPS = (1, 2, 4, 8)
-"""Of the kernels with groups."""
+"""Numbers of groups for which there are kernels."""
 _VECTOR = 4
-"""Experts that they read at once."""
+"""Experts that these kernels read at once."""
 _MOST_TOP_K = 64
 
 

@@ -128,7 +128,7 @@ template <int SIZE> struct LaneSoftmax {
     }
 };
 
-// VECTORS * LANES queries of one key/value head, number `from` and those behind it; numbers go through the
+// VECTORS * LANES queries of one key/value head, number `from` and those after it; numbers go through the
 // heads of a token, then the tokens.
 template <typename T, int WIDTH, int VECTORS>
 void attend_tile(const Queries<T>& queries, const Context<T>& context, float scale, int64_t from) {

@@ -30,7 +30,7 @@ _FLAGS = (
     *("-fopenmp", "-fPIC"),
 )
 DTYPES = ("float32", "bfloat16")
-"""Of the values of kernels, each compiled on its own."""
+"""dtypes of the kernels' values; the kernels are compiled once for each."""
 _COMPILERS = ("c++", "g++", "clang++")
 _DEADLINE_S = 180.0
 
@@ -146,7 +146,7 @@ def _built(compiler: list[str], path: Path) -> Path:
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run them side by side."""
+    """Run the commands at the same time."""
     compiler = commands[0][0]
     deadline = time.monotonic() + _DEADLINE_S
     with ExitStack() as stack:

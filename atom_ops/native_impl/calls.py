@@ -16,7 +16,7 @@ from torch import Tensor
 from atom_ops.native_impl import build
 
 DTYPES = {getattr(torch, name): name for name in build.DTYPES}
-"""Of the values of kernels, with their names."""
+"""dtypes of the kernels' values, with their names."""
 
 Argument = Tensor | float | None
 """A tensor is passed by its address, None as a null pointer."""

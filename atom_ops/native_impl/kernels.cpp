@@ -1,4 +1,4 @@
-// Kernels for CPUs, of float32 or bfloat16 values; sums are float32. The Python files beside this one
+// Kernels for CPUs, of float32 or bfloat16 values; sums are float32. The Python files next to this one
 // say which ops they are, and check what is assumed here.
 //
 // Compiled for the instructions of the host: see build.py. Loops over features are what the compiler

@@ -18,10 +18,10 @@ _GROUPS = (256, 128, 64, 32, 16)
 _BLOCK = 256
 """The most inputs that share units."""
 _FACTOR = 1024.0
-"""Of terms in float16, whose smallest numbers are less exact."""
+"""Factor of terms in float16, whose smallest numbers are less exact."""
 _ROWS_AT_ONCE = 1 << 10
 _WORDS = {4: (8, 1, torch.int32), 6: (16, 3, torch.int32), 8: (2, 1, torch.int16)}
-"""Of codes with so many bits: inputs that share words, the number of these words, their dtype."""
+"""Bits of a code -> inputs that share words, number of these words, their dtype."""
 
 
 def pack(weight: Integers) -> PackedInts | None:
@@ -87,7 +87,7 @@ def _with_units(weight: AffineInts) -> tuple[list[Tensor], list[Tensor], int] | 
 
 
 def _shared(units_OG: Tensor, groups: int) -> bool:
-    """Whether so many groups in turn have one unit; yes for a plan of the memory."""
+    """Whether so many consecutive groups have one unit; yes for a plan of the memory."""
     by_block = units_OG.unflatten(1, (-1, groups))
     return units_OG.is_meta or bool((by_block == by_block[:, :, :1]).all())
 
@@ -127,7 +127,7 @@ def _words_of_six(codes_OI: Tensor) -> Tensor:
 
 
 def _panels(terms: list[Tensor], lanes: int) -> Tensor:
-    """Tensors [O, C] beside each other: [P, C, len(terms), L]."""
+    """Tensors [O, C] side by side: [P, C, len(terms), L]."""
     outputs, columns = terms[0].shape
     panels = terms[0].new_zeros(-(-outputs // lanes), columns, len(terms), lanes)
     for number, part in enumerate(terms):

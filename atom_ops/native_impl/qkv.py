@@ -8,7 +8,7 @@ from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.ops.attention.qkv import HeadNorms, rotate_and_write_kv
 
 _MOST_FEATURES = 256
-"""Of a head: a thread holds it on its stack."""
+"""Most features of a head, which a thread holds on its stack."""
 
 
 def _supports(

@@ -10,7 +10,7 @@ from atom_ops.weights.group_int4 import GroupINT4
 from atom_ops.weights.mxfp4 import MXFP4
 
 COLUMNS = 128
-"""Of a chunk: a row is padded to a whole number of them."""
+"""Columns of a chunk: a row is padded to a whole number of chunks."""
 _QUARTERS = 4
 _WORDS = 32
 _SCALE_BIAS = 126

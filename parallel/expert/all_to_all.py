@@ -13,9 +13,9 @@ class _Sent(NamedTuple):
     """What `combine` needs of the dispatch before it."""
 
     tokens: int
-    """Of the data-parallel rank: T."""
+    """T: tokens of the data-parallel rank."""
     token_N: Tensor
-    """The index among these of each row sent."""
+    """Index among these of each row sent."""
     sent: list[int]
     """Rows sent to each rank; they add up to N."""
     received: list[int]

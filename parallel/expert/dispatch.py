@@ -61,7 +61,7 @@ class ExpertDispatch(ABC):
     dp_rank = 0
     """Which of the ranks with different tokens this is."""
     reserved_bytes = 0
-    """Device memory that this form takes beside torch's; known once a layer has called `reserve`."""
+    """Device memory that this form takes besides torch's; known once a layer has called `reserve`."""
 
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """(first, count) of this rank's experts. Raises ValueError with fewer experts than ranks."""

@@ -102,7 +102,7 @@ class MoriDispatch(PlannedDispatch):
             self._open(Tokens(x_TD.shape[1], x_TD.dtype, topk_ids_TJ.shape[1], num_experts))
         share = self._share(tokens)
         nowhere = owners(topk_ids_TJ, num_experts, self.ep.size) == self.ep.size
-        # MORI knows no id of no expert: such a choice goes to an expert of this rank, with weight 0.
+        # MORI has no id for "no expert": such a pair goes to an expert of this rank, with weight 0.
         first, _ = self.local_experts(num_experts)
         topk_ids_SJ = topk_ids_TJ.where(~nowhere, first)[share].int().contiguous()
         topk_weights_SJ = topk_weights_TJ.where(~nowhere, 0.0)[share].contiguous()
@@ -260,7 +260,7 @@ def _join(meeting: MeetingPoint, rank: int, ranks: int) -> None:
 
 
 def _compute_units(device: torch.device) -> int:
-    """Of a GPU; for a plan without one, of an MI300X."""
+    """Compute units of the GPU; for a plan without one, those of an MI300X."""
     if device.type == "meta":
         return 304
     return torch.cuda.get_device_properties(device).multi_processor_count

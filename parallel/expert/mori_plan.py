@@ -19,7 +19,7 @@ KernelName = Literal["IntraNode", "InterNodeV1", "InterNodeV1LL", "AsyncLL"]
 
 HEAP_VARIABLE = "MORI_SHMEM_HEAP_SIZE"
 LOW_LATENCY_TOKENS = 128
-"""Of a rank. Up to them latency counts, not bandwidth: MORI's authors measure the one with so many."""
+"""Most tokens of a rank for which latency counts and not bandwidth, as MORI's authors measure."""
 _WARP = 64
 _GPUS_OF_A_NODE = (1, 2, 4, 8)
 _GIB = 1 << 30
@@ -100,19 +100,19 @@ def settings_problem() -> str | None:
 
 
 def _switched_on(variable: str) -> bool:
-    """As MORI reads its switches: whatever is no word for off is on."""
+    """Whether MORI takes the variable for on: whatever is no word for off."""
     return os.environ.get(variable, "").lower() not in ("", "0", "false", "off", "no")
 
 
 class Tokens(NamedTuple):
-    """What travels: tokens of a model's MoE layers."""
+    """What is sent: tokens of a model's MoE layers."""
 
     hidden: int
     dtype: torch.dtype
     top_k: int
     """Experts of a token."""
     experts: int
-    """Of all ranks."""
+    """Experts of all ranks."""
 
 
 def check_tokens(tokens: Tokens) -> None:
@@ -132,7 +132,7 @@ def symmetric_bytes(kernels: tuple[Kernels, ...], tokens: Tokens, ranks: int, no
 
 
 def op_kernels(kernels: tuple[Kernels, ...]) -> list[Kernels]:
-    """One for each kernel type, that for most tokens: it serves fewer, too."""
+    """The kernels for the most tokens of each kernel type, which serve fewer tokens, too."""
     return list({each.name: each for each in kernels}.values())
 
 

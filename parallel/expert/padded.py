@@ -16,7 +16,7 @@ class PaddedDispatch(PlannedDispatch):
         dispatch   all-gather over ep, [C, D] -> [R, C, D]   every rank sends the same to all
         combine    all-to-all over ep, [R, C, D] -> [R, C, D], summed over R in float32
 
-    No bytes are saved beside `GatherDispatch`, but the sums travel once instead of from rank to rank, and
+    It sends no fewer bytes than `GatherDispatch`, but the sums travel once instead of from rank to rank, and
     are not rounded on the way.
     """
 

@@ -39,7 +39,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
-    """See `clamped_swiglu`."""
+    """Parameters of the activation `clamped_swiglu`."""
 
     limit: float
     alpha: float

@@ -114,7 +114,11 @@ def _attend_new(top_M, total_M, sum_ME, q_ME, key_E, value_E, score_scale, there
 
 @triton.jit
 def _blocks_of_split(blocks, most):
-    """Of at most `most` splits. Merging a split takes about a tenth of the time of a block."""
+    """Blocks of each of at most `most` splits.
+
+    Merging a split takes about a tenth of the time of a block: with b blocks in each split, b + blocks / 10 b
+    is least at b = sqrt(blocks / 10).
+    """
     each = (tl.sqrt(blocks.to(tl.float32) / 10) + 0.5).to(tl.int32)
     return tl.maximum(tl.maximum(each, tl.cdiv(blocks, most)), 1)
 
@@ -153,6 +157,8 @@ def attend_new_tokens(
     )  # fmt: skip
     next_block_N = _block_ids(table, first + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N)
     slot = tl.load(slots + row, cache_modifier=".cg")
+    # All of the above was complete before the step's first layer. The projection is not: the previous kernel
+    # writes it.
     pdl_launch_dependents(PDL)
     pdl_wait(PDL)
     if split >= splits:

@@ -42,8 +42,10 @@ from atom_ops.triton_impl.hardware.target import is_hopper
 _TILE = 128
 """Query heads x tokens of an item, and tokens of a tile of keys."""
 _HALF = 64
+"""Queries of one group of consumer warps: the rows of a WGMMA."""
 _STAGES = 2
 _ITEMS = 2
+"""Items that can be announced before all warps have read the first of them."""
 _BLOCK_SIZES = (16, 32, 64, 128)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 # The running maximum before any score: finite, because inf - inf would be NaN.
@@ -55,6 +57,7 @@ _HEADS_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, elem
 _ROWS = gl.constexpr(8)
 """Tokens after which the swizzle repeats."""
 _FIELDS = gl.constexpr(5)
+"""Numbers of an item, as `_receive` returns them."""
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -137,7 +140,7 @@ def _slots(
 ):  # fmt: skip
     """The first slot of each block of the tile at `start`.
 
-    Of blocks after `stop`, a slot behind the cache, where TMA reads zeros.
+    For blocks from `stop` on it is the slot just past the cache, where TMA reads zeros.
     """
     slots = ()
     for i in gl.static_range(TILE // BLOCK_SIZE):
@@ -260,6 +263,7 @@ def _copy_values(
             mbarrier.wait(values_free.index(stage), (loaded // STAGES % 2) ^ 1)
             ends = (at + TILE > stop) & (stop % BLOCK_SIZE != 0)
             begins = (at < oldest) if WINDOW > 0 else False
+            # A tile to be zeroed arrives at the last barrier, which the consumers do not wait for.
             arrived = gl.where(ends | begins, STAGES, stage)
             _load_kv(
                 kv_desc, values, stage, values_ready.index(arrived), slots, column, PIECES, BLOCK_SIZE, TILE
@@ -276,6 +280,7 @@ def _copy_values(
                     )  # fmt: skip
                 if begins:
                     _zero(rows, 0, (oldest - at) // _ROWS + 1, at, oldest, stop, stage_row, PIECES, TILE)
+                # WGMMA reads shared memory through the async proxy: plain stores need a fence.
                 fence_async_shared()
                 release(values_ready.index(stage))
             at -= TILE
@@ -353,6 +358,7 @@ def _consume(
         mbarrier.wait(keys_ready.index(stage), used // STAGES % 2)
         score_MN = warpgroup_mma(q_ME, keys.index(stage).permute((1, 0)), none_MN, use_acc=False)
         release(keys_free.index(stage))
+        # The last tile holds the queries' own tokens, of which each query sees a part: always masked.
         score_MN = _hide(score_MN, token_N, seen_M, WINDOW)
         top_M, total_M, rescale_M, weight_MN = _softmax_step(score_MN, top_M, total_M, scale)
         weight_MN = gl.convert_layout(weight_MN.to(q.dtype), factor)
@@ -443,6 +449,8 @@ def _attend(
                 KV_HEADS, WIDTH, PAGED, BLOCK_SIZE, TILE, STAGES, ITEMS, WINDOW,
             )),
         ],
+        # Warps and registers per thread of all partitions but the first: consumers keep sums in registers,
+        # and the warps that copy need few.
         [4, 1, 1],
         [232, 40, 40],
     )  # fmt: skip

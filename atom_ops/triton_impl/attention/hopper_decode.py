@@ -35,6 +35,7 @@ _PROGRAMS = 24
 _FILLED = 8
 """Programs per SM that together use all of the memory's bandwidth."""
 _LEAST_BLOCKS = 8
+"""Fewest iterations of a split."""
 _WIDTH = 128
 _LOG2_E = 1.4426950408889634
 # The running maximum before any score: finite, because inf - inf would be NaN.

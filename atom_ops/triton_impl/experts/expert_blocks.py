@@ -99,7 +99,7 @@ def _count(
 
 @triton.jit(do_not_specialize=["chunks"])
 def _add_up(counts, chunks, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
-    """Grid (experts,). A chunk's count becomes that of all chunks before it; behind them is that of all."""
+    """Grid (experts,). A chunk's count becomes that of all chunks before it; the last entry that of all."""
     pdl_begin(PDL)
     counts += tl.program_id(0) * (chunks + 1)
     before = 0

@@ -104,7 +104,7 @@ def _gate_up_8bit(
 def _experts_of_token(
     topk_ids, topk_weights, token, experts, first_expert, TOP_K: tl.constexpr, BLOCK_J: tl.constexpr
 ):  # fmt: skip
-    """Pairs of a token, their experts and topk_weights, and which of them have an expert."""
+    """Pairs of a token, their experts and weights, and which of them have an expert."""
     place_J = tl.arange(0, BLOCK_J)
     pair_J = token * TOP_K + place_J
     here_J = place_J < TOP_K

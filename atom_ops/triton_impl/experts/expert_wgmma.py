@@ -4,7 +4,7 @@
     _grouped        gate and up     [P, D] -> inner [P, F], in the same order; 64 rows of each in a program
                     down            inner  -> y [P, D], in the order of the pairs
 
-A tile of x behind a block has rows of other experts, which reach no pair of this one.
+A tile of x that reaches past its block has rows of other experts, which reach no pair of this one.
 
 Tiles that remain for a last wave of `down` are halved to 64 rows, if twice as many run at once.
 """
@@ -39,9 +39,9 @@ from atom_ops.weights import FourBitWords
 
 _GATHERED_AT_ONCE = 1024
 _REGISTERS = 65536
-"""Of an SM."""
+"""Registers of an SM."""
 _THREADS = 128
-"""Of a program."""
+"""Threads of a program."""
 
 
 @triton.jit(do_not_specialize=["top_k"])

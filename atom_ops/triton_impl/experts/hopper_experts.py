@@ -41,14 +41,15 @@ from atom_ops.weights import FourBitWords, Weight
 BLOCK = 128
 """Pairs of a tile."""
 COLUMNS = 64
-"""Of a stage: as wide as shared memory is swizzled."""
+"""Columns of a stage: as wide as shared memory is swizzled."""
 _STAGES = 4
 _GROUP = 16
 """Blocks whose tiles of the same weight rows are neighbours, where an expert's matrix does not fit the L2
-cache beside the activations."""
+cache along with the activations."""
 _CACHED_BYTES = 8 << 20
+"""Most bytes of an expert's matrix that stay in the L2 cache."""
 _MOST_DECODED_BYTES = 2 << 30
-"""Of the larger of a layer's matrices."""
+"""Most bytes of the larger of a layer's matrices, decoded."""
 _HALF = gl.constexpr(BLOCK // 2)
 _ROWS = gl.constexpr(256)
 """Weight rows of a tile."""
@@ -156,6 +157,7 @@ def _multiply(
                     x_tiles.index(slot * 2 + HALF_NUMBER), weights.index(slot).permute((1, 0)), total_MN,
                     is_async=True,
                 )  # fmt: skip
+                # All but the newest have ended: the slot before it can be loaded again.
                 total_MN = warpgroup_mma_wait(1, deps=[total_MN])
                 release(free.index((used + STAGES - 1) % STAGES), start > 0)
                 used += 1
@@ -213,6 +215,7 @@ def _grouped(
                 top_k, GATED, GROUP, STAGES,
             )),
         ],
+        # Warps and registers per thread of all partitions but the first.
         [4, 4 if GATED else 1],
         [216, 72] if GATED else [232, 40],
     )  # fmt: skip

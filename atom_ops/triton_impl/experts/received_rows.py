@@ -18,8 +18,10 @@ def _add_received_rows(
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    # The other GPU's copy engine writes the flag after the rows; acquiring it orders the loads below.
     while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0:
         pass
+    # The last program to see the flag clears it for the next rows.
     if tl.atomic_add(seen_ptr, 1) == tl.num_programs(0) - 1:
         tl.store(seen_ptr, 0)
         tl.store(flag_ptr, 0)

@@ -197,6 +197,7 @@ def _latent_rows(
     """
     pdl_launch_dependents(PDL)
     if DECODE:
+        # The step's inputs may be read before the wait: see `pdl`.
         row = tl.program_id(2) // TILES
         first_token = tl.load(starts + row, cache_modifier=".cg")
         tile_start = tl.program_id(2) % TILES * TILE

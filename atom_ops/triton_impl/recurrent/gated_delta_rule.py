@@ -135,7 +135,8 @@ def _join(matrix, first, rows, stride, SIZE: tl.constexpr, PRECISION: tl.constex
 def _invert(matrix, rows, stride, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Invert I + the strictly lower triangular matrix [CHUNK, CHUNK] in memory; it has `rows` rows.
 
-    Blocks of 16 by forward substitution, all at once; then of 32 and so on, from their quarters.
+    Blocks of 16 by forward substitution, all at once; then of 32 and so on, from their quarters. These pass
+    through memory from thread to thread, hence the barriers.
     """
     block_B = tl.arange(0, CHUNK // 16) * 16
     row_S = tl.arange(0, 16)

@@ -19,7 +19,7 @@ from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _SPAN = 4096
 _KEYS = 1 << 23
-"""Of one pass: 64 MiB."""
+"""Sort keys of one pass: 64 MiB."""
 
 
 @triton.jit
@@ -31,13 +31,13 @@ def _reduce_spans(
     id = span * SPAN + tl.arange(0, SPAN)
     inside = id < vocabulary
     logit = tl.load(logits + row * stride + id, mask=inside, other=-float("inf")).to(tl.float32)
-    chosen = tl.load(logits + row * stride + tl.load(ids_N + row)).to(tl.float32)
+    own = tl.load(logits + row * stride + tl.load(ids_N + row)).to(tl.float32)
     peak = tl.max(tl.where(logit == logit, logit, -float("inf")), 0)
     place = row * spans + span
     tl.store(peaks_NS + place, peak)
     # A span that is minus infinity throughout has no weight; NaN spoils the sum, and so the row.
     tl.store(sums_NS + place, tl.sum(tl.exp(logit - tl.where(peak == -float("inf"), 0.0, peak)), 0))
-    tl.store(above_NS + place, tl.sum((logit > chosen).to(tl.int32), 0))
+    tl.store(above_NS + place, tl.sum((logit > own).to(tl.int32), 0))
     if keys_NV is not None:
         bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
         bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -179,12 +179,12 @@ def _best_of_spans(score_N, ids_N, number_N, spans):
 @triton.jit
 def _list_spans(listed, peak_N, number_N, least):
     """List the spans whose maximum is at least `least`; returns their number."""
-    chosen_N = (peak_N >= least) & (peak_N > -float("inf"))
-    place_N = tl.cumsum(chosen_N.to(tl.int32), 0) - 1
+    reached_N = (peak_N >= least) & (peak_N > -float("inf"))
+    place_N = tl.cumsum(reached_N.to(tl.int32), 0) - 1
     tl.debug_barrier()  # other threads may still read the previous list
-    tl.store(listed + place_N, number_N, mask=chosen_N)
+    tl.store(listed + place_N, number_N, mask=reached_N)
     tl.debug_barrier()
-    return tl.sum(chosen_N.to(tl.int32), 0)
+    return tl.sum(reached_N.to(tl.int32), 0)
 
 
 @triton.jit
