@@ -231,7 +231,7 @@ def _tokens_of(contexts, rows):
 
 
 @triton.jit
-def _at_most_shares(splits, context, contexts, rows, heads, FILLED: tl.constexpr):
+def _limited_splits(splits, context, contexts, rows, heads, FILLED: tl.constexpr):
     """At most a split for each program's share of all tokens: see `_blocks_of_split`."""
     if splits > 1:
         shares = context * (FILLED / (_tokens_of(contexts, rows) * heads))
@@ -253,7 +253,7 @@ def _blocks_of_split(
     """
     splits = tl.minimum(tl.maximum(blocks // LEAST_BLOCKS, 1), most)
     if FILLED > 0:
-        splits = _at_most_shares(splits, context, contexts, rows, heads, FILLED)
+        splits = _limited_splits(splits, context, contexts, rows, heads, FILLED)
     return FIXED if FIXED > 0 else tl.maximum(tl.cdiv(blocks, splits), 1)
 
 

@@ -148,7 +148,7 @@ def attend_new_tokens(
     splits = tl.maximum(tl.cdiv(blocks, each), 1)
     first = oldest + split * each * BLOCK_N
     stop = tl.minimum(old, first + each * BLOCK_N)
-    table = table + row * table_stride
+    table += row * table_stride
     keys = kv + head * head_stride
     block_N = _block_ids(table, first, stop, BLOCK_SIZE, BLOCK_N)
     k_NE, v_NE = _keys_values(
@@ -157,8 +157,7 @@ def attend_new_tokens(
     )  # fmt: skip
     next_block_N = _block_ids(table, first + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N)
     slot = tl.load(slots + row, cache_modifier=".cg")
-    # All of the above was complete before the step's first layer. The projection is not: the previous kernel
-    # writes it.
+    # What is read above was complete before the step; the projection is what the previous kernel writes.
     pdl_launch_dependents(PDL)
     pdl_wait(PDL)
     if split >= splits:

@@ -176,7 +176,10 @@ def _copy_keys(
     PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     ITEMS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Take items until there are none, and load their queries and keys, the last tile first."""
+    """Take items until there are none, and load their queries and keys.
+
+    The last tile comes first: it holds the queries' own tokens, so that it alone is masked always.
+    """
     q_ready, q_free = q_barriers
     keys_ready, keys_free = key_barriers
     PIECES: gl.constexpr = WIDTH // _PIECE
@@ -358,7 +361,6 @@ def _consume(
         mbarrier.wait(keys_ready.index(stage), used // STAGES % 2)
         score_MN = warpgroup_mma(q_ME, keys.index(stage).permute((1, 0)), none_MN, use_acc=False)
         release(keys_free.index(stage))
-        # The last tile holds the queries' own tokens, of which each query sees a part: always masked.
         score_MN = _hide(score_MN, token_N, seen_M, WINDOW)
         top_M, total_M, rescale_M, weight_MN = _softmax_step(score_MN, top_M, total_M, scale)
         weight_MN = gl.convert_layout(weight_MN.to(q.dtype), factor)

@@ -192,12 +192,11 @@ def _latent_rows(
 ):  # fmt: skip
     """Grid (blocks of heads, splits, rows of the step x TILES or tile numbers).
 
-    DECODE: computes rows of at most TILES tiles of TILE tokens; otherwise rows of at least
-    `min_tokens`, unsplit.
+    DECODE: computes rows of at most TILES tiles of TILE tokens, and reads the step's inputs before the wait
+    (see `pdl`); otherwise rows of at least `min_tokens`, unsplit.
     """
     pdl_launch_dependents(PDL)
     if DECODE:
-        # The step's inputs may be read before the wait: see `pdl`.
         row = tl.program_id(2) // TILES
         first_token = tl.load(starts + row, cache_modifier=".cg")
         tile_start = tl.program_id(2) % TILES * TILE
