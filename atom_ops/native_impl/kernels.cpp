@@ -57,7 +57,7 @@ template <typename T> void silu_and_mul(const T* x, T* out, int64_t rows, int64_
     }
 }
 
-constexpr int64_t MOST_FEATURES = 256;  // of a head
+constexpr int64_t MOST_FEATURES = 256;  // largest head
 
 // One head: its norm, if `weight` is given, then RoPE on the first `rotary` features.
 template <typename T>
@@ -134,7 +134,7 @@ void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table
                  int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t window,
                  float scale) {
     const int64_t group = heads / kv_heads;
-    std::memset(out, 0, tokens * heads * WIDTH * sizeof(T));  // of padding nothing is computed
+    std::memset(out, 0, tokens * heads * WIDTH * sizeof(T));  // padding tokens get zeros
     const std::vector<Task> tasks = attention_tasks(starts, rows, kv_heads, group);
 #pragma omp parallel for schedule(dynamic, 1)
     for (size_t number = 0; number < tasks.size(); ++number) {

@@ -1,6 +1,6 @@
 """Mixture of experts: the gated MLP of each expert over the tokens routed to it.
 
-T tokens, J experts per token, P = T * J (token, expert) pairs, X experts, D hidden, F expert features.
+T tokens, J experts per token, P = T * J token-expert pairs, X experts, D hidden, F expert features.
 
     tokens, experts     sorted by expert       two GEMMs per expert        unsorted, weighted
     t0: e2 e0           e0: t0 t1              [2, D] -> [2, F] -> [2, D]   t0 = w e2(t0) + w e0(t0)

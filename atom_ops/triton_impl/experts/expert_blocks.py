@@ -1,4 +1,4 @@
-"""Sorts the (token, expert) pairs by expert on the device, and cuts them into blocks of one expert.
+"""Sorts the token-expert pairs by expert on the device, and cuts them into blocks of one expert.
 
     ids of the pairs     2 0 | 0 1 | 0 2        pair p belongs to token p // J
     sorted: order        1 2 4 | 3 | 0 5        by expert, then by pair

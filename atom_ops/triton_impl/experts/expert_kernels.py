@@ -1,6 +1,6 @@
 """Triton kernels of `experts`.
 
-T tokens, J experts per token, P = T * J pairs, X experts, D hidden, F expert features.
+T tokens, J experts per token, P = T * J token-expert pairs, X experts, D hidden, F expert features.
 
 For many tokens, over the blocks of `expert_blocks`:
 
