@@ -86,12 +86,12 @@ def _case(
         )
         routed = experts - idle if first is None else 2 * experts
         picked = [torch.randperm(routed, generator=generator)[:top_k] for _ in range(tokens)]
-        shares = torch.rand(tokens, top_k, generator=generator)
+        topk_weights = torch.rand(tokens, top_k, generator=generator)
         x = normal(tokens, hidden).to(dtype)
         ids = torch.stack(picked)
         if first is not None:
             weights = replace(weights, complete=False, first=first)
-        return x, ids, shares / shares.sum(1, keepdim=True), weights, activation
+        return x, ids, topk_weights / topk_weights.sum(1, keepdim=True), weights, activation
 
     kind = "clamped" if activation else "silu"
     kind += ("" if first is None else f"-from{first}") + ("" if format == "plain" else f"-{format}")

@@ -244,7 +244,7 @@ def check_experts(format: Format, activation: ClampedSwiglu | None, first: int |
     )
     x = torch.randn(11, hidden, generator=draw)
     ids = torch.stack([torch.randperm(count, generator=draw)[:3] for _ in x]) - (first or 0)
-    shares = torch.rand(11, 3, generator=draw)
+    topk_weights = torch.rand(11, 3, generator=draw)
     packed = replace(
         weights,
         gate_up_XOD=pack_expert_weight(weights.gate_up_XOD, ExpertRole(False, activation, bool(activation))),
@@ -254,10 +254,10 @@ def check_experts(format: Format, activation: ClampedSwiglu | None, first: int |
         weights = ExpertWeights(
             *(replace(each, input_scale=None) for each in matrices), None, None, first is None
         )
-    found = experts(x, ids, shares, packed, activation)
-    wanted = experts.reference(x, ids, shares, weights, activation)
+    found = experts(x, ids, topk_weights, packed, activation)
+    wanted = experts.reference(x, ids, topk_weights, weights, activation)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    assert not len(experts(x[:0], ids[:0], shares[:0], packed, activation))
+    assert not len(experts(x[:0], ids[:0], topk_weights[:0], packed, activation))
 
 
 @pytest.mark.parametrize("first", [None, 2])

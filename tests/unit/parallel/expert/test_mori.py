@@ -37,7 +37,7 @@ EXPERTS, HIDDEN, CHOSEN, MOST = 6, 16, 2, 9
 
 
 class Meeting:
-    """Of one rank."""
+    """The meeting point of one rank."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
