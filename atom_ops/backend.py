@@ -119,7 +119,9 @@ def _require_batch_invariant(device: torch.device) -> None:
         raise ValueError(f"no batch-invariant kernels on {device}: they need a GPU and triton")
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+# From <malloc.h>.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _REUSED_BYTES = 256 << 20
 
 

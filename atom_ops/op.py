@@ -1,7 +1,7 @@
 """An op: one torch function, and faster providers of the same function.
 
 The torch function defines the op, is the reference of its tests, and the fallback on every device.
-A provider is a function with the same signature, registered beside its kernel with two checks:
+A provider is a function with the same signature, registered next to its kernel with two checks:
 `supported` tests the device once, when a worker starts; `supports` tests the arguments of a call.
 Neither reads the environment.
 """
@@ -49,7 +49,7 @@ class Provider:
     it has no layout for it."""
     batch_invariant: bool = True
     """A row's bits depend on that row alone (attention: if the plan sets `split_tokens`)."""
-    rounds_activations: bool = False
+    quantizes_activations: bool = False
     """It rounds the activations to 8 bits for weights whose type allows it."""
 
 
@@ -86,7 +86,7 @@ class Op(Generic[P, R]):
         prepare: Callable[P, tuple[Any, ...]] | None = None,
         pack: Callable[..., Any] | None = None,
         batch_invariant: bool = True,
-        rounds_activations: bool = False,
+        quantizes_activations: bool = False,
     ) -> Callable[[Callable[..., R]], Callable[..., R]]:
         """Register the decorated function; raises ValueError for a duplicate name.
 
@@ -97,7 +97,15 @@ class Op(Generic[P, R]):
 
         def register(function: Callable[..., R]) -> Callable[..., R]:
             self.providers[name] = Provider(
-                name, function, needs, supported, supports, prepare, pack, batch_invariant, rounds_activations
+                name,
+                function,
+                needs,
+                supported,
+                supports,
+                prepare,
+                pack,
+                batch_invariant,
+                quantizes_activations,
             )
             return function
 
@@ -105,7 +113,7 @@ class Op(Generic[P, R]):
 
     def tolerance(self, provider: Provider, case: Case, dtype: torch.dtype) -> Tolerance:
         """How much the provider's results may differ from the reference's in float32."""
-        rounded = case.rounded if provider.rounds_activations else None
+        rounded = case.rounded if provider.quantizes_activations else None
         return (rounded or self.tolerances)[dtype]
 
     def use(self, names: Sequence[str]) -> None:

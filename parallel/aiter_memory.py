@@ -15,7 +15,7 @@ from torch import Tensor
 from atom_ops import add_rms_norm
 
 MOST_BYTES = 64 << 20
-"""Of one call. AITER leaves larger ones to RCCL, which is as fast there."""
+"""Most bytes of one call. AITER leaves larger ones to RCCL, which is as fast there."""
 _SIZES = (2, 4, 6, 8)
 _FUSED_SIZES = (2, 4, 8)
 _FUSED_ROW_BYTES = 1024, 32768
@@ -33,7 +33,8 @@ class AiterMemory:
         """All ranks of the group call this together. Raises RuntimeError if memory cannot be mapped."""
         import aiter
 
-        self._width, self._dtype = width, dtype
+        self._width = width
+        self._dtype = dtype
         row_bytes = width * dtype.itemsize
         least, most = _FUSED_ROW_BYTES
         whole_rows = row_bytes % least == 0 and row_bytes <= most
@@ -92,7 +93,7 @@ class _Kernels(Protocol):
 
 
 class _WithTensors:
-    """AITER 0.1.7."""
+    """Calls of AITER 0.1.7."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         import aiter
@@ -129,7 +130,7 @@ class _WithTensors:
 
 
 class _WithAddresses:
-    """The next release."""
+    """Calls of the next release."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         import aiter

@@ -45,7 +45,7 @@ class Communicator:
         self._fused_norm = fused_norm
 
     def open_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """From now on reduce rows of that width and dtype through peer memory, if the GPUs can.
+        """Reduce rows of that width and dtype through peer memory from now on, if the GPUs can.
 
         All ranks call this together. Ranks without a process group have no peers.
         """
@@ -53,7 +53,7 @@ class Communicator:
             self._peers = open_peer_memory(self._process_group, width, dtype, device)
 
     def open_copies(self) -> None:
-        """From now on large sums can run beside other kernels, if peer memory is open between two GPUs.
+        """Let large sums overlap with other kernels from now on, if peer memory is open between two GPUs.
 
         All ranks call this together, after `open_peers`.
         """
@@ -84,9 +84,9 @@ class Communicator:
         return add_rms_norm(self.all_reduce(x_TD), residual_TD, weight_D, eps)
 
     def begin_step_in_parts(self, x_TD: Tensor) -> int:
-        """In how many parts a step sums rows like `x_TD`, its embeddings, beside other kernels; 1: it cannot.
+        """Number of parts in which a step sums rows like `x_TD` while other kernels run; 1: it cannot.
 
-        Called behind the embedding's all-reduce.
+        `x_TD` are the step's embeddings; called after their all-reduce.
         """
         return 1 if self._copies is None else self._copies.begin_step(x_TD)
 

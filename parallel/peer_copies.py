@@ -1,4 +1,4 @@
-"""All-reduce between two GPUs by their copy engines, beside the kernels of both.
+"""All-reduce between two GPUs by their copy engines, while the kernels of both run.
 
     main stream    GEMM 0 │ GEMM 1 │ … │ sum 0 │ …      each rank sums its own rows and the received ones,
     copy engine           │ send 0 │ send 1 │ …         and normalises all of them
@@ -6,8 +6,8 @@
 A copy engine needs no SM. A kernel that sends rows takes SMs from a GEMM, most of which have one program on
 every SM: on two H200s such steps took longer than without overlap.
 
-Rows travel through slots of the receiver's memory, used by turns. Behind the rows the engine copies a flag,
-for which the kernel that sums them waits, and which it clears. Both ranks send and sum in the same order.
+Rows travel through slots of the receiver's memory, used in rotation. After the rows the engine copies a flag;
+the kernel that sums them waits for it and clears it. Both ranks send and sum in the same order.
 
 A slot is free when it is used again. In a step of P parts each rank sums part j before it sends part j + P.
 So when the other rank sends j + 2 P, it has received j + P; before it sent that, this rank summed j. A step
@@ -36,7 +36,8 @@ class PeerCopies:
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self._device, other = device, 1 - group.rank()
+        self._device = device
+        other = 1 - group.rank()
         self._rows = _BYTES // (_SLOTS * width * dtype.itemsize)
         shape = _SLOTS, self._rows, width
         self._received = symmetric_memory.empty(shape, dtype=dtype, device=device)
@@ -52,7 +53,7 @@ class PeerCopies:
         torch.cuda.synchronize(device)
 
     def begin_step(self, x_TD: Tensor) -> int:
-        """In how many parts such rows are to be sent in the step that begins; 1 if they do not fit."""
+        """Number of parts in which the step that begins sends such rows; 1 if they do not fit."""
         self._next = 0  # a graph replays the slots of its capture
         parts = max(-(-len(x_TD) // self._rows), 2)
         fits = x_TD.shape[1:] == self._received.shape[2:] and x_TD.dtype is self._received.dtype
@@ -67,7 +68,8 @@ class PeerCopies:
         """
         from atom_ops.triton_impl.experts.received_rows import add_received_rows
 
-        slot, self._next = self._next, (self._next + 1) % _SLOTS
+        slot = self._next
+        self._next = (self._next + 1) % _SLOTS
         flag = slice(slot, slot + 1)
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)

@@ -35,7 +35,10 @@ class PeerMemory:
         from atom_ops.triton_impl.elementwise.all_reduce import EMPTY, Inboxes, bits_of
 
         ranks = group.size()
-        self.width, self.dtype, self.device, self._ranks = width, dtype, device, ranks
+        self.width = width
+        self.dtype = dtype
+        self.device = device
+        self._ranks = ranks
         rows = min(_MOST_ROWS, _INBOX_BYTES // (2 * ranks * width * dtype.itemsize))
         stride = rows * width
         self._inbox = symmetric_memory.empty(2 * ranks * stride, dtype=bits_of(dtype), device=device)
@@ -102,27 +105,27 @@ def open_peer_memory(
     return memory if _on_all_ranks(memory is not None, group, device) else None
 
 
-def open_peer_copies(group: dist.ProcessGroup, beside: PeerMemory) -> PeerCopies | None:
-    """Copies between the two ranks of `beside`, which call this together; None if they cannot be made."""
+def open_peer_copies(group: dist.ProcessGroup, memory: PeerMemory) -> PeerCopies | None:
+    """Copies between the two ranks of `memory`, which call this together; None if they cannot be made."""
     copies = None
     try:
-        copies = PeerCopies(group, beside.width, beside.dtype, beside.device)
+        copies = PeerCopies(group, memory.width, memory.dtype, memory.device)
     except RuntimeError as error:
         get_logger().warning(
             "all-reduces run after the GEMMs and not beside them: peer memory cannot be used: %s",
             one_line(error),
         )
     # Also: no rank may send before every flag is zero.
-    return copies if _on_all_ranks(copies is not None, group, beside.device) else None
+    return copies if _on_all_ranks(copies is not None, group, memory.device) else None
 
 
 def _kind(
     ranks: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> type[PeerMemory] | type[AiterMemory] | None:
-    """Whose kernels sum such rows: AITER's wherever its norm runs, too; else ours, but on an AMD GPU."""
+    """The class that sums such rows: AITER's where its norm runs too, else ours; None where neither can."""
     if "aiter" in REGISTRY["add_rms_norm"].order:
         return AiterMemory if aiter_supports(ranks, width, dtype) else None
-    # AMD GPUs need another kernel: theirs order remote writes differently.
+    # AMD GPUs would need another kernel: they order remote writes differently.
     if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
         return None
     from atom_ops.triton_impl.elementwise.all_reduce import supports_width

@@ -1,8 +1,8 @@
 """How the ranks of a mesh meet: a TCPStore that rank 0 hosts on a socket bound before it started.
 
 No port is probed or chosen twice: the parent binds the socket, tells its number to every rank and
-passes the socket to rank 0. All keys are under the life number, so a worker left over from an
-earlier life meets no one, whatever port it finds.
+passes the socket to rank 0. All keys begin with the engine's restart generation (`Rendezvous.life`), so a
+worker left over from an earlier one meets no other, whatever port it finds.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _GOODBYE_S = 5.0
 
 
 class MeetingPoint:
-    """The store of one life, once every rank has arrived."""
+    """The store of one restart generation, once every rank has arrived."""
 
     def __init__(self, where: Rendezvous, rank: int, size: int, timeout: float):
         """Returns when all ranks have arrived; raises RuntimeError that names the missing ones.
@@ -32,7 +32,9 @@ class MeetingPoint:
         """
         if (rank == 0) != (where.listen_fd is not None):
             raise ValueError("rank 0, and no other rank, hosts the store on the inherited listen_fd")
-        self._where, self._rank, self._size = where, rank, size
+        self._where = where
+        self._rank = rank
+        self._size = size
         _bind_to(where.interface)
         deadline = time.monotonic() + timeout
         self.store = dist.PrefixStore(f"life {where.life}", self._connect(timeout))
@@ -61,7 +63,7 @@ class MeetingPoint:
                 where.port,
                 is_master=self._rank == 0,
                 timeout=timedelta(seconds=timeout),
-                # Would count connections of any life; the ranks of this one are awaited below.
+                # Would count connections of any generation; the ranks of this one are awaited below.
                 wait_for_workers=False,
                 master_listen_fd=where.listen_fd,
             )

@@ -52,8 +52,8 @@ def _pack(weight: Weight, role: ExpertRole) -> Shuffled | ShuffledFP8 | Shuffled
 
 def _supports(
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    weights_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> bool:
@@ -70,8 +70,8 @@ def _supports(
 
 def _prepare(
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    weights_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> tuple[Tensor, Tensor, Tensor, ExpertWeights, ExpertActivation]:
@@ -80,7 +80,13 @@ def _prepare(
         _pack(each, ExpertRole(each is weights.down_XDF, activation, with_biases)) or each
         for each in (weights.gate_up_XOD, weights.down_XDF)
     )
-    return x_TD, ids_TJ, weights_TJ, replace(weights, gate_up_XOD=gate_up, down_XDF=down), activation
+    return (
+        x_TD,
+        topk_ids_TJ,
+        topk_weights_TJ,
+        replace(weights, gate_up_XOD=gate_up, down_XDF=down),
+        activation,
+    )
 
 
 @experts.provider(
@@ -91,12 +97,12 @@ def _prepare(
     prepare=_prepare,
     pack=_pack,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _fused(
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    weights_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> Tensor:
@@ -115,13 +121,13 @@ def _fused(
         quant_type = QuantType.No
     experts_here, hidden, features = weights.down_XDF.shape
     padded_hidden, padded_features = _padded_sizes(weights)
-    ids_TJ, mask = _masked(ids_TJ, weights, experts_here)
+    topk_ids_TJ, mask = _masked(topk_ids_TJ, weights, experts_here)
     out_TD: Tensor = fused_moe(
         hidden_states=functional.pad(x_TD, (0, padded_hidden - hidden)).contiguous(),
         w1=w1,
         w2=w2,
-        topk_weight=weights_TJ.contiguous(),
-        topk_ids=ids_TJ,
+        topk_weight=topk_weights_TJ.contiguous(),
+        topk_ids=topk_ids_TJ,
         expert_mask=mask,
         activation=ActivationType.Silu if activation is None else ActivationType.Swiglu,
         quant_type=quant_type,
@@ -154,17 +160,17 @@ def _padded_sizes(weights: ExpertWeights) -> tuple[int, int]:
     return hidden, features
 
 
-def _masked(ids_TJ: Tensor, weights: ExpertWeights, experts_here: int) -> tuple[Tensor, Tensor | None]:
+def _masked(topk_ids_TJ: Tensor, weights: ExpertWeights, experts_here: int) -> tuple[Tensor, Tensor | None]:
     """Ids in int32 from 0 on, and the mask of the experts here; None if these are all.
 
     AITER leaves out experts whose mask is 0: one more stands for all those of other ranks.
     """
-    ids_TJ = ids_TJ.to(torch.int32).contiguous()
+    topk_ids_TJ = topk_ids_TJ.to(torch.int32).contiguous()
     if weights.complete:
-        return ids_TJ, None
-    ids_TJ = ids_TJ - weights.first
-    ids_TJ = ids_TJ.where((ids_TJ >= 0) & (ids_TJ < experts_here), experts_here)
-    return ids_TJ, _mask(experts_here, ids_TJ.device)
+        return topk_ids_TJ, None
+    topk_ids_TJ = topk_ids_TJ - weights.first
+    topk_ids_TJ = topk_ids_TJ.where((topk_ids_TJ >= 0) & (topk_ids_TJ < experts_here), experts_here)
+    return topk_ids_TJ, _mask(experts_here, topk_ids_TJ.device)
 
 
 @cache

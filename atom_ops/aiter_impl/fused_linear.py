@@ -1,4 +1,4 @@
-"""Norms and gated activations whose kernels also round their results for the quantized layer behind them.
+"""Norms and gated activations whose kernels also round their results for the quantized layer after them.
 
 weight        RMS norm, and with a residual                             SiLU-mul
 BlockFP8      fused_rms_fp8_group_quant                                 act_mul_and_fp8_group_quant
@@ -44,7 +44,7 @@ def _scaled_by_token(weight: ChannelFP8) -> bool:
     supported=runs_on,
     supports=norm_supports,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _norm_linear(
     x_TD: Tensor,
@@ -137,7 +137,7 @@ def _gate_supports(x_T2F: Tensor, weight: Weight, bias: Tensor | None = None) ->
     supported=runs_on,
     supports=_gate_supports,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _gate_linear(x_T2F: Tensor, weight: ShuffledFP8 | ShuffledMXFP4, bias: Tensor | None = None) -> Tensor:
     x_T2F = x_T2F.contiguous()

@@ -31,7 +31,7 @@ from atom_ops.transfer import to_device
 _HEADS = 16
 _MOST_HEADS = 64
 _MOST_QUERIES = 4
-"""Of a row that decodes, drafts included, for `_HEADS` heads; 1 for more."""
+"""Most queries of a decoding row, drafts included, with `_HEADS` heads; 1 with more heads."""
 _KV_GRANULARITY = 16
 _MOST_INDICES = 1 << 26
 """Slots of a step's contexts at their bound: 256 MiB."""
@@ -62,7 +62,7 @@ class _MakeMetadata:
 
     heads: int
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Of the queries and of the cache."""
+    """dtypes of the queries and of the cache."""
     block_size: int
 
     def __call__(self, plan: AttentionPlan) -> _DecodeMetadata:
@@ -85,7 +85,9 @@ def _decode_metadata(
     import aiter
 
     contexts_R = plan.context_lens_R
-    rows, queries, device = len(contexts_R), plan.max_query_len, contexts_R.device
+    rows = len(contexts_R)
+    queries = plan.max_query_len
+    device = contexts_R.device
     infos = aiter.get_mla_metadata_info_v1(
         batch_size=rows,
         max_seqlen_qo=queries,
@@ -165,7 +167,8 @@ def takes_latents(q_THK: Tensor, cache: LatentLayer) -> bool:
 
 def takes_decodes(plan: AttentionPlan, heads: int) -> bool:
     """Whether each row of the step decodes, all with as many queries."""
-    rows, queries = len(plan.context_lens_R), plan.max_query_len
+    rows = len(plan.context_lens_R)
+    queries = plan.max_query_len
     return (
         rows <= _MOST_ROWS
         and rows * plan.max_context_len <= _MOST_INDICES
@@ -251,13 +254,15 @@ class _Part:
 def _parts(plan: AttentionPlan) -> tuple[_Part, _Part]:
     """The rows that decode, and those with more queries."""
     assert plan.host is not None
-    queries, decode = plan.host.query_lens, plan.decode_query_len
+    queries = plan.host.query_lens
+    decode = plan.decode_query_len
     return _part(plan, np.flatnonzero(queries == decode)), _part(plan, np.flatnonzero(queries > decode))
 
 
 def _part(plan: AttentionPlan, rows: Ints) -> _Part:
     assert plan.host is not None
-    host, device = plan.host, plan.context_lens_R.device
+    host = plan.host
+    device = plan.context_lens_R.device
     queries = host.query_lens[rows]
     first_tokens = (host.query_lens.cumsum() - host.query_lens)[rows]
     tokens = np.arange(queries.sum()) + np.repeat(first_tokens - (queries.cumsum() - queries), queries)
@@ -275,7 +280,8 @@ def decode_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale
     """[T, H, C] for 16, 32 or 64 heads. A row without context gets the value of slot 0."""
     from aiter.mla import mla_decode_fwd
 
-    heads, block_size = q_THK.shape[1], cache.rows.shape[1]
+    heads = q_THK.shape[1]
+    block_size = cache.rows.shape[1]
     pages = _pages(cache)
     made = plan.derived(_MakeMetadata(heads, (q_THK.dtype, pages.dtype), block_size))
     out_THC = q_THK.new_empty(*q_THK.shape[:2], cache.latent_width)

@@ -18,7 +18,7 @@ from atom_ops.weights import Weight
         norm_supports(latents_TN[:, : len(norms.q_weight_Q)], None, norms.q_weight_Q, norms.eps, weight)
     ),
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _queries(
     latents_TN: Tensor,

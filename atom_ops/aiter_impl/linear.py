@@ -36,7 +36,7 @@ def _prepare(
     prepare=_prepare,
     pack=_pack,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _multiply(
     x_TI: Tensor,
@@ -63,7 +63,7 @@ def _multiply(
     ),
     pack=lambda weight: weight if isinstance(weight, MXFP4) and mxfp4.reads(weight) else None,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _triton(
     x_TI: Tensor, weight: MXFP4, bias: Tensor | None = None, out_dtype: torch.dtype | None = None

@@ -68,7 +68,7 @@ def multiply(x_TI: Tensor, weight: ShuffledMXFP4, bias: Tensor | None, dtype: to
 
 
 def multiply_plain(x_TI: Tensor, weight: MXFP4, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """The same product by AITER's Triton kernel, of a weight that is not shuffled."""
+    """The same GEMM by AITER's Triton kernel, with a weight that is not shuffled."""
     from aiter.ops.quant import per_1x32_f4_quant_hip
     from aiter.ops.triton.gemm_afp4wfp4 import gemm_afp4wfp4
 
@@ -93,7 +93,7 @@ def typed(codes: Tensor, scales: Tensor) -> Rounded:
 
 
 def multiply_rounded(rounded: Rounded, weight: ShuffledMXFP4, dtype: torch.dtype) -> Tensor:
-    """The product of rounded activations, [T, O] in `dtype`.
+    """GEMM of rounded activations, [T, O] in `dtype`.
 
     Before 2026 the caller made the result, with its rows padded to a multiple of 32.
     """

@@ -41,7 +41,8 @@ def _add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: floa
     import aiter
 
     rows = _rows(x_TD)
-    out, total = torch.empty_like(rows), torch.empty_like(rows)
+    out = torch.empty_like(rows)
+    total = torch.empty_like(rows)
     aiter.rmsnorm2d_fwd_with_add(
         out=out,
         input=rows,

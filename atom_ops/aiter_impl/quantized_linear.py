@@ -69,7 +69,7 @@ def multiply(x_TI: Tensor, weight: EightBits, bias: Tensor | None, dtype: torch.
 
 
 def finished(out_TO: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """The product with the bias, which some of the kernels would leave out."""
+    """The GEMM's result plus the bias, which some of the kernels would leave out."""
     if bias is not None:
         out_TO += bias
     return out_TO if dtype is None else out_TO.to(dtype)
@@ -81,10 +81,11 @@ def form(weight: EightBits) -> tuple[BlockFP8 | ChannelFP8 | ChannelINT8, bool]:
 
 
 def multiply_rounded(rounded: Rounded, weight: EightBits, dtype: torch.dtype) -> Tensor:
-    """The product of activations that are rounded as `form` says, [T, O] in `dtype`."""
+    """GEMM of activations that are rounded as `form` says, [T, O] in `dtype`."""
     import aiter
 
-    (x_TI, scales), plain = rounded, form(weight)[0]
+    x_TI, scales = rounded
+    plain = form(weight)[0]
     if isinstance(plain, BlockFP8) and isinstance(weight, ShuffledFP8):
         out_TO: Tensor = aiter.gemm_a8w8_blockscale_bpreshuffle(
             XQ=x_TI, WQ=plain.values, x_scale=scales, w_scale=plain.scales, dtype=dtype

@@ -5,8 +5,9 @@ from torch import Tensor
 from atom_ops.aiter_impl import NEEDS, runs_on, takes
 from atom_ops.ops.attention.rotary import rotary
 
-_HALVES, _PAIRS = 0, 1
-"""AITER's rotate_style: GPT-NeoX, GPT-J."""
+# AITER's rotate_style: GPT-NeoX rotates feature i with i + R / 2, GPT-J with its neighbour.
+_HALVES = 0
+_PAIRS = 1
 
 
 @rotary.provider(
@@ -20,9 +21,11 @@ def _rotary(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool =
 
     # AITER takes one cosine and one sine of each pair; ours are repeated, the first sine of a pair negated.
     half = cos_T1R.shape[-1] // 2
-    cos, sin = cos_T1R[..., :half], sin_T1R[..., half:]
+    cos = cos_T1R[..., :half]
+    sin = sin_T1R[..., half:]
     if interleaved:
-        cos, sin = cos_T1R[..., ::2], sin_T1R[..., 1::2]
+        cos = cos_T1R[..., ::2]
+        sin = sin_T1R[..., 1::2]
     out: Tensor = aiter.rope_cached_fwd(
         input=x_THE.contiguous().unsqueeze(1),  # sequence, batch, heads, features
         cos=cos.contiguous().unsqueeze(1),

@@ -35,7 +35,8 @@ def round_rows(x_TI: Tensor, weight: BlockFP8 | ChannelFP8 | ChannelINT8, by_col
     """
     from aiter.ops.quant import per_group_quant_hip, per_tensor_quant_hip, per_token_quant_hip
 
-    x_TI, dtype = x_TI.contiguous(), weight.values.dtype
+    x_TI = x_TI.contiguous()
+    dtype = weight.values.dtype
     if isinstance(weight, BlockFP8):
         by_group: Rounded = per_group_quant_hip(
             x=x_TI, quant_dtype=dtype, group_size=GROUP, transpose_scale=by_column

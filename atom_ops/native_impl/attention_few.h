@@ -10,7 +10,7 @@ namespace {
 
 // Where the tokens of a context are: one layer's cache, and the row of the block table.
 template <typename T> struct Context {
-    const T* kv;  // of the first key/value head
+    const T* kv;  // the cache from the first key/value head on
     const int32_t* table;
     int64_t block_size, token_stride, value_offset;
 
@@ -33,7 +33,7 @@ template <typename T> struct Queries {
     int64_t out_stride;
     const T* sinks;
     int64_t group, count;
-    int64_t position;  // of the first token in the context
+    int64_t position;  // the first token's, in the context
     int64_t window;
 
     const T* in(int64_t token) const { return q + token * q_stride; }

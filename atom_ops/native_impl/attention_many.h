@@ -66,8 +66,8 @@ constexpr int AT_ONCE = 4;  // vectors of queries whose sums of four rows are in
 constexpr int AT_ONCE = 2;
 #endif
 constexpr int ROWS = 4;
-constexpr int KEYS = 64;  // of one iteration of the online softmax
-constexpr int MANY_QUERIES = 4 * LANES;  // of a tile, at most
+constexpr int KEYS = 64;  // in one iteration of the online softmax
+constexpr int MANY_QUERIES = 4 * LANES;  // most queries of a tile
 constexpr float LEAST_SCORE = -1.0e30f;
 
 // out[row][vector] = sum of left[row][k] * right[k][vector], and with `factor` of what `out` held.
@@ -128,7 +128,7 @@ template <int SIZE> struct LaneSoftmax {
     }
 };
 
-// VECTORS * LANES queries of one key/value head, number `from` and those behind it; numbers go through the
+// VECTORS * LANES queries of one key/value head, number `from` and those after it; numbers go through the
 // heads of a token, then the tokens.
 template <typename T, int WIDTH, int VECTORS>
 void attend_tile(const Queries<T>& queries, const Context<T>& context, float scale, int64_t from) {

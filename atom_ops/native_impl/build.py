@@ -30,7 +30,7 @@ _FLAGS = (
     *("-fopenmp", "-fPIC"),
 )
 DTYPES = ("float32", "bfloat16")
-"""Of the values of kernels, each compiled on its own."""
+"""dtypes of the kernels' values; the kernels are compiled once for each."""
 _COMPILERS = ("c++", "g++", "clang++")
 _DEADLINE_S = 180.0
 
@@ -74,8 +74,10 @@ def _loaded(path: Path) -> ctypes.CDLL:
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}") from None
     for function in (library.atom_lanes, library.atom_has_tiles):
-        function.argtypes, function.restype = (), ctypes.c_int64
-    library.atom_run.argtypes, library.atom_run.restype = (ctypes.c_void_p, ctypes.c_int64), None
+        function.argtypes = ()
+        function.restype = ctypes.c_int64
+    library.atom_run.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    library.atom_run.restype = None
     return library
 
 
@@ -129,7 +131,8 @@ def _built(compiler: list[str], path: Path) -> Path:
     get_logger().info("compiling kernels for this CPU, once")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [f"{scratch}/{dtype}.o" for dtype in DTYPES]
-        made, digest = Path(scratch) / "kernels.so", Path(scratch) / "kernels.sha256"
+        made = Path(scratch) / "kernels.so"
+        digest = Path(scratch) / "kernels.sha256"
         compiling = [
             [compiler[0], *_FLAGS, *compiler[1:], f"-DATOM_DTYPE={dtype}", "-c", str(_SOURCE), "-o", each]
             for dtype, each in zip(DTYPES, objects, strict=True)
@@ -143,7 +146,7 @@ def _built(compiler: list[str], path: Path) -> Path:
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run them side by side."""
+    """Run the commands at the same time."""
     compiler = commands[0][0]
     deadline = time.monotonic() + _DEADLINE_S
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from torch import Tensor
 from atom_ops.native_impl import build
 
 DTYPES = {getattr(torch, name): name for name in build.DTYPES}
-"""Of the values of kernels, with their names."""
+"""dtypes of the kernels' values, with their names."""
 
 Argument = Tensor | float | None
 """A tensor is passed by its address, None as a null pointer."""
@@ -80,12 +80,14 @@ class KernelCalls:
 
     def __init__(self, calls: Sequence[KernelCall]):
         self._words = ctypes.create_string_buffer(b"".join(each.words for each in calls))
-        address, pairs = ctypes.addressof(self._words), []
+        address = ctypes.addressof(self._words)
+        pairs = []
         for each in calls:
             pairs += [each.address, address]
             address += len(each.words)
         self._pairs = (ctypes.c_uint64 * len(pairs))(*pairs)
-        self._run, self._count = build.library().atom_run, len(calls)
+        self._run = build.library().atom_run
+        self._count = len(calls)
 
     def __call__(self) -> None:
         """Make the calls, in order."""
@@ -95,7 +97,8 @@ class KernelCalls:
 @cache
 def _kernels(dtype: torch.dtype) -> dict[str, _Kernel]:
     first = ctypes.pointer(_Entry.in_dll(build.library(), f"atom_kernels_{DTYPES[dtype]}"))
-    found, number = dict[str, _Kernel](), 0
+    found = dict[str, _Kernel]()
+    number = 0
     while (entry := first[number]).name is not None:
         words = struct.Struct(entry.letters.decode().replace("f", "f4x"))
         found[entry.name.decode()] = _Kernel(entry.run, _Run(entry.run), words)

@@ -3,8 +3,8 @@
 // A weight [O, I] is packed in panels of LANES outputs, as in `linear.h`. In each word of 32 bits even inputs
 // are in the low half, odd ones in the high one; a half has, from its lowest bits on,
 //
-//     of 4-bit codes        four; without offsets, they are stored plus 8
-//     of 6-bit codes, plus 32; eight pairs are in three words:
+//     4-bit codes           four; without offsets, they are stored plus 8
+//     6-bit codes, plus 32; eight pairs are in three words:
 //                           the first and second, and four bits of the seventh
 //                           the third and fourth, and four bits of the eighth
 //                           the fifth and sixth, and two bits of the seventh, and of the eighth
@@ -22,8 +22,8 @@
 
 namespace {
 
-constexpr int64_t TILE_PAIRS = 128;  // of a panel that are decoded at once; a group has no more
-constexpr int64_t FEWEST_PAIRS = 8;  // of a group
+constexpr int64_t TILE_PAIRS = 128;  // pairs of a panel decoded at once; a group has no more
+constexpr int64_t FEWEST_PAIRS = 8;  // fewest of a group
 constexpr int64_t AHEAD_TERMS = 256;  // bytes of a panel's terms, between what is fetched and what is read
 
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -32,8 +32,8 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 // A group of inputs of a row.
 struct InputGroup {
-    float sum;     // of x
-    float scale;   // of integers
+    float sum;     // the sum of x
+    float scale;   // what integers are multiplied by
     int32_t zero;  // what the sum of x * code has too much, since codes are stored plus a number
 };
 
@@ -99,7 +99,7 @@ template <typename T> struct IntLinear : Rows<T, typename CodeFactor<T>::Type> {
     int bits;
     bool has_offsets, wide_terms;
 
-    float unit() const { return wide_terms || block > 0 ? 1.0f : 0x1p-10f; }  // of terms, but for `units`
+    float unit() const { return wide_terms || block > 0 ? 1.0f : 0x1p-10f; }  // factor of terms besides `units`
     int zero() const { return bits == 6 ? 32 : bits == 4 && !has_offsets ? 8 : 0; }  // the code of 0
 };
 

@@ -26,7 +26,7 @@ def _norm_supports(
 
 
 @add_norm_linear.provider(
-    "native", needs=NEEDS, supported=runs_on, supports=_norm_supports, rounds_activations=True
+    "native", needs=NEEDS, supported=runs_on, supports=_norm_supports, quantizes_activations=True
 )
 def _add_norm_linear(
     x_TD: Tensor,
@@ -36,8 +36,10 @@ def _add_norm_linear(
     weight: PackedPanels | PackedInts,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    rows, (outputs, inputs) = x_TD.shape[0], weight.shape
-    out_TO, normed_TD = x_TD.new_empty(rows, outputs), torch.empty_like(x_TD)
+    rows = x_TD.shape[0]
+    outputs, inputs = weight.shape
+    out_TO = x_TD.new_empty(rows, outputs)
+    normed_TD = torch.empty_like(x_TD)
     total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
     norm = x_TD, residual_TD, norm_weight_D, normed_TD, total_TD
     if isinstance(weight, PackedInts):
@@ -55,15 +57,17 @@ def _silu_supports(x_T2F: Tensor, weight: Weight, bias: Tensor | None = None) ->
 
 
 @silu_and_mul_linear.provider(
-    "native", needs=NEEDS, supported=runs_on, supports=_silu_supports, rounds_activations=True
+    "native", needs=NEEDS, supported=runs_on, supports=_silu_supports, quantizes_activations=True
 )
 def _silu_and_mul_linear(
     x_T2F: Tensor, weight: PackedPanels | PackedInts, bias: Tensor | None = None
 ) -> Tensor:
-    rows, (outputs, inputs) = x_T2F.shape[0], weight.shape
+    rows = x_T2F.shape[0]
+    outputs, inputs = weight.shape
     out_TO, gated_TF = x_T2F.new_empty(rows, outputs), x_T2F.new_empty(rows, inputs)
     if isinstance(weight, PackedInts):
-        own, numbers = linear_ints.tensors(weight), linear_ints.numbers(weight)
+        own = linear_ints.tensors(weight)
+        numbers = linear_ints.numbers(weight)
         call("silu_linear_ints", x_T2F.dtype, x_T2F, gated_TF, *own, bias, out_TO, rows, *numbers)
     else:
         tensors = x_T2F, gated_TF, weight.tensor, bias, out_TO

@@ -1,4 +1,4 @@
-// Kernels for CPUs, of float32 or bfloat16 values; sums are float32. The Python files beside this one
+// Kernels for CPUs, of float32 or bfloat16 values; sums are float32. The Python files next to this one
 // say which ops they are, and check what is assumed here.
 //
 // Compiled for the instructions of the host: see build.py. Loops over features are what the compiler
@@ -57,12 +57,12 @@ template <typename T> void silu_and_mul(const T* x, T* out, int64_t rows, int64_
     }
 }
 
-constexpr int64_t MOST_FEATURES = 256;  // of a head
+constexpr int64_t MOST_FEATURES = 256;  // largest head
 
-// One head: its norm, if `weight` is given, then RoPE on the first `turned` features.
+// One head: its norm, if `weight` is given, then RoPE on the first `rotary` features.
 template <typename T>
-inline void turn_head(const T* x, const T* weight, const float* cos, const float* sin, T* out, int64_t width,
-                      int64_t turned, float eps) {
+inline void rope_head(const T* x, const T* weight, const float* cos, const float* sin, T* out, int64_t width,
+                      int64_t rotary, float eps) {
     float head[MOST_FEATURES];
     for (int64_t i = 0; i < width; ++i) head[i] = number(x[i]);
     if (weight != nullptr) {
@@ -73,10 +73,10 @@ inline void turn_head(const T* x, const T* weight, const float* cos, const float
             head[i] = number(rounded);
         }
     }
-    const int64_t half = turned / 2;
+    const int64_t half = rotary / 2;
     for (int64_t i = 0; i < half; ++i) put(out[i], head[i] * cos[i] + head[i + half] * sin[i]);
-    for (int64_t i = half; i < turned; ++i) put(out[i], head[i] * cos[i] + head[i - half] * sin[i]);
-    for (int64_t i = turned; i < width; ++i) put(out[i], head[i]);
+    for (int64_t i = half; i < rotary; ++i) put(out[i], head[i] * cos[i] + head[i - half] * sin[i]);
+    for (int64_t i = rotary; i < width; ++i) put(out[i], head[i]);
 }
 
 // A token's slot in `kv` holds its key heads, then its value heads.
@@ -84,18 +84,18 @@ template <typename T>
 void rotate_and_write(const T* qkv, int64_t qkv_stride, const float* cos, const float* sin,
                       int64_t cos_stride, int64_t sin_stride, T* q, T* kv, const int64_t* slots,
                       const T* q_weight, const T* k_weight, int64_t tokens, int64_t heads,
-                      int64_t kv_heads, int64_t width, int64_t turned, float eps) {
+                      int64_t kv_heads, int64_t width, int64_t rotary, float eps) {
 #pragma omp parallel for if (tokens * (heads + 2 * kv_heads) * width > WORTH_THREADS)
     for (int64_t token = 0; token < tokens; ++token) {
         const T* x = qkv + token * qkv_stride;
         const float *token_cos = cos + token * cos_stride, *token_sin = sin + token * sin_stride;
         T* queries = q + token * heads * width;
         for (int64_t head = 0; head < heads; ++head, x += width)
-            turn_head(x, q_weight, token_cos, token_sin, queries + head * width, width, turned, eps);
+            rope_head(x, q_weight, token_cos, token_sin, queries + head * width, width, rotary, eps);
         if (slots[token] < 0) continue;  // padding
         T* keys = kv + slots[token] * 2 * kv_heads * width;
         for (int64_t head = 0; head < kv_heads; ++head, x += width)
-            turn_head(x, k_weight, token_cos, token_sin, keys + head * width, width, turned, eps);
+            rope_head(x, k_weight, token_cos, token_sin, keys + head * width, width, rotary, eps);
         std::memcpy(keys + kv_heads * width, x, kv_heads * width * sizeof(T));
     }
 }
@@ -134,7 +134,7 @@ void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table
                  int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t window,
                  float scale) {
     const int64_t group = heads / kv_heads;
-    std::memset(out, 0, tokens * heads * WIDTH * sizeof(T));  // of padding nothing is computed
+    std::memset(out, 0, tokens * heads * WIDTH * sizeof(T));  // padding tokens get zeros
     const std::vector<Task> tasks = attention_tasks(starts, rows, kv_heads, group);
 #pragma omp parallel for schedule(dynamic, 1)
     for (size_t number = 0; number < tasks.size(); ++number) {
@@ -183,9 +183,9 @@ KERNEL(silu_and_mul)(const void* x, void* out, int64_t rows, int64_t size) {
 KERNEL(rotate_and_write)(const void* qkv, int64_t qkv_stride, const float* cos, const float* sin,
                          int64_t cos_stride, int64_t sin_stride, void* q, void* kv, const int64_t* slots,
                          const void* q_weight, const void* k_weight, int64_t tokens, int64_t heads,
-                         int64_t kv_heads, int64_t width, int64_t turned, float eps) {
+                         int64_t kv_heads, int64_t width, int64_t rotary, float eps) {
     rotate_and_write((const T*)qkv, qkv_stride, cos, sin, cos_stride, sin_stride, (T*)q, (T*)kv, slots,
-                     (const T*)q_weight, (const T*)k_weight, tokens, heads, kv_heads, width, turned, eps);
+                     (const T*)q_weight, (const T*)k_weight, tokens, heads, kv_heads, width, rotary, eps);
 }
 
 #define ATTEND(WIDTH)                                                                                      \

@@ -17,10 +17,10 @@
 namespace {
 
 constexpr int64_t DEPTH = 2048;            // pairs of inputs whose panels stay in the L2 cache
-constexpr int64_t MOST_ROWS = 384;         // of a task, for the same reason
-constexpr int64_t FEWEST_ROWS = 16;        // of a task, where others have the same panels
+constexpr int64_t MOST_ROWS = 384;         // rows of a task at most, for the same reason
+constexpr int64_t FEWEST_ROWS = 16;        // rows of a task at least, where others have the same panels
 constexpr int64_t MOST_LATER = 512 << 10;  // bytes that are fetched for a later task
-constexpr int64_t AHEAD_BYTES = 2048;      // of a panel, between what is fetched and what is read
+constexpr int64_t AHEAD_BYTES = 2048;      // bytes of a panel between what is fetched and what is read
 constexpr int64_t LINE = 64;               // bytes, of the caches
 
 // A pair of neighbours in a row, and how it is multiplied by a vector of pairs of bfloat16. ROWS x PANELS
@@ -263,7 +263,7 @@ struct Largest {
 
     static Largest none() { return {in_all_lanes(-INFINITY), Numbers{} + INT32_MAX}; }
 
-    // Of `more`, those of outputs before `end`. A NaN is none of them.
+    // Takes from `more` only outputs before `end`. A NaN is never the largest.
     void add(const Largest& more, int32_t end) {
         const Numbers first = (more.sums == sums) & (more.outputs < outputs);
         const Numbers taken = ((more.sums > sums) | first) & (more.outputs < end);

@@ -39,7 +39,8 @@ def _pack(weight: Weight) -> PackedPanels | PackedInts | None:
         return None
     outputs, inputs = weight.shape
     lanes = library().atom_lanes()
-    panels, whole = -(-outputs // lanes), outputs // lanes
+    panels = -(-outputs // lanes)
+    whole = outputs // lanes
     tensor = weight.new_zeros(panels, inputs // 2, lanes, 2, dtype=torch.bfloat16)
     pairs = weight.unflatten(1, (-1, 2))
     tensor[:whole] = pairs[: whole * lanes].unflatten(0, (-1, lanes)).transpose(1, 2)
@@ -71,7 +72,7 @@ def _supports(
     supports=_supports,
     prepare=with_packed_weight,
     pack=_pack,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _linear(
     x_TI: Tensor,
@@ -82,14 +83,16 @@ def _linear(
     wanted = x_TI.dtype if out_dtype is None else out_dtype
     if isinstance(weight, PackedInts) and x_TI.dtype not in (torch.bfloat16, torch.float32):
         return _linear(x_TI.float(), weight, None if bias is None else bias.float(), wanted)
-    x_TI, dtype = x_TI.contiguous(), x_TI.dtype if isinstance(weight, PackedInts) else weight.dtype
+    dtype = x_TI.dtype if isinstance(weight, PackedInts) else weight.dtype
+    x_TI = x_TI.contiguous()
     if not _fit(x_TI, dtype, weight.shape, bias, 1):
         raise TypeError(
             f"x is {x_TI.dtype} {list(x_TI.shape)}, the weight {dtype} {list(weight.shape)}"
             + ("" if bias is None else f", the bias {bias.dtype} {list(bias.shape)}")
         )
     is_known = wanted in (dtype, torch.float32)
-    rows, (outputs, inputs) = x_TI.shape[0], weight.shape
+    rows = x_TI.shape[0]
+    outputs, inputs = weight.shape
     out_TO = x_TI.new_empty(rows, outputs, dtype=wanted if is_known else torch.float32)
     if isinstance(weight, PackedInts):
         linear_ints.multiply(x_TI, weight, bias, out_TO)
@@ -108,7 +111,8 @@ def _linear(
 )
 def _linear_argmax(x_RI: Tensor, weight: PackedPanels) -> Tensor:
     """The sums have the bits of `linear` in float32."""
-    rows, (outputs, inputs) = x_RI.shape[0], weight.shape
+    rows = x_RI.shape[0]
+    outputs, inputs = weight.shape
     found_R = torch.empty(rows, dtype=torch.int64)
     call("linear_argmax", weight.dtype, x_RI, weight.tensor, found_R, rows, outputs, inputs)
     return found_R

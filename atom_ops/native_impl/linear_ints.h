@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int FEW_ROWS = 4;           // whose codes are decoded as they are multiplied
-constexpr int LARGEST = 32767;        // of a group's rounded numbers
+constexpr int LARGEST = 32767;        // largest rounded number of a group
 constexpr float SMALLEST = 1.0e-30f;  // groups of smaller numbers count as zeros
 
 // ROWS rows from `row` on times the groups of a tile, added to `totals`.

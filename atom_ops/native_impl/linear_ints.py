@@ -18,17 +18,19 @@ _GROUPS = (256, 128, 64, 32, 16)
 _BLOCK = 256
 """The most inputs that share units."""
 _FACTOR = 1024.0
-"""Of terms in float16, whose smallest numbers are less exact."""
+"""Factor of terms in float16, whose smallest numbers are less exact."""
 _ROWS_AT_ONCE = 1 << 10
 _WORDS = {4: (8, 1, torch.int32), 6: (16, 3, torch.int32), 8: (2, 1, torch.int16)}
-"""Of codes with so many bits: inputs that share words, the number of these words, their dtype."""
+"""Bits of a code -> inputs that share words, number of these words, their dtype."""
 
 
 def pack(weight: Integers) -> PackedInts | None:
     """The weight [O, I] in panels; None where no group of `_GROUPS` divides its groups."""
     if len(weight.shape) != 2:
         return None
-    (outputs, inputs), codes, bits = weight.shape, _codes(weight), _bits(weight)
+    outputs, inputs = weight.shape
+    codes = _codes(weight)
+    bits = _bits(weight)
     terms, units, block = _terms(weight)
     each = inputs // terms[0].shape[1]
     group = next((size for size in _GROUPS if each % size == 0), None)
@@ -85,7 +87,7 @@ def _with_units(weight: AffineInts) -> tuple[list[Tensor], list[Tensor], int] | 
 
 
 def _shared(units_OG: Tensor, groups: int) -> bool:
-    """Whether so many groups in turn have one unit; yes for a plan of the memory."""
+    """Whether so many consecutive groups have one unit; yes for a plan of the memory."""
     by_block = units_OG.unflatten(1, (-1, groups))
     return units_OG.is_meta or bool((by_block == by_block[:, :, :1]).all())
 
@@ -104,7 +106,8 @@ def _words(codes_OC: Tensor, bits: int) -> Tensor:
     if bits == 6:
         return _words_of_six(codes_OC)
     fours = codes_OC.unflatten(1, (-1, 4))
-    even, odd = fours & 15, fours >> 4
+    even = fours & 15
+    odd = fours >> 4
     halves = torch.stack(
         (even[..., 0::2] | even[..., 1::2] << 4, odd[..., 0::2] | odd[..., 1::2] << 4), -2
     )  # fmt: skip
@@ -124,7 +127,7 @@ def _words_of_six(codes_OI: Tensor) -> Tensor:
 
 
 def _panels(terms: list[Tensor], lanes: int) -> Tensor:
-    """Tensors [O, C] beside each other: [P, C, len(terms), L]."""
+    """Tensors [O, C] side by side: [P, C, len(terms), L]."""
     outputs, columns = terms[0].shape
     panels = terms[0].new_zeros(-(-outputs // lanes), columns, len(terms), lanes)
     for number, part in enumerate(terms):
@@ -149,11 +152,13 @@ def tensors(weight: PackedInts) -> tuple[Tensor, Tensor, Tensor | None]:
 def numbers(weight: PackedInts) -> tuple[int, ...]:
     """Those that are integers, from the number of outputs on."""
     outputs, inputs = weight.shape
-    has_offsets, is_wide = weight.terms.shape[2] > 1, weight.terms.dtype == torch.float32
+    has_offsets = weight.terms.shape[2] > 1
+    is_wide = weight.terms.dtype == torch.float32
     return outputs, inputs, weight.bits, weight.group, weight.block, has_offsets, is_wide
 
 
 def multiply(x_TI: Tensor, weight: PackedInts, bias: Tensor | None, out_TO: Tensor) -> None:
     """Fill `out_TO`, which has the dtype of x or float32; x and the bias are contiguous, of one dtype."""
-    rows, in_float32 = x_TI.shape[0], out_TO.dtype == torch.float32
+    rows = x_TI.shape[0]
+    in_float32 = out_TO.dtype == torch.float32
     call("linear_ints", x_TI.dtype, x_TI, *tensors(weight), bias, out_TO, rows, *numbers(weight), in_float32)

@@ -14,7 +14,8 @@ from atom_ops.ops.elementwise.norm import add_rms_norm, rms_norm
     supports=lambda x_TD, weight_D, eps: takes(x_TD, weight_D),
 )
 def _rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    out_TD, size = torch.empty_like(x_TD), x_TD.shape[-1]
+    out_TD = torch.empty_like(x_TD)
+    size = x_TD.shape[-1]
     call("rms_norm", x_TD.dtype, x_TD, None, weight_D, out_TD, None, x_TD.numel() // size, size, eps)
     return out_TD
 
@@ -26,7 +27,9 @@ def _rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     supports=lambda x_TD, residual_TD, weight_D, eps: takes(x_TD, residual_TD, weight_D),
 )
 def _add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out_TD, total_TD, size = torch.empty_like(x_TD), torch.empty_like(x_TD), x_TD.shape[-1]
+    out_TD = torch.empty_like(x_TD)
+    total_TD = torch.empty_like(x_TD)
+    size = x_TD.shape[-1]
     rows = x_TD.numel() // size
     call("rms_norm", x_TD.dtype, x_TD, residual_TD, weight_D, out_TD, total_TD, rows, size, eps)
     return out_TD, total_TD

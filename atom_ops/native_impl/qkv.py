@@ -8,7 +8,7 @@ from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.ops.attention.qkv import HeadNorms, rotate_and_write_kv
 
 _MOST_FEATURES = 256
-"""Of a head: a thread holds it on its stack."""
+"""Most features of a head, which a thread holds on its stack."""
 
 
 def _supports(
@@ -41,7 +41,8 @@ def _rotate_and_write_kv(
     norms: HeadNorms | None = None,
 ) -> Tensor:
     kv_heads, width = cache.kv.shape[3:]
-    tokens, heads = len(qkv_TO), qkv_TO.shape[1] // width - 2 * kv_heads
+    tokens = len(qkv_TO)
+    heads = qkv_TO.shape[1] // width - 2 * kv_heads
     q_THE = qkv_TO.new_empty(tokens, heads, width)
     q_weight_E, k_weight_E, eps = (
         (norms.q_weight_E, norms.k_weight_E, norms.eps) if norms is not None else (None, None, 0.0)

@@ -34,7 +34,7 @@ class AffineInts:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         if self.codes.dtype != torch.int8:
             return 4
         return 6 if self.narrow else 8

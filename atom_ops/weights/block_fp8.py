@@ -35,14 +35,17 @@ class BlockFP8:
 
     def rows(self, start: int, stop: int) -> "BlockFP8":
         """Rows of [O, I]; `start` is a multiple of `row_unit`."""
-        first, last = start // self.block[0], -(-stop // self.block[0])
+        first = start // self.block[0]
+        last = -(-stop // self.block[0])
         return BlockFP8(self.values[start:stop], self.scales[first:last], self.block)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The numbers, computed in float32 and rounded to `dtype`."""
-        (outputs, inputs), (rows, columns) = self.shape[-2:], self.block
+        outputs, inputs = self.shape[-2:]
+        rows, columns = self.block
         by_row = self.scales.repeat_interleave(rows, -2).narrow(-2, 0, outputs)
-        numbers, whole = self.values.float(), inputs // columns
+        numbers = self.values.float()
+        whole = inputs // columns
         if whole:
             part = numbers.narrow(-1, 0, whole * columns).unflatten(-1, (whole, columns))
             part.mul_(by_row.narrow(-1, 0, whole).unsqueeze(-1))

@@ -22,7 +22,8 @@ def as_fnuz(weight: BlockFP8 | ChannelFP8) -> BlockFP8 | ChannelFP8:
 
     Raises ValueError for a weight with NaN. Synchronises with a GPU. A meta tensor is not checked.
     """
-    values, scales = fnuz_values(weight.values), 2 * weight.scales
+    values = fnuz_values(weight.values)
+    scales = 2 * weight.scales
     if isinstance(weight, BlockFP8):
         return replace(weight, values=values, scales=scales)
     inputs = None if weight.input_scale is None else 2 * weight.input_scale

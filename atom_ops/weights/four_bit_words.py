@@ -10,8 +10,9 @@ from atom_ops.weights.group_int4 import GroupINT4
 from atom_ops.weights.mxfp4 import MXFP4
 
 COLUMNS = 128
-"""Of a chunk: a row is padded to a whole number of them."""
-_QUARTERS, _WORDS = 4, 32
+"""Columns of a chunk: a row is padded to a whole number of chunks."""
+_QUARTERS = 4
+_WORDS = 32
 _SCALE_BIAS = 126
 """Is added to the exponents of MXFP4: the kernels decode 2^-126 times a number."""
 _LARGEST_EXPONENT = 128
@@ -90,7 +91,8 @@ def pack_words(weight: GroupINT4 | MXFP4) -> FourBitWords | None:
 
 def _words_of(pairs: Tensor, is_e2m1: bool) -> Tensor:
     """Words from bytes of two codes [X, O, I / 2], a few rows at a time."""
-    rows, bytes_ = pairs.flatten(0, -2), pairs.shape[-1]
+    rows = pairs.flatten(0, -2)
+    bytes_ = pairs.shape[-1]
     chunks = -(-2 * bytes_ // COLUMNS)
     words = torch.empty(len(rows), chunks * _WORDS, dtype=torch.int16, device=pairs.device)
     each = max(_PACKED_AT_ONCE // (chunks * COLUMNS), 1)

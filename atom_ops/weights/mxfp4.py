@@ -48,6 +48,8 @@ def _pairs_of_e2m1(device: torch.device) -> Tensor:
     """The two numbers in each byte, [256, 2]; computed, because a copy from the host would break graphs."""
     byte = torch.arange(256, device=device)
     code = torch.stack((byte & 15, byte >> 4), 1)
-    sign, exponent, mantissa = 1 - 2 * (code >> 3), (code >> 1) & 3, (code & 1) * 0.5
+    sign = 1 - 2 * (code >> 3)
+    exponent = (code >> 1) & 3
+    mantissa = (code & 1) * 0.5
     magnitude = torch.where(exponent > 0, torch.ldexp(1 + mantissa, exponent - 1), mantissa)
     return magnitude * sign

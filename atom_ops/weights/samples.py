@@ -72,7 +72,8 @@ def _fp8(shape: tuple[int, ...], format: Format, generator: torch.Generator) -> 
 
 
 def _int4(shape: tuple[int, ...], format: Format, dtype: torch.dtype, generator: torch.Generator) -> Weight:
-    name, with_zeros = format.split("_")[1], format.endswith("zeros")
+    name = format.split("_")[1]
+    with_zeros = format.endswith("zeros")
     group = shape[-1] if name == "channel" else int(name)
     groups = (*shape[:-1], shape[-1] // group)
     codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=generator).to(torch.uint8)

@@ -10,7 +10,7 @@ from atom_ops.weights.channel_fp8 import ChannelFP8
 
 TILE = _ROWS, _COLUMNS = 16, 32
 _LANE_BYTES = 16
-"""Of a row, read by one lane."""
+"""Bytes of a row that one lane reads."""
 
 
 @dataclass(frozen=True, slots=True)

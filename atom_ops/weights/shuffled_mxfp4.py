@@ -9,7 +9,7 @@ from atom_ops.weights.mxfp4 import MXFP4
 from atom_ops.weights.shuffled import unshuffled
 
 _ROWS = 16
-"""Of a tile; codes and scales have different columns."""
+"""Rows of a tile of codes or scales, whose columns differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class PackedPanels:
     outputs beyond O are 0."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Of the matrix before, and of the activations."""
+    """dtype of the activations, and of the matrix before it was packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class PackedInts:
     """Integers in panels of outputs, which only the kernels in C++ read, with activations of any dtype."""
 
     words: Tensor
-    """Of 8-bit codes int16 [P, I / 2, L], of 4-bit ones int32 [P, I / 8, L], of 6-bit ones int32
+    """8-bit codes: int16 [P, I / 2, L]; 4-bit codes: int32 [P, I / 8, L]; 6-bit codes: int32
     [P, I * 3 / 16, L]; P and L as in `PackedPanels`."""
     terms: Tensor
     """[P, I / G, 1 or 2, L], the scale of a group, and its offset: float32; float16, 1024 times as much; or

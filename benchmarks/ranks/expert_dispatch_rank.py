@@ -84,8 +84,8 @@ class _Comparison:
         """Each token comes back from every rank that has an expert for it. Raises AssertionError."""
         experts, ranks = self._launch.experts, self._launch.ranks
         first, count = dispatch.local_experts(experts)
-        x_MD, ids_MJ, _ = dispatch.dispatch(self._x_TD, self._ids_TJ, self._weights_TJ, experts)
-        here_M1 = ((ids_MJ >= first) & (ids_MJ < first + count)).any(1, keepdim=True)
+        x_MD, topk_ids_MJ, _ = dispatch.dispatch(self._x_TD, self._ids_TJ, self._weights_TJ, experts)
+        here_M1 = ((topk_ids_MJ >= first) & (topk_ids_MJ < first + count)).any(1, keepdim=True)
         found = dispatch.combine(x_MD.where(here_M1, 0.0))
         starts = torch.tensor([rank * experts // ranks for rank in range(ranks)], device=found.device)
         owners_TJ = torch.searchsorted(starts, self._ids_TJ, right=True)

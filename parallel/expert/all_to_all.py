@@ -13,9 +13,9 @@ class _Sent(NamedTuple):
     """What `combine` needs of the dispatch before it."""
 
     tokens: int
-    """Of the data-parallel rank: T."""
+    """T: tokens of the data-parallel rank."""
     token_N: Tensor
-    """The index among these of each row sent."""
+    """Index among these of each row sent."""
     sent: list[int]
     """Rows sent to each rank; they add up to N."""
     received: list[int]
@@ -30,18 +30,21 @@ class AllToAllDispatch(PlannedDispatch):
 
     capturable = False
 
-    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
-        (tokens, hidden), chosen = x_TD.shape, ids_TJ.shape[1]
+    def dispatch(
+        self, x_TD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, num_experts: int
+    ) -> RoutedTokens:
+        tokens, hidden = x_TD.shape
+        top_k = topk_ids_TJ.shape[1]
         share = self._share(tokens)
-        rank_N, token_N = _destinations(ids_TJ[share], num_experts, self.ep.size)
+        rank_N, token_N = _destinations(topk_ids_TJ[share], num_experts, self.ep.size)
         counts = torch.bincount(rank_N, minlength=self.ep.size)
         each = [1] * self.ep.size
         sizes = torch.stack([counts, self.ep.all_to_all_rows(counts, each, each)])
         sent, received = sizes.tolist()
-        rows = packed(x_TD[share], ids_TJ[share], weights_TJ[share])
+        rows = packed(x_TD[share], topk_ids_TJ[share], topk_weights_TJ[share])
         arrived = self.ep.all_to_all_rows(rows[token_N], sent, received)
         self._last = _Sent(tokens, token_N + share.start, sent, received)
-        return unpacked(arrived, chosen, hidden, x_TD.dtype)
+        return unpacked(arrived, top_k, hidden, x_TD.dtype)
 
     def combine(self, out_MD: Tensor) -> Tensor:
         last = self._last
@@ -61,9 +64,9 @@ def owners(ids: Tensor, num_experts: int, ranks: int) -> Tensor:
     return found.where((ids >= 0) & (ids < num_experts), ranks)
 
 
-def _destinations(ids_TJ: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+def _destinations(topk_ids_TJ: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """(rank, token) of each row to send, in the order of the ranks, then of the tokens."""
-    needed = torch.zeros(ranks + 1, len(ids_TJ), dtype=torch.bool, device=ids_TJ.device)
-    needed.scatter_(0, owners(ids_TJ, num_experts, ranks).t(), True)
+    needed = torch.zeros(ranks + 1, len(topk_ids_TJ), dtype=torch.bool, device=topk_ids_TJ.device)
+    needed.scatter_(0, owners(topk_ids_TJ, num_experts, ranks).t(), True)
     rank_N, token_N = needed[:ranks].nonzero(as_tuple=True)
     return rank_N, token_N

@@ -56,8 +56,10 @@ class ChosenDispatch(ExpertDispatch):
         self._form = self._choose(sum(tokens), eager)
         self._form.plan(tokens, eager)
 
-    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
-        return self._form.dispatch(x_TD, ids_TJ, weights_TJ, num_experts)
+    def dispatch(
+        self, x_TD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, num_experts: int
+    ) -> RoutedTokens:
+        return self._form.dispatch(x_TD, topk_ids_TJ, topk_weights_TJ, num_experts)
 
     def combine(self, out_MD: Tensor) -> Tensor:
         return self._form.combine(out_MD)

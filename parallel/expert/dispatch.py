@@ -1,6 +1,7 @@
 """Dispatch and combine, which every form of expert parallelism implements.
 
-    x_TD, ids_TJ, weights_TJ   this rank's tokens, and the experts selected for them
+    x_TD, topk_ids_TJ,         this rank's tokens, their experts and the experts' weights
+    topk_weights_TJ
             │ dispatch
     RoutedTokens               tokens that may have selected an expert of this rank
             │ experts          weighted sum over this rank's experts alone
@@ -44,9 +45,9 @@ class RoutedTokens(NamedTuple):
     """The inputs of this rank's experts."""
 
     x_MD: Tensor
-    ids_MJ: Tensor
+    topk_ids_MJ: Tensor
     """Global expert ids; those of other ranks' experts, or of none, are skipped."""
-    weights_MJ: Tensor
+    topk_weights_MJ: Tensor
 
 
 class ExpertDispatch(ABC):
@@ -60,7 +61,7 @@ class ExpertDispatch(ABC):
     dp_rank = 0
     """Which of the ranks with different tokens this is."""
     reserved_bytes = 0
-    """Device memory that this form takes beside torch's; known once a layer has called `reserve`."""
+    """Device memory that this form takes besides torch's; known once a layer has called `reserve`."""
 
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """(first, count) of this rank's experts. Raises ValueError with fewer experts than ranks."""
@@ -71,10 +72,10 @@ class ExpertDispatch(ABC):
             )
         return split(num_experts, self.ep.size, self.ep.rank)
 
-    def reserve(self, hidden: int, dtype: torch.dtype, chosen: int, num_experts: int) -> None:
+    def reserve(self, hidden: int, dtype: torch.dtype, top_k: int, num_experts: int) -> None:
         """State the tokens to come: every MoE layer calls this when it is built, before weights are loaded.
 
-        `chosen` experts of a token, `num_experts` on all ranks. Raises ValueError for what cannot be sent.
+        `top_k` experts of a token, `num_experts` on all ranks. Raises ValueError for what cannot be sent.
         """
         self.reserved_bytes = 0
 
@@ -87,8 +88,10 @@ class ExpertDispatch(ABC):
         """
 
     @abstractmethod
-    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
-        """Send tokens to the ranks of the experts that `ids_TJ` names: X = `num_experts`, on all ranks."""
+    def dispatch(
+        self, x_TD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, num_experts: int
+    ) -> RoutedTokens:
+        """Send tokens to the ranks of the experts in `topk_ids_TJ`: X = `num_experts`, on all ranks."""
 
     @abstractmethod
     def combine(self, out_MD: Tensor) -> Tensor:
@@ -103,8 +106,10 @@ class LocalDispatch(ExpertDispatch):
     def plan(self, tokens: Sequence[int], eager: bool = False) -> None:
         """Does nothing: no other rank needs to know."""
 
-    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
-        return RoutedTokens(x_TD, ids_TJ, weights_TJ)
+    def dispatch(
+        self, x_TD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, num_experts: int
+    ) -> RoutedTokens:
+        return RoutedTokens(x_TD, topk_ids_TJ, topk_weights_TJ)
 
     def combine(self, out_MD: Tensor) -> Tensor:
         return out_MD

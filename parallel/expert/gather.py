@@ -13,13 +13,16 @@ class GatherDispatch(PlannedDispatch):
     nothing is sent before the all-reduce of the next norm.
     """
 
-    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
+    def dispatch(
+        self, x_TD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, num_experts: int
+    ) -> RoutedTokens:
         """Raises ValueError for another number of tokens than was planned."""
         if self._dp.size == 1:
-            return RoutedTokens(x_TD, ids_TJ, weights_TJ)
-        (tokens, hidden), chosen = x_TD.shape, ids_TJ.shape[1]
-        rows = self._dp.all_gather_rows(packed(x_TD, ids_TJ, weights_TJ), self._planned(tokens))
-        return unpacked(rows, chosen, hidden, x_TD.dtype)
+            return RoutedTokens(x_TD, topk_ids_TJ, topk_weights_TJ)
+        tokens, hidden = x_TD.shape
+        top_k = topk_ids_TJ.shape[1]
+        rows = self._dp.all_gather_rows(packed(x_TD, topk_ids_TJ, topk_weights_TJ), self._planned(tokens))
+        return unpacked(rows, top_k, hidden, x_TD.dtype)
 
     def combine(self, out_MD: Tensor) -> Tensor:
         return self._dp.reduce_scatter_rows(out_MD, self._tokens or [out_MD.shape[0]])

@@ -76,9 +76,9 @@ class MoriDispatch(PlannedDispatch):
             )
         return super().local_experts(num_experts)
 
-    def reserve(self, hidden: int, dtype: torch.dtype, chosen: int, num_experts: int) -> None:
+    def reserve(self, hidden: int, dtype: torch.dtype, top_k: int, num_experts: int) -> None:
         """Also raises ValueError for tokens that MORI does not send, and for a heap that is too small."""
-        tokens = Tokens(hidden, dtype, chosen, num_experts)
+        tokens = Tokens(hidden, dtype, top_k, num_experts)
         check_tokens(tokens)
         if self._reserved not in (None, tokens):
             raise ValueError(f"MORI sends tokens of one kind, not {self._reserved} and {tokens}")
@@ -90,30 +90,34 @@ class MoriDispatch(PlannedDispatch):
         super().plan(tokens, eager)
         self._choose(max(tokens))
 
-    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
+    def dispatch(
+        self, x_TD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, num_experts: int
+    ) -> RoutedTokens:
         """Raises ValueError for another number of tokens than was planned."""
         tokens = x_TD.shape[0]
         planned = self._planned(tokens)
         most = sum(planned)  # a rank gets no token twice
         self._choose(max(planned))
         if not self._ops:
-            self._open(Tokens(x_TD.shape[1], x_TD.dtype, ids_TJ.shape[1], num_experts))
+            self._open(Tokens(x_TD.shape[1], x_TD.dtype, topk_ids_TJ.shape[1], num_experts))
         share = self._share(tokens)
-        nowhere = owners(ids_TJ, num_experts, self.ep.size) == self.ep.size
-        # MORI knows no id of no expert: such a choice goes to an expert of this rank, with weight 0.
+        nowhere = owners(topk_ids_TJ, num_experts, self.ep.size) == self.ep.size
+        # MORI has no id for "no expert": such a pair goes to an expert of this rank, with weight 0.
         first, _ = self.local_experts(num_experts)
-        ids_SJ = ids_TJ.where(~nowhere, first)[share].int().contiguous()
-        weights_SJ = weights_TJ.where(~nowhere, 0.0)[share].contiguous()
-        x_MD, weights_MJ, ids_MJ, arrived_1 = self._send(x_TD[share].contiguous(), weights_SJ, ids_SJ)
-        self._last = tokens, share, ids_SJ
+        topk_ids_SJ = topk_ids_TJ.where(~nowhere, first)[share].int().contiguous()
+        topk_weights_SJ = topk_weights_TJ.where(~nowhere, 0.0)[share].contiguous()
+        x_MD, topk_weights_MJ, topk_ids_MJ, arrived_1 = self._send(
+            x_TD[share].contiguous(), topk_weights_SJ, topk_ids_SJ
+        )
+        self._last = tokens, share, topk_ids_SJ
         valid_M1 = torch.arange(most, device=x_TD.device).unsqueeze(1) < arrived_1
-        ids_MJ = ids_MJ[:most].long().where(valid_M1, -1)
-        return RoutedTokens(x_MD[:most], ids_MJ, weights_MJ[:most])
+        topk_ids_MJ = topk_ids_MJ[:most].long().where(valid_M1, -1)
+        return RoutedTokens(x_MD[:most], topk_ids_MJ, topk_weights_MJ[:most])
 
     def combine(self, out_MD: Tensor) -> Tensor:
-        tokens, share, ids_SJ = self._last
-        sums_SD = self._return(out_MD.contiguous(), ids_SJ)
-        return functional.pad(sums_SD[: len(ids_SJ)], (0, 0, share.start, tokens - share.stop))
+        tokens, share, topk_ids_SJ = self._last
+        sums_SD = self._return(out_MD.contiguous(), topk_ids_SJ)
+        return functional.pad(sums_SD[: len(topk_ids_SJ)], (0, 0, share.start, tokens - share.stop))
 
     def _choose(self, tokens: int) -> None:
         """The kernels for a step in which the fullest data-parallel rank has that many tokens."""
@@ -127,7 +131,7 @@ class MoriDispatch(PlannedDispatch):
         return -(-tokens // self._tp.size)
 
     def _send(
-        self, x_SD: Tensor, weights_SJ: Tensor, ids_SJ: Tensor
+        self, x_SD: Tensor, topk_weights_SJ: Tensor, topk_ids_SJ: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens, weights and ids in MORI's buffers, and [1]: how many rows of them arrived."""
         op: EpDispatchCombineOp = self._ops[self._running.name]
@@ -135,9 +139,9 @@ class MoriDispatch(PlannedDispatch):
         if self._running.asynchronous:
             x, weights, _, ids, arrived = op.dispatch_send(
                 input=x_SD,
-                weights=weights_SJ,
+                weights=topk_weights_SJ,
                 scales=None,
-                indices=ids_SJ,
+                indices=topk_ids_SJ,
                 block_num=launch.blocks,
                 warp_per_block=launch.warps,
             )
@@ -146,16 +150,16 @@ class MoriDispatch(PlannedDispatch):
             # Without numbers MORI would launch 256 blocks on one node, which wait for one another.
             x, weights, _, ids, arrived = op.dispatch(
                 input=x_SD,
-                weights=weights_SJ,
+                weights=topk_weights_SJ,
                 scales=None,
-                indices=ids_SJ,
+                indices=topk_ids_SJ,
                 block_num=launch.blocks,
                 rdma_block_num=launch.rdma_blocks,
                 warp_per_block=launch.warps,
             )
         return x, weights, ids, arrived
 
-    def _return(self, out_MD: Tensor, ids_SJ: Tensor) -> Tensor:
+    def _return(self, out_MD: Tensor, topk_ids_SJ: Tensor) -> Tensor:
         """The sums of this rank's tokens, in MORI's buffer. The experts have applied the weights."""
         op: EpDispatchCombineOp = self._ops[self._running.name]
         launch = self._running.launch
@@ -163,7 +167,7 @@ class MoriDispatch(PlannedDispatch):
             sums, _ = op.combine_send(
                 input=out_MD,
                 weights=None,
-                indices=ids_SJ,
+                indices=topk_ids_SJ,
                 block_num=launch.blocks,
                 warp_per_block=launch.warps,
             )
@@ -172,7 +176,7 @@ class MoriDispatch(PlannedDispatch):
             sums, _ = op.combine(
                 input=out_MD,
                 weights=None,
-                indices=ids_SJ,
+                indices=topk_ids_SJ,
                 block_num=launch.blocks,
                 rdma_block_num=launch.rdma_blocks,
                 warp_per_block=launch.warps,
@@ -203,7 +207,7 @@ class MoriDispatch(PlannedDispatch):
             max_token_type_size=tokens.dtype.itemsize,
             max_num_inp_token_per_rank=kernels.max_tokens,
             num_experts_per_rank=tokens.experts // self.ep.size,
-            num_experts_per_token=tokens.chosen,
+            num_experts_per_token=tokens.top_k,
             warp_num_per_block=kernels.launch.warps,
             block_num=kernels.launch.blocks,
             kernel_type=_kernel_type(kernels),
@@ -256,7 +260,7 @@ def _join(meeting: MeetingPoint, rank: int, ranks: int) -> None:
 
 
 def _compute_units(device: torch.device) -> int:
-    """Of a GPU; for a plan without one, of an MI300X."""
+    """Compute units of the GPU; for a plan without one, those of an MI300X."""
     if device.type == "meta":
         return 304
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -19,7 +19,7 @@ KernelName = Literal["IntraNode", "InterNodeV1", "InterNodeV1LL", "AsyncLL"]
 
 HEAP_VARIABLE = "MORI_SHMEM_HEAP_SIZE"
 LOW_LATENCY_TOKENS = 128
-"""Of a rank. Up to them latency counts, not bandwidth: MORI's authors measure the one with so many."""
+"""Most tokens of a rank for which latency counts and not bandwidth, as MORI's authors measure."""
 _WARP = 64
 _GPUS_OF_A_NODE = (1, 2, 4, 8)
 _GIB = 1 << 30
@@ -100,28 +100,28 @@ def settings_problem() -> str | None:
 
 
 def _switched_on(variable: str) -> bool:
-    """As MORI reads its switches: whatever is no word for off is on."""
+    """Whether MORI takes the variable for on: whatever is no word for off."""
     return os.environ.get(variable, "").lower() not in ("", "0", "false", "off", "no")
 
 
 class Tokens(NamedTuple):
-    """What travels: tokens of a model's MoE layers."""
+    """What is sent: tokens of a model's MoE layers."""
 
     hidden: int
     dtype: torch.dtype
-    chosen: int
+    top_k: int
     """Experts of a token."""
     experts: int
-    """Of all ranks."""
+    """Experts of all ranks."""
 
 
 def check_tokens(tokens: Tokens) -> None:
     """Raises ValueError for tokens that MORI does not send."""
     if tokens.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"MORI sends no {tokens.dtype}; use --dtype bfloat16")
-    if tokens.chosen >= _WARP:
+    if tokens.top_k >= _WARP:
         raise ValueError(
-            f"MORI sends tokens with less than {_WARP} experts each, not {tokens.chosen}; "
+            f"MORI sends tokens with less than {_WARP} experts each, not {tokens.top_k}; "
             "use --all2all-backend allgather_reducescatter or alltoall"
         )
 
@@ -132,14 +132,15 @@ def symmetric_bytes(kernels: tuple[Kernels, ...], tokens: Tokens, ranks: int, no
 
 
 def op_kernels(kernels: tuple[Kernels, ...]) -> list[Kernels]:
-    """One for each kernel type, that for most tokens: it serves fewer, too."""
+    """The kernels for the most tokens of each kernel type, which serve fewer tokens, too."""
     return list({each.name: each for each in kernels}.values())
 
 
 def _buffer_bytes(kernels: Kernels, tokens: Tokens, ranks: int, nodes: int) -> int:
-    sent, received = kernels.max_tokens, kernels.max_tokens * ranks
+    sent = kernels.max_tokens
+    received = kernels.max_tokens * ranks
     row = tokens.hidden * tokens.dtype.itemsize
-    message = row + 4 * (2 * tokens.chosen + 1)  # ids and weights, and the token's number
+    message = row + 4 * (2 * tokens.top_k + 1)  # ids and weights, and the token's number
     total = (received + sent) * row  # what dispatch and combine return
     match kernels.name:
         case "IntraNode":
@@ -148,7 +149,7 @@ def _buffer_bytes(kernels: Kernels, tokens: Tokens, ranks: int, nodes: int) -> i
             total += (received + (3 * nodes + 1) * sent) * message
         case "AsyncLL":
             total += 3 * received * message
-    total += 5 * received * tokens.chosen * 4  # weights on three ways, ids on two
+    total += 5 * received * tokens.top_k * 4  # weights on three ways, ids on two
     total += received * (tokens.experts // ranks) * 4  # where each came from
     return total
 

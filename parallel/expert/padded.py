@@ -16,21 +16,24 @@ class PaddedDispatch(PlannedDispatch):
         dispatch   all-gather over ep, [C, D] -> [R, C, D]   every rank sends the same to all
         combine    all-to-all over ep, [R, C, D] -> [R, C, D], summed over R in float32
 
-    No bytes are saved beside `GatherDispatch`, but the sums travel once instead of from rank to rank, and
+    It sends no fewer bytes than `GatherDispatch`, but the sums travel once instead of from rank to rank, and
     are not rounded on the way.
     """
 
-    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
+    def dispatch(
+        self, x_TD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, num_experts: int
+    ) -> RoutedTokens:
         """Raises ValueError for another number of tokens than was planned."""
-        (tokens, hidden), chosen = x_TD.shape, ids_TJ.shape[1]
+        tokens, hidden = x_TD.shape
+        top_k = topk_ids_TJ.shape[1]
         capacity = -(-max(self._planned(tokens)) // self._tp.size)
         share = self._sent = self._share(tokens)
         self._received = tokens
-        rows = packed(x_TD[share], ids_TJ[share], weights_TJ[share])
+        rows = packed(x_TD[share], topk_ids_TJ[share], topk_weights_TJ[share])
         if missing := capacity - len(rows):
-            rows = torch.cat([rows, without_expert(missing, rows, chosen)])
+            rows = torch.cat([rows, without_expert(missing, rows, top_k)])
         gathered = self.ep.all_gather_rows(rows, [capacity] * self.ep.size)
-        return unpacked(gathered, chosen, hidden, x_TD.dtype)
+        return unpacked(gathered, top_k, hidden, x_TD.dtype)
 
     def combine(self, out_MD: Tensor) -> Tensor:
         equal = [len(out_MD) // self.ep.size] * self.ep.size

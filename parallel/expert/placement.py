@@ -125,7 +125,8 @@ def copies(placement: Placement, target: Placement, ranks: int, most: int) -> It
             for slot, other in changed.items():
                 moved[slot] = other
             wider = dict(changed)
-        source, group = moved, wider
+        source = moved
+        group = wider
     if group:
         yield group
 
@@ -142,7 +143,8 @@ def _changes(placement: Placement, target: Placement) -> Iterator[Copies]:
         slot = min(wrong, key=lambda slot: (len(where[now[slot]]) == 1, slot))
         sole = len(where[now[slot]]) == 1
         other = min(where[target[slot]] & wrong if sole else where[target[slot]])
-        expert, wanted = now[slot], target[slot]
+        expert = now[slot]
+        wanted = target[slot]
         where[expert].remove(slot)
         where[wanted].add(slot)
         now[slot] = wanted

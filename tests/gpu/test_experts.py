@@ -89,12 +89,20 @@ def call(name: str, tokens: int, seed: int = 2) -> tuple[Any, ...]:
     count, hidden, _, chosen = SHAPES[name]
     generator = torch.Generator(GPU).manual_seed(seed)
     x = torch.randn(tokens, hidden, device=GPU, generator=generator).to(BF16)
-    shares, ids = torch.rand(tokens, count, device=GPU, generator=generator).topk(chosen)
+    topk_weights, ids = torch.rand(tokens, count, device=GPU, generator=generator).topk(chosen)
     weights = layer(name)
-    return x, ids, shares / shares.sum(1, keepdim=True), weights, GPT_OSS if name == "GPT-OSS-20B" else None
+    return (
+        x,
+        ids,
+        topk_weights / topk_weights.sum(1, keepdim=True),
+        weights,
+        GPT_OSS if name == "GPT-OSS-20B" else None,
+    )
 
 
-def exact(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, weights: Any, activation: Any) -> Any:
+def exact(
+    x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor, weights: Any, activation: Any
+) -> Any:
     """The op in float32, an expert at a time."""
     out = torch.zeros(x.shape, device=GPU)
     for expert in range(len(weights.down_XDF)):
@@ -114,7 +122,7 @@ def exact(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, weights: Any
                 * (gate * activation.alpha).sigmoid()
             )
         y = torch.nn.functional.linear(inner, weights.down_XDF[expert].float(), bias[1])
-        out.index_put_((token,), y * shares[token, place, None], accumulate=True)
+        out.index_put_((token,), y * topk_weights[token, place, None], accumulate=True)
     return out
 
 
@@ -149,11 +157,11 @@ def test_every_kind_of_plan(name: str) -> None:
         plain = [found for table in tables for (form, _), found in table.items() if form == "plain"]
         plans += [plan for found in plain for plan in found]
     for tokens in (3, 150):
-        x, ids, shares, weights, activation = call(name, tokens)
-        wanted = exact(x, ids, shares, weights, activation)
+        x, ids, topk_weights, weights, activation = call(name, tokens)
+        wanted = exact(x, ids, topk_weights, weights, activation)
         for plan in dict.fromkeys(plans):
             for described in (False, True) if hopper else (False,):
-                check_close(multiply(plan, x, ids, shares, weights, activation, described), wanted)
+                check_close(multiply(plan, x, ids, topk_weights, weights, activation, described), wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64, 600, 5000])
@@ -186,24 +194,24 @@ def test_captured_kernels_follow_the_routing(tokens: int) -> None:
         if seed == 4:
             logits[-1] = float("nan")
         graph.replay()
-        ids, shares = route.reference(logits, rule)
+        ids, topk_weights = route.reference(logits, rule)
         real = slice(0, tokens - 1 if seed == 4 else tokens)
         if tokens > 1 or seed < 4:
-            check_close(out[real], exact(x[real], ids[real], shares[real], weights, None))
+            check_close(out[real], exact(x[real], ids[real], topk_weights[real], weights, None))
         assert torch.equal(run()[real], out[real])
 
 
 def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
     backend.resolve(GPU, batch_invariant=True)
-    x, ids, shares, weights, _ = call("Qwen3-30B-A3B", 700)
-    whole = experts(x, ids, shares, weights)
+    x, ids, topk_weights, weights, _ = call("Qwen3-30B-A3B", 700)
+    whole = experts(x, ids, topk_weights, weights)
     for tokens in (1, 2, 17, 64, 200, 700):
         for first in (0, 700 - tokens):
             rows = slice(first, first + tokens)
-            assert torch.equal(experts(x[rows], ids[rows], shares[rows], weights), whole[rows]), (
+            assert torch.equal(experts(x[rows], ids[rows], topk_weights[rows], weights), whole[rows]), (
                 tokens,
                 first,
             )
     order = torch.randperm(700, device=GPU)
-    assert torch.equal(experts(x[order], ids[order], shares[order], weights), whole[order])
+    assert torch.equal(experts(x[order], ids[order], topk_weights[order], weights), whole[order])
     assert not experts.ran_reference

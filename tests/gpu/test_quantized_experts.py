@@ -46,18 +46,26 @@ def call(name: str, tokens: int) -> tuple[Any, ...]:
     model, weights = layer(name)
     generator = torch.Generator(GPU).manual_seed(tokens)
     x = torch.randn(tokens, model.hidden, device=GPU, generator=generator).bfloat16()
-    shares, ids = torch.rand(tokens, model.experts, device=GPU, generator=generator).topk(model.chosen)
-    return x, ids, shares / shares.sum(1, keepdim=True), weights, GPT_OSS if model.biased else None
+    topk_weights, ids = torch.rand(tokens, model.experts, device=GPU, generator=generator).topk(model.chosen)
+    return (
+        x,
+        ids,
+        topk_weights / topk_weights.sum(1, keepdim=True),
+        weights,
+        GPT_OSS if model.biased else None,
+    )
 
 
-def exact(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, weights: Any, activation: Any) -> Any:
+def exact(
+    x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor, weights: Any, activation: Any
+) -> Any:
     """The op in float32, with dequantized weights."""
     matrices = [
         torch.stack([matrix.expert(number).dequantized(torch.float32) for number in range(matrix.shape[0])])
         for matrix in (weights.gate_up_XOD, weights.down_XDF)
     ]
     plain = replace(weights, gate_up_XOD=matrices[0], down_XDF=matrices[1])
-    return plain_exact(x, ids, shares, plain, activation)
+    return plain_exact(x, ids, topk_weights, plain, activation)
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -106,25 +114,25 @@ def test_every_kind_of_plan(name: str) -> None:
 def test_skewed_and_missing_experts(name: str, tokens: int) -> None:
     """All tokens choose the same experts; then none of them is here, and memory holds NaN."""
     backend.resolve(GPU)
-    x, ids, shares, weights, activation = call(name, tokens)
+    x, ids, topk_weights, weights, activation = call(name, tokens)
     same = ids[:1].expand_as(ids).contiguous()
-    wanted = exact(x, same, shares, weights, activation)
-    assert error(experts(x, same, shares, weights, activation), wanted) < EXACT
+    wanted = exact(x, same, topk_weights, weights, activation)
+    assert error(experts(x, same, topk_weights, weights, activation), wanted) < EXACT
     torch.full((1 << 24,), torch.nan, dtype=torch.bfloat16, device=GPU)
     nowhere = torch.full_like(ids, -1)
-    assert not experts(x, nowhere, shares, replace(weights, complete=False), activation).any()
+    assert not experts(x, nowhere, topk_weights, replace(weights, complete=False), activation).any()
 
 
 @pytest.mark.parametrize("tokens", [2, 300])
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_of_other_ranks_add_nothing(name: str, tokens: int) -> None:
     backend.resolve(GPU)
-    x, ids, shares, weights, activation = call(name, tokens)
+    x, ids, topk_weights, weights, activation = call(name, tokens)
     ids[::2, 0] = -1
     ids[1::3, 1] = weights.down_XDF.shape[0] + 7
-    found = experts(x, ids, shares, replace(weights, complete=False), activation)
+    found = experts(x, ids, topk_weights, replace(weights, complete=False), activation)
     assert not experts.ran_reference
-    assert error(found, exact(x, ids, shares, weights, activation)) < ROUNDING.get(
+    assert error(found, exact(x, ids, topk_weights, weights, activation)) < ROUNDING.get(
         layer(name)[0].format, EXACT
     )
 
@@ -132,9 +140,9 @@ def test_experts_of_other_ranks_add_nothing(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rows_bits_do_not_depend_on_the_batch(name: str) -> None:
     backend.resolve(GPU, batch_invariant=True)
-    x, ids, shares, weights, activation = call(name, 200)
-    whole = experts(x, ids, shares, weights, activation)
+    x, ids, topk_weights, weights, activation = call(name, 200)
+    whole = experts(x, ids, topk_weights, weights, activation)
     for tokens in (1, 17, 100):
         rows = slice(200 - tokens, 200)
-        assert torch.equal(experts(x[rows], ids[rows], shares[rows], weights, activation), whole[rows])
+        assert torch.equal(experts(x[rows], ids[rows], topk_weights[rows], weights, activation), whole[rows])
     assert not experts.ran_reference

@@ -50,7 +50,7 @@ class Compiled:
     shared: int
     """Bytes of shared memory (LDS on AMD) of a program."""
     registers: int
-    """Of a thread; on AMD vector and accumulation registers."""
+    """Registers of a thread; on AMD vector and accumulation registers."""
     spilled: int
     """Bytes of memory for registers that did not fit, for each thread."""
 

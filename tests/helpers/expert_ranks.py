@@ -113,9 +113,9 @@ def _check(dispatch: ExpertDispatch, mesh: Mesh, case: Case) -> None:
     generator = torch.Generator().manual_seed(1 + mesh.dp.rank)
     tokens, ids = case.tokens[mesh.dp.rank], case.ids[mesh.dp.rank]
     x = torch.randn(tokens, D, generator=generator)
-    shares = torch.rand(ids.shape, generator=generator)
+    topk_weights = torch.rand(ids.shape, generator=generator)
     whole = weights_of(case.experts)
-    wanted = experts(x, ids, shares, whole)
+    wanted = experts(x, ids, topk_weights, whole)
     first, count = dispatch.local_experts(case.experts)
     here = slice(first, first + count)
     assert isinstance(whole.gate_up_XOD, Tensor) and isinstance(whole.down_XDF, Tensor)
@@ -125,8 +125,8 @@ def _check(dispatch: ExpertDispatch, mesh: Mesh, case: Case) -> None:
         whole.down_bias_XD[here], complete=False,
     )  # fmt: skip
     dispatch.plan(case.tokens, eager=True)
-    x_MD, ids_MJ, weights_MJ = dispatch.dispatch(x, ids, shares, case.experts)
+    x_MD, topk_ids_MJ, topk_weights_MJ = dispatch.dispatch(x, ids, topk_weights, case.experts)
     assert len(x_MD) <= mesh.ep.size * -(-max(case.tokens) // mesh.tp.size), "bounded by the fullest rank"
-    partial = dispatch.combine(experts(x_MD, ids_MJ - first, weights_MJ, local))
+    partial = dispatch.combine(experts(x_MD, topk_ids_MJ - first, topk_weights_MJ, local))
     found = mesh.tp.all_reduce(partial.contiguous())
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

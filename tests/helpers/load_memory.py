@@ -47,7 +47,7 @@ _DENSE = {
 _KINDS = {
     "experts": MoEArgs(HIDDEN, 16, FEATURES, RoutingRule(2, "softmax")),
     "mxfp4": MoEArgs(
-        HIDDEN, 16, FEATURES, RoutingRule(2, "softmax_of_chosen"),
+        HIDDEN, 16, FEATURES, RoutingRule(2, "softmax_of_topk"),
         activation=ClampedSwiglu(7.0, 1.702), layout=INTERLEAVED,
     ),
 }  # fmt: skip

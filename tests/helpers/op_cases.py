@@ -82,7 +82,7 @@ def _interpreted(provider: Provider, device: torch.device) -> bool:
 
 def _interpretable(op: Op[..., Any], provider: Provider, dtype: torch.dtype, case: Case) -> bool:
     """Triton's interpreter multiplies bfloat16 matrices wrongly, and loses carries rounding to float8."""
-    rounds = op.name in WRITERS or provider.rounds_activations
+    rounds = op.name in WRITERS or provider.quantizes_activations
     return dtype != torch.bfloat16 and not (rounds and case.label.endswith("fp8"))
 
 

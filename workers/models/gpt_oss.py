@@ -48,7 +48,7 @@ def _moe_args(config: Mapping[str, Any]) -> MoEArgs:
         hidden_size=config["hidden_size"],
         num_experts=config["num_local_experts"],
         expert_features=config["intermediate_size"],
-        rule=RoutingRule(config["num_experts_per_tok"], "softmax_of_chosen"),
+        rule=RoutingRule(config["num_experts_per_tok"], "softmax_of_topk"),
         activation=ClampedSwiglu(config["swiglu_limit"], config["swiglu_alpha"]),
         router_bias=True,
         expert_bias=True,

@@ -86,7 +86,8 @@ def _paged_case(
     def make(
         dtype: torch.dtype, generator: torch.Generator
     ) -> tuple[Tensor, KVLayer, AttentionPlan, AttentionRule]:
-        block_size, per_row = 16, -(-max(context_lens) // 16)
+        block_size = 16
+        per_row = -(-max(context_lens) // 16)
         blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
         table = blocks[: len(context_lens) * per_row].view(-1, per_row)
         device = torch.device("cpu")
@@ -94,7 +95,8 @@ def _paged_case(
         k, v = torch.randn(2, len(blocks) * block_size, heads[1], width, generator=generator).to(dtype)
         write_kv(k, v, cache, torch.arange(len(k)))
         q = torch.randn(sum(query_lens), heads[0], width, generator=generator).to(dtype)
-        lens, host_table = np.array([query_lens, context_lens], np.int32), table.numpy().astype(np.int32)
+        lens = np.array([query_lens, context_lens], np.int32)
+        host_table = table.numpy().astype(np.int32)
         sinks_H = torch.randn(heads[0], generator=generator).to(dtype) if sinks else None
         rule = AttentionRule(width**-0.5, window, sinks_H)
         plan = plan_attention(lens[0], lens[1], host_table, device, decode_query_len=decode_query_len)
@@ -161,14 +163,16 @@ def item_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of each tile to its items' keys and values, [M, L, H, E], and its log-sum-exp [M, L, H]."""
     count, _, length, _ = items.mask_N1LC.shape
-    kv_heads, (heads, width) = k_NKCE.shape[1], q_THE.shape[1:]
+    kv_heads = k_NKCE.shape[1]
+    heads, width = q_THE.shape[1:]
     q = q_THE if items.queries is None else q_THE.index_select(0, items.queries)
     if length == 1:
         # Decodes: the query heads of a group become queries of their key/value head, for G times
         # fewer and larger GEMMs.
         q_NKGE = q.reshape(count, kv_heads, -1, width)
         out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
-        out, lse = out.reshape(count, 1, heads, -1), lse.reshape(count, 1, heads)
+        out = out.reshape(count, 1, heads, -1)
+        lse = lse.reshape(count, 1, heads)
     else:
         q_NHLE = q.reshape(count, length, heads, width).transpose(1, 2)
         out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, scale)

@@ -158,7 +158,8 @@ class AttentionPlan:
 
     def padded(self, num_tokens: int, num_rows: int) -> "AttentionPlan":
         """The plan of the same rows, then padding rows; `num_tokens` and `num_rows` count both."""
-        more, host = num_rows - len(self.context_lens_R), self.host
+        more = num_rows - len(self.context_lens_R)
+        host = self.host
         if host is not None:
             host = HostRows(
                 np.pad(host.query_lens, (0, more)),

@@ -26,7 +26,9 @@ def _case(
     """`heads` are query heads and key/value heads; a case with a window also has sinks."""
 
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
-        tokens, block_size, per_row = sum(query_lens), 16, -(-max(context_lens) // 16)
+        tokens = sum(query_lens)
+        block_size = 16
+        per_row = -(-max(context_lens) // 16)
         table = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
         table = table[: len(context_lens) * per_row].view(-1, per_row)
         cpu = torch.device("cpu")

@@ -31,7 +31,8 @@ def _case(context_lens: list[int], block_size: int, longest: int = 0) -> Case:
     """`longest`: `max_context_len` of the plan, where it only bounds the contexts."""
 
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[AttentionPlan, int]:
-        rows, most = len(context_lens), max(longest, *context_lens)
+        rows = len(context_lens)
+        most = max(longest, *context_lens)
         width = -(-most // block_size)
         table = torch.randperm(rows * width, generator=generator).view(rows, width)
         lens = np.array([[1] * rows, context_lens], np.int32)
@@ -48,7 +49,8 @@ def kv_indices(plan: AttentionPlan, block_size: int) -> KVIndices:
     A row without context has slot 0: kernels that divide by a sum over tokens need at least one.
     """
     rows, width = plan.block_table_RW.shape
-    lens_R, contexts_R = plan.context_lens_R.clamp(min=1).long(), plan.context_lens_R
+    lens_R = plan.context_lens_R.clamp(min=1).long()
+    contexts_R = plan.context_lens_R
     ends_R = lens_R.cumsum(0)
     index_S = torch.arange(rows * plan.max_context_len, device=ends_R.device)
     row_S = torch.searchsorted(ends_R, index_S, right=True).clamp_(max=rows - 1)

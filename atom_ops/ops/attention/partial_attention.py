@@ -33,7 +33,8 @@ def _case(ranks: int, tokens: int, heads: int, width: int) -> Case:
         lse = 4 * torch.randn(ranks, tokens, heads, generator=generator)
         sees_none = torch.rand(ranks, tokens, heads, generator=generator) < 0.3
         sees_none[:, 0] = True
-        lse[sees_none], out[sees_none] = -torch.inf, 0
+        lse[sees_none] = -torch.inf
+        out[sees_none] = 0
         packed = [pack_partials(*each, 1) for each in zip(out, lse, strict=True)]
         return unpack_partials(torch.cat(packed))
 

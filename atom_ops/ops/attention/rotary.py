@@ -54,7 +54,8 @@ def rotary(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = 
     contiguous.
     """
     rot_dim = cos_T1R.shape[-1]
-    rotary_part, rest = x_THE[..., :rot_dim], x_THE[..., rot_dim:]
+    rotary_part = x_THE[..., :rot_dim]
+    rest = x_THE[..., rot_dim:]
     if interleaved:
         exchanged = rotary_part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:

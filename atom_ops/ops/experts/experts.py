@@ -1,6 +1,6 @@
 """Mixture of experts: the gated MLP of each expert over the tokens routed to it.
 
-T tokens, J experts per token, P = T * J (token, expert) pairs, X experts, D hidden, F expert features.
+T tokens, J experts per token, P = T * J token-expert pairs, X experts, D hidden, F expert features.
 
     tokens, experts     sorted by expert       two GEMMs per expert        unsorted, weighted
     t0: e2 e0           e0: t0 t1              [2, D] -> [2, F] -> [2, D]   t0 = w e2(t0) + w e0(t0)
@@ -39,7 +39,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
-    """See `clamped_swiglu`."""
+    """Parameters of the activation `clamped_swiglu`."""
 
     limit: float
     alpha: float
@@ -60,7 +60,7 @@ class ExpertRole:
 
 def _case(
     tokens: int,
-    chosen: int,
+    top_k: int,
     experts: int,
     sizes: tuple[int, int],
     activation: ExpertActivation = None,
@@ -85,17 +85,17 @@ def _case(
             normal(experts, hidden).to(dtype) if with_bias else None,
         )
         routed = experts - idle if first is None else 2 * experts
-        picked = [torch.randperm(routed, generator=generator)[:chosen] for _ in range(tokens)]
-        shares = torch.rand(tokens, chosen, generator=generator)
+        picked = [torch.randperm(routed, generator=generator)[:top_k] for _ in range(tokens)]
+        topk_weights = torch.rand(tokens, top_k, generator=generator)
         x = normal(tokens, hidden).to(dtype)
         ids = torch.stack(picked)
         if first is not None:
             weights = replace(weights, complete=False, first=first)
-        return x, ids, shares / shares.sum(1, keepdim=True), weights, activation
+        return x, ids, topk_weights / topk_weights.sum(1, keepdim=True), weights, activation
 
     kind = "clamped" if activation else "silu"
     kind += ("" if first is None else f"-from{first}") + ("" if format == "plain" else f"-{format}")
-    return Case(f"{tokens}x{chosen}of{experts}x{hidden}x{features}-{kind}", make, ROUNDED.get(format))
+    return Case(f"{tokens}x{top_k}of{experts}x{hidden}x{features}-{kind}", make, ROUNDED.get(format))
 
 
 _GPT_OSS = ClampedSwiglu(7.0, 1.702)
@@ -125,14 +125,14 @@ _GPT_OSS = ClampedSwiglu(7.0, 1.702)
 )
 def experts(
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    weights_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> Tensor:
     """The weighted sum of each token's experts, [T, D] in x's dtype. See `linear` for quantized weights.
 
-    `ids_TJ` int64 and `weights_TJ` float32 as returned by `route`. NaN in one row does not reach
+    `topk_ids_TJ` int64 and `topk_weights_TJ` float32 as returned by `route`. NaN in one row does not reach
     other rows; with a batch-invariant `linear` a row's bits depend on that row alone. Experts'
     results are summed in float32. Does not synchronise with a GPU.
 
@@ -140,26 +140,26 @@ def experts(
     """
     experts_here = weights.down_XDF.shape[0]
     if not weights.complete:  # ids of no expert here sort last
-        ids_TJ = ids_TJ - weights.first
-        ids_TJ = ids_TJ.where((ids_TJ >= 0) & (ids_TJ < experts_here), experts_here)
+        topk_ids_TJ = topk_ids_TJ - weights.first
+        topk_ids_TJ = topk_ids_TJ.where((topk_ids_TJ >= 0) & (topk_ids_TJ < experts_here), experts_here)
     if x_TD.is_cuda and (BATCH_INVARIANT in linear.order or not _has_grouped_gemm(x_TD, weights)):
-        return _dense_fallback(x_TD, ids_TJ, weights_TJ, weights, activation)
-    tokens, chosen = ids_TJ.shape
-    ids_P, order_P = ids_TJ.flatten().sort(stable=True)
+        return _dense_fallback(x_TD, topk_ids_TJ, topk_weights_TJ, weights, activation)
+    tokens, top_k = topk_ids_TJ.shape
+    ids_P, order_P = topk_ids_TJ.flatten().sort(stable=True)
     numbers_X = torch.arange(experts_here, device=x_TD.device)
     ends_X = torch.searchsorted(ids_P, numbers_X, right=True, out_int32=True)
     if not weights.complete:
         ids_P = ids_P.clamp(max=experts_here - 1)  # an index into biases, for rows that are skipped below
-    x_PD = x_TD[order_P // chosen]
+    x_PD = x_TD[order_P // top_k]
     inner_PO = _grouped_gemm(x_PD, weights.gate_up_XOD, weights.gate_up_bias_XO, ids_P, ends_X)
     inner_PF = _activate(inner_PO, activation)
     sorted_PD = _grouped_gemm(inner_PF, weights.down_XDF, weights.down_bias_XD, ids_P, ends_X)
     out_PD = torch.empty_like(sorted_PD)
     out_PD[order_P] = sorted_PD
-    out_TJD = out_PD.unflatten(0, (tokens, chosen)).float()
+    out_TJD = out_PD.unflatten(0, (tokens, top_k)).float()
     if not weights.complete:  # no GEMM has written the rows of other experts
-        out_TJD = out_TJD.where((ids_TJ < experts_here).unsqueeze(-1), 0.0)
-    return (out_TJD * weights_TJ.unsqueeze(-1)).sum(1).to(x_TD.dtype)
+        out_TJD = out_TJD.where((topk_ids_TJ < experts_here).unsqueeze(-1), 0.0)
+    return (out_TJD * topk_weights_TJ.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
 
 def pack_expert_weight(weight: Weight, role: ExpertRole) -> Weight:
@@ -229,22 +229,22 @@ def _has_grouped_gemm(x_TD: Tensor, weights: ExpertWeights) -> bool:
 
 def _dense_fallback(
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    weights_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation,
 ) -> Tensor:
     """Dense fallback: every expert over every token, X / J times the work, without a synchronisation."""
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for expert in range(weights.down_XDF.shape[0]):
-        chosen_TJ = ids_TJ == expert
-        share_T1 = weights_TJ.where(chosen_TJ, 0.0).sum(1, keepdim=True)
+        here_TJ = topk_ids_TJ == expert
+        topk_weight_T1 = topk_weights_TJ.where(here_TJ, 0.0).sum(1, keepdim=True)
         gate_up, down = _expert(weights.gate_up_XOD, expert), _expert(weights.down_XDF, expert)
         inner_T2F = linear(x_TD, gate_up, _bias_of(weights.gate_up_bias_XO, expert))
         inner_TF = _activate(inner_T2F, activation)
         y_TD = linear(inner_TF, down, _bias_of(weights.down_bias_XD, expert))
         # `where` and not a factor of 0, because 0 * inf would be NaN.
-        out_TD += (y_TD.float() * share_T1).where(chosen_TJ.any(1, keepdim=True), 0.0)
+        out_TD += (y_TD.float() * topk_weight_T1).where(here_TJ.any(1, keepdim=True), 0.0)
     return out_TD.to(x_TD.dtype)
 
 

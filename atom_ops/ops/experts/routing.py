@@ -8,7 +8,7 @@ from torch import Tensor
 
 from atom_ops.op import Case, op
 
-Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+Scoring = Literal["softmax", "sigmoid", "softmax_of_topk"]
 
 TINY = 1e-20  # added to a sum of scores before it divides
 
@@ -22,7 +22,7 @@ class RoutingRule:
     scoring: Scoring
     """softmax over all experts, sigmoid of each, or softmax over the top-k logits."""
     renormalise: bool = False
-    """Divide the top-k scores by their sum; has no effect with softmax_of_chosen."""
+    """Divide the top-k scores by their sum; has no effect with softmax_of_topk."""
     scale: float = 1.0
     """Factor of every weight."""
     groups: int = 1
@@ -67,7 +67,7 @@ def _case(tokens: int, experts: int, rule: RoutingRule, with_bias: bool = False)
         _case(5, 160, RoutingRule(8, "sigmoid", renormalise=True, scale=2.5), with_bias=True),
         _case(9, 256, RoutingRule(8, "sigmoid", True, 2.5, groups=8, kept_groups=4), with_bias=True),
         _case(9, 64, RoutingRule(6, "softmax", scale=16.0, groups=8, kept_groups=3, group_best=1)),
-        _case(17, 32, RoutingRule(4, "softmax_of_chosen")),
+        _case(17, 32, RoutingRule(4, "softmax_of_topk")),
     ]
 )
 def route(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -77,16 +77,16 @@ def route(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) ->
     without it. Computed in float32. The order of a token's experts is not defined.
     """
     logits_TX = logits_TX.float()
-    if rule.scoring == "softmax_of_chosen":
-        ids_TJ = _biased(logits_TX, bias_X).topk(rule.top_k, dim=-1).indices
-        return ids_TJ, logits_TX.gather(1, ids_TJ).softmax(-1) * rule.scale
+    if rule.scoring == "softmax_of_topk":
+        topk_ids_TJ = _biased(logits_TX, bias_X).topk(rule.top_k, dim=-1).indices
+        return topk_ids_TJ, logits_TX.gather(1, topk_ids_TJ).softmax(-1) * rule.scale
     scores_TX = logits_TX.softmax(-1) if rule.scoring == "softmax" else logits_TX.sigmoid()
     choice_TX = _in_best_groups(_biased(scores_TX, bias_X), rule)
-    ids_TJ = choice_TX.topk(rule.top_k, dim=-1).indices
-    weights_TJ = scores_TX.gather(1, ids_TJ)
+    topk_ids_TJ = choice_TX.topk(rule.top_k, dim=-1).indices
+    topk_weights_TJ = scores_TX.gather(1, topk_ids_TJ)
     if rule.renormalise:
-        weights_TJ = weights_TJ / (weights_TJ.sum(-1, keepdim=True) + TINY)
-    return ids_TJ, weights_TJ * rule.scale
+        topk_weights_TJ = topk_weights_TJ / (topk_weights_TJ.sum(-1, keepdim=True) + TINY)
+    return topk_ids_TJ, topk_weights_TJ * rule.scale
 
 
 def _biased(scores_TX: Tensor, bias_X: Tensor | None) -> Tensor:

@@ -57,10 +57,10 @@ def _case(tokens: int, width: int, rope: int, interleaved: bool = False) -> Case
         x = (3 * torch.randn(tokens, width + 32, generator=generator) + 1).to(dtype)[:, 16:-16]
         weight, bias = torch.rand(2, width, generator=generator).to(dtype)
         angles = torch.rand(tokens, 1, rope // 2, generator=generator) * 6.3
-        turn = rotation(angles.cos(), angles.sin(), interleaved)
+        cos_sin = rotation(angles.cos(), angles.sin(), interleaved)
         keys = make_index_keys(-(-tokens // 4) + 1, 4, width, dtype, torch.device("cpu"))
         slots = torch.randperm(tokens + 4, generator=generator)[:tokens]
-        return x, IndexNorm(weight, bias, 1e-6), *turn, keys, slots, interleaved
+        return x, IndexNorm(weight, bias, 1e-6), *cos_sin, keys, slots, interleaved
 
     layout = "interleaved" if interleaved else "halves"
     return Case(f"{tokens}x{width}r{rope}-{layout}", make)
@@ -82,7 +82,8 @@ def write_index_keys(
     float8 scale maps a key's largest magnitude to the largest float8. Nothing is stored for a
     negative slot (padding).
     """
-    weight, bias = norm.weight_I.float(), norm.bias_I.float()
+    weight = norm.weight_I.float()
+    bias = norm.bias_I.float()
     normed_TI = functional.layer_norm(x_TI.float(), weight.shape, weight, bias, norm.eps).to(x_TI.dtype)
     key_TI = rotary.reference(normed_TI.unsqueeze(1), cos_T1R, sin_T1R, interleaved).squeeze(1)
     keys = cache.keys.flatten(0, 1)

@@ -53,8 +53,8 @@ def _absorb_case(tokens: int, heads: int, widths: tuple[int, int, int], interlea
         q = torch.randn(tokens, heads, nope + rope, generator=generator).to(dtype)
         expansion = torch.randn(heads, nope + 16, latent, generator=generator) / nope**0.5
         angles = torch.rand(tokens, 1, rope // 2, generator=generator) * 6.3
-        turn = rotation(angles.cos(), angles.sin(), interleaved)
-        return q, expansion.to(dtype)[:, :nope], *turn, interleaved
+        cos_sin = rotation(angles.cos(), angles.sin(), interleaved)
+        return q, expansion.to(dtype)[:, :nope], *cos_sin, interleaved
 
     return Case(f"{tokens}x{heads}x{'+'.join(map(str, widths))}{'' if interleaved else '-halves'}", make)
 
@@ -78,8 +78,8 @@ def absorb_queries(
     """
     nope = key_HNC.shape[1]
     latent_HTC = torch.bmm(q_THE[..., :nope].transpose(0, 1), key_HNC)
-    turned_THR = rotary.reference(q_THE[..., nope:], cos_T1R, sin_T1R, interleaved)
-    return torch.cat((latent_HTC.transpose(0, 1), turned_THR), -1)
+    rotated_THR = rotary.reference(q_THE[..., nope:], cos_T1R, sin_T1R, interleaved)
+    return torch.cat((latent_HTC.transpose(0, 1), rotated_THR), -1)
 
 
 def _expand_case(tokens: int, heads: int, latent: int, value: int) -> Case:
@@ -123,7 +123,8 @@ def latent_case(
     def make(
         dtype: torch.dtype, generator: torch.Generator
     ) -> tuple[Tensor, LatentLayer, AttentionPlan, float]:
-        block_size, (latent, rope) = 16, widths
+        block_size = 16
+        latent, rope = widths
         per_row = -(-max(context_lens) // (block_size * shard.ranks))
         blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
         table = blocks[: len(context_lens) * per_row].view(-1, per_row)
@@ -249,7 +250,8 @@ def prompt_attention(
     For steps with `plan.whole_prompts`: reads no cache. Only the last dimension of q, k and v must
     be contiguous.
     """
-    heads, width = k_THE.shape[1], max(k_THE.shape[2], v_THV.shape[2])
+    heads = k_THE.shape[1]
+    width = max(k_THE.shape[2], v_THV.shape[2])
     # torch's fastest CPU attention needs keys and values of one width.
     q, k, v = (functional.pad(x, (0, width - x.shape[2])) for x in (q_THE, k_THE, v_THV))
     rule = AttentionRule(scale)

@@ -127,14 +127,14 @@ def _case(
         width = query + latent + rope
         latents = (3 * torch.randn(tokens, width + 32, generator=generator)).to(dtype)[:, 16:-16]
         angles = torch.rand(tokens, 1, rope // 2, generator=generator) * 6.3
-        turn = rotation(angles.cos(), angles.sin(), interleaved)
+        cos_sin = rotation(angles.cos(), angles.sin(), interleaved)
         cache = make_latent_layer(-(-tokens // 4) + 1, 4, latent, rope, dtype, torch.device("cpu"), shard)
         slots = torch.randperm(tokens + 4, generator=generator)[:tokens]
         weights = torch.rand(query + latent, generator=generator).to(dtype)
         q_weight, kv_weight = weights.split([query, latent])
         if not query:
-            return latents, kv_weight, 1e-6, *turn, cache, slots, interleaved
-        return latents, LatentNorms(q_weight, kv_weight, 1e-6), *turn, cache, slots, interleaved
+            return latents, kv_weight, 1e-6, *cos_sin, cache, slots, interleaved
+        return latents, LatentNorms(q_weight, kv_weight, 1e-6), *cos_sin, cache, slots, interleaved
 
     layout = "interleaved" if interleaved else "halves"
     of_rank = f"-rank{shard.rank}of{shard.ranks}" if shard.ranks > 1 else ""
@@ -170,11 +170,12 @@ def write_latent(
     """
     latent_TC, key_TR = latents_TK.split([cache.latent_width, latents_TK.shape[1] - cache.latent_width], 1)
     normed_TC = rms_norm.reference(latent_TC, weight_C, eps)
-    turned_T1R = rotary.reference(key_TR.unsqueeze(1), cos_T1R, sin_T1R, interleaved)
-    row_TK = torch.cat((normed_TC, turned_T1R.squeeze(1)), 1)
+    rotated_T1R = rotary.reference(key_TR.unsqueeze(1), cos_T1R, sin_T1R, interleaved)
+    row_TK = torch.cat((normed_TC, rotated_T1R.squeeze(1)), 1)
     rows = cache.rows.flatten(0, 1)
     if cache.shared_scale:
-        row_TK, rows = shared_codes(row_TK), rows.view(torch.uint8)
+        row_TK = shared_codes(row_TK)
+        rows = rows.view(torch.uint8)
     elif cache.scale is not None:
         row_TK, scale_T = float8_codes(row_TK)
         _store_own(cache.scale.flatten(), cache.shard, slots_T, scale_T)

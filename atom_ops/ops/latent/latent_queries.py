@@ -18,7 +18,8 @@ from atom_ops.weights.samples import ROUNDED, Format, random_weight
 
 
 def _case(tokens: int, q_width: int, outputs: int, format: Format = "plain") -> Case:
-    latent, rope = 32, 8
+    latent = 32
+    rope = 8
 
     def make(
         dtype: torch.dtype, generator: torch.Generator

@@ -101,7 +101,9 @@ def index_topk(
 
     Ties go to earlier tokens. Scores are computed in float32; weights are float32, of either sign.
     """
-    tokens, (heads, width), seen_by_most = len(q_TGI), q_TGI.shape[1:], plan.max_context_len
+    tokens = len(q_TGI)
+    heads, width = q_TGI.shape[1:]
+    seen_by_most = plan.max_context_len
     row_T, last_T = _positions(plan, tokens)
     position_S = torch.arange(seen_by_most, device=q_TGI.device)
     slots_TJ = torch.full((tokens, count), -1, dtype=torch.int32, device=q_TGI.device)
@@ -138,7 +140,8 @@ def _highest(score_TS: Tensor, count: int) -> Tensor:
     if score_TS.shape[1] <= count:
         return torch.ones_like(score_TS, dtype=torch.bool)
     least_T1 = score_TS.topk(count, 1, sorted=True).values[:, -1:]
-    above_TS, equal_TS = score_TS > least_T1, score_TS == least_T1
+    above_TS = score_TS > least_T1
+    equal_TS = score_TS == least_T1
     left_T1 = count - above_TS.sum(1, keepdim=True)
     return above_TS | (equal_TS & (equal_TS.cumsum(1) <= left_T1))
 
@@ -158,7 +161,8 @@ def _sparse_case(
         dtype: torch.dtype, generator: torch.Generator
     ) -> tuple[Tensor, LatentLayer, TopKIndices, float]:
         latent, rope = widths
-        blocks, width = 40, latent + rope
+        blocks = 40
+        width = latent + rope
         cache = make_latent_layer(blocks, 16, latent, rope, FP8 if fp8 else dtype, _CPU)
         rows = torch.randn(blocks * 16, width, generator=generator).to(dtype)
         still = rotation(torch.ones(len(rows), 1, rope // 2), torch.zeros(len(rows), 1, rope // 2))

@@ -42,7 +42,8 @@ def causal_conv(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePl
     Inputs of earlier steps are read from the rows' slots (zeros for a fresh row), which then get the
     last W - 1 inputs. Only the last dimension of `x_TC` must be contiguous. Sums are in float32.
     """
-    taps, rows = weight_CW.shape[1], torch.arange(len(plan.slots_R), device=x_TC.device)
+    taps = weight_CW.shape[1]
+    rows = torch.arange(len(plan.slots_R), device=x_TC.device)
     before = taps - 1
     # All rows concatenated, each after its state s:  s s s 0 1 2 3 | s s s 0 | …
     along = x_TC.new_empty(len(x_TC) + len(rows) * before, x_TC.shape[1])

@@ -149,15 +149,18 @@ def _in_chunks(given: _Tokens, state_GNEF: Tensor) -> tuple[Tensor, Tensor]:
         return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2))
 
     q, k, v, fade, rate = map(chunks, given)
-    since, rate = fade.cumsum(-1)[..., None], rate[..., None]  # G_i, b_i
+    since = fade.cumsum(-1)[..., None]  # G_i
+    rate = rate[..., None]  # b_i
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     decay_CC = (since - since.mT).masked_fill(later, -torch.inf).exp()
     system = rate * (k @ k.mT) * decay_CC
     wanted = torch.cat((v, since.exp() * k), -1) * rate
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     from_v, from_k = solved.split([v.shape[-1], k.shape[-1]], -1)
-    within, from_past = (q @ k.mT) * decay_CC, q * since.exp()
-    to_end, whole = k * (since[..., -1:, :] - since).exp(), since[..., -1:, :].exp()
+    within = (q @ k.mT) * decay_CC
+    from_past = q * since.exp()
+    to_end = k * (since[..., -1:, :] - since).exp()
+    whole = since[..., -1:, :].exp()
 
     results = []
     for at in range(len(q)):

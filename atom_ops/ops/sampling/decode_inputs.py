@@ -51,7 +51,8 @@ def decode_inputs(
     for padding rows), its block table `table_NW[n]` (int32).
     """
     last_R = positions_N[rows_R]
-    positions_R, padding_R = last_R.clamp(min=0), last_R < 0
+    positions_R = last_R.clamp(min=0)
+    padding_R = last_R < 0
     table_RW = table_NW[rows_R]
     block_R = table_RW.gather(1, (positions_R // block_size)[:, None])[:, 0].long()
     slots_R = (block_R * block_size + positions_R % block_size).masked_fill(padding_R, -1)

@@ -127,7 +127,7 @@ def _case(rows: int, vocabulary: int) -> Case:
         ids = pick(vocabulary, rows, 9).int()
         seen = torch.zeros(rows, vocabulary, dtype=torch.int32)
         seen.scatter_add_(1, ids.long(), torch.full_like(ids, 2)).scatter_(1, ids[:, :1].long(), 1)
-        rules = LogitsProcessorBatch(
+        processors = LogitsProcessorBatch(
             rows_U=which + 1,
             allowed=AllowedIds(which[:1], pick(vocabulary, vocabulary // 2)),
             bias=Bias(which * vocabulary + pick(vocabulary, rows), torch.linspace(-3, 3, rows)),
@@ -136,14 +136,18 @@ def _case(rows: int, vocabulary: int) -> Case:
             bad_words=BadWords(which, ids[:, 5:6].flip(0).long(), which % 2, which * vocabulary),
             penalties=Penalties(*torch.rand(3, rows, generator=generator).add_(0.5)),
         )
-        return logits, torch.full((rows + 1,), 6), rules, TokenRecord(ids, seen), 9
+        return logits, torch.full((rows + 1,), 6), processors, TokenRecord(ids, seen), 9
 
     return Case(f"{rows}x{vocabulary}", make)
 
 
 @op([_case(1, 50), _case(17, 700)], EXACT)
 def apply_logits_processors(
-    logits_RV: Tensor, positions_R: Tensor, rules: LogitsProcessorBatch, record: TokenRecord, longest: int
+    logits_RV: Tensor,
+    positions_R: Tensor,
+    processors: LogitsProcessorBatch,
+    record: TokenRecord,
+    longest: int,
 ) -> Tensor:
     """The processed logits of the rows with logits processors, float32 [U, V].
 
@@ -154,26 +158,26 @@ def apply_logits_processors(
     A row whose ids are all excluded is all minus infinity; `sample` then returns some id of the
     vocabulary.
     """
-    logits_UV = logits_RV.index_select(0, rules.rows_U).float()
-    positions_U = positions_R.index_select(0, rules.rows_U)
+    logits_UV = logits_RV.index_select(0, processors.rows_U).float()
+    positions_U = positions_R.index_select(0, processors.rows_U)
     flat = logits_UV.view(-1)
-    if rules.allowed is not None:
-        kept = flat[rules.allowed.places_E]
-        logits_UV.index_fill_(0, rules.allowed.rows, -torch.inf)
-        flat.index_copy_(0, rules.allowed.places_E, kept)
+    if processors.allowed is not None:
+        kept = flat[processors.allowed.places_E]
+        logits_UV.index_fill_(0, processors.allowed.rows, -torch.inf)
+        flat.index_copy_(0, processors.allowed.places_E, kept)
     # Added and not written, because a list may hold an id twice.
-    if rules.bias is not None:
-        flat.index_add_(0, rules.bias.places_E, rules.bias.values_E)
-    if rules.end_ids is not None:
-        early_E = positions_U[rules.end_ids.rows_E] < rules.end_ids.until_E
-        flat.index_add_(0, rules.end_ids.places_E, _infinite_where(early_E))
-    if rules.recorded is not None:
-        entries_N = positions_U[rules.recorded.rows_N] - rules.recorded.offsets_N
-        if rules.bad_words is not None:
-            complete_B = _completes(rules.bad_words, rules.recorded, record, entries_N)
-            flat.index_add_(0, rules.bad_words.places_B, _infinite_where(complete_B))
-        if rules.penalties is not None:
-            _apply_penalties(logits_UV, rules.penalties, rules.recorded, record, longest)
+    if processors.bias is not None:
+        flat.index_add_(0, processors.bias.places_E, processors.bias.values_E)
+    if processors.end_ids is not None:
+        early_E = positions_U[processors.end_ids.rows_E] < processors.end_ids.until_E
+        flat.index_add_(0, processors.end_ids.places_E, _infinite_where(early_E))
+    if processors.recorded is not None:
+        entries_N = positions_U[processors.recorded.rows_N] - processors.recorded.offsets_N
+        if processors.bad_words is not None:
+            complete_B = _completes(processors.bad_words, processors.recorded, record, entries_N)
+            flat.index_add_(0, processors.bad_words.places_B, _infinite_where(complete_B))
+        if processors.penalties is not None:
+            _apply_penalties(logits_UV, processors.penalties, processors.recorded, record, longest)
     return logits_UV
 
 

@@ -48,7 +48,8 @@ def _case(rows: int, entries: int, prediction: int, drafts: int, rule: NgramRule
     def make(
         dtype: torch.dtype, generator: torch.Generator
     ) -> tuple[Tensor, RowState, TokenHistory, NgramRule, int]:
-        stored, block_size = rows + 2, 4
+        stored = rows + 2
+        block_size = 4
         state = state_case(stored, entries, block_size, drafts, generator)
         state.ids_N.remainder_(3)
         blocks = torch.randperm(stored * entries, generator=generator, dtype=torch.int32)

@@ -63,7 +63,8 @@ def token_words(
     The key is the seed, the counter is the position, the purpose, the sequence and the block.
     """
     key = (seed_R & _WORD)[:, None], ((seed_R >> 32) & _WORD)[:, None]
-    position_R1, sequence_R1 = (position_R & _WORD)[:, None], (sequence_R & _WORD)[:, None]
+    position_R1 = (position_R & _WORD)[:, None]
+    sequence_R1 = (sequence_R & _WORD)[:, None]
     return philox((position_R1, position_R1 * 0 + purpose, sequence_R1, block), key)
 
 
@@ -90,13 +91,15 @@ def store_words(
     Tokens that are not needed (bool) may get 0. On a CPU numpy computes row by row, so that the
     words stay in the cache. Python threads do not make it faster: the operations are too short.
     """
-    rows, blocks = len(out_RW), out_RW.shape[1] // LANES
+    rows = len(out_RW)
+    blocks = out_RW.shape[1] // LANES
     if out_RW.device.type != "cpu":
         every = torch.arange(blocks, device=out_RW.device)
         lanes = token_words(seed_R, sequence_R, position_R, every, purpose)
         return out_RW.copy_(torch.stack(lanes, -1).flatten(1))
     columns = [column.numpy().view(np.uint64) for column in (seed_R, sequence_R, position_R)]
-    every_N, out = np.arange(blocks, dtype=np.uint64), out_RW.numpy().reshape(rows, blocks, LANES)
+    every_N = np.arange(blocks, dtype=np.uint64)
+    out = out_RW.numpy().reshape(rows, blocks, LANES)
     needed_RN = needed_RW.numpy().view(np.uint32)  # the four flags of a block are one number
 
     for row in range(rows):

@@ -229,7 +229,8 @@ def _sample_filtered(weights_LW: Tensor, batch: SamplingBatch, positions_L: Tens
     sampled_L, complete_L = _sample_candidates(weights_LW, batch, positions_L)
     rest = (~complete_L).nonzero().squeeze(1)
     for rows in rest.split(max(1, _FILTER_SLICE // weights_LW.shape[1])):
-        chunk, part = weights_LW[rows], batch.only(rows)
+        chunk = weights_LW[rows]
+        part = batch.only(rows)
         if batch.any_top_k:
             _keep_top_k(chunk, part.top_k_R[:, None])
         sampled_L[rows] = _sample_top_p(chunk, part, positions_L[rows])
@@ -266,7 +267,8 @@ def _sample_candidates(
     weights_LW: Tensor, batch: SamplingBatch, positions_L: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Ids sampled from the top 256 tokens, and whether these hold all tokens that the filters keep."""
-    top_k_L, top_p_L = batch.top_k_R, batch.top_p_R.double()
+    top_k_L = batch.top_k_R
+    top_p_L = batch.top_p_R.double()
     size = min(_CANDIDATES, weights_LW.shape[1])
     values, ids = weights_LW.topk(size, sorted=False)
     ids, by_id = ids.sort(-1)
@@ -299,6 +301,7 @@ def _keep_top_k(weights_LW: Tensor, top_k_L1: Tensor) -> None:
     for weights_W, top_k in zip(weights_LW, top_k_L1.flatten().tolist(), strict=True):
         if 0 < top_k < vocabulary:
             least = weights_W.kthvalue(vocabulary - top_k + 1).values
-            above_W, equal_W = weights_W > least, weights_W == least
+            above_W = weights_W > least
+            equal_W = weights_W == least
             equal_W &= equal_W.cumsum(-1) <= top_k - above_W.sum()
             weights_W *= above_W | equal_W

@@ -5,8 +5,9 @@
     prefill_attention    tiles of rows of many tokens. Compute-bound; one program for each tile.
 
 A step launches either or both; each kernel skips the other's rows. Launches depend only on the
-numbers in the plan, never on its tensors. On Hopper a third kernel takes the prompts instead of the second
-(`hopper_attention`): of a float8 cache only long ones that a step prefills as a whole, gathered first.
+numbers in the plan, never on its tensors, so that a captured graph can be replayed with other values. On
+Hopper `hopper_attention` takes the prompts instead; with a float8 cache only long prompts that a step
+prefills as a whole, which are gathered first.
 
 With `split_tokens` both kernels split every context at the same positions, use the same block
 sizes and merge in the same order: a token's bits depend on neither its batch nor its phase.
@@ -50,9 +51,11 @@ class _KernelConfig:
 
 
 MERGED_AT_ONCE = 8
+"""Splits of a context whose partial results are loaded together when they are merged."""
 _MAX_DECODE_QUERIES = 64
 """Query heads x tokens of a decoding row with drafts: with more, its row is computed like a prompt."""
 _MAX_PAIRS = 1 << 18
+"""Most rows x key/value heads of a step: each has a counter in `arrival_counters`."""
 _CROWDED = 12
 """Rows x key/value heads for each SM from which tiles of 8 queries are faster with 128 features, too."""
 _WHOLE_PROMPT = 512
@@ -62,6 +65,7 @@ WORTH_GATHERING = 4096
 FEW_ROWS = 16
 """Most rows of a captured step whose prompts are gathered: it launches programs for all of them."""
 _NO_PROMPT = (1 << 31) - 1
+"""Longer than any prompt: the prefill kernel then skips no whole prompt."""
 
 
 def _decode_config(
@@ -134,12 +138,14 @@ def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: Attention
 
 @paged_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=supports)
 def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
-    (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
+    _, heads, width = q_THE.shape
+    kv_heads = cache.kv.shape[3]
     group = heads // kv_heads
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
     prefill = _prefill_config(group, width, q_THE.dtype, cache.scale is not None)
     if plan.split_tokens:
-        decode, decode_tile = prefill, 1
+        decode = prefill
+        decode_tile = 1
     else:
         decode, decode_tile = _config_of(q_THE, cache, plan, rule)
     hopper_tile = _attend_float8_decodes(out_THE, q_THE, cache, plan, rule)
@@ -205,9 +211,10 @@ def _attend_prompts(
 
 
 def _longest_not_gathered(plan: AttentionPlan) -> int | None:
-    """The most tokens of a row that is no long whole prompt; None if too few tokens are in such prompts.
+    """Most tokens of a row that is not gathered; None if too few tokens are in long whole prompts.
 
-    Of a plan without host rows any row may be one, and any other as long as the longest.
+    A plan without host rows does not tell which rows are such prompts: any row may be one, and any other
+    row may be as long as the longest.
     """
     if plan.host is None:
         few = len(plan.context_lens_R) <= FEW_ROWS and plan.num_tokens >= WORTH_GATHERING
@@ -223,8 +230,10 @@ def _config_of(
     q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule
 ) -> tuple[_KernelConfig, int]:
     """The decode kernel's config, and the most tokens of a row that it computes."""
-    (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
-    group, float8 = heads // kv_heads, cache.scale is not None
+    _, heads, width = q_THE.shape
+    kv_heads = cache.kv.shape[3]
+    group = heads // kv_heads
+    float8 = cache.scale is not None
     per_sm = _per_sm(cache, plan, q_THE.device)
     config = _decode_config(
         group, width, q_THE.dtype, per_sm, plan.decode_query_len, float8, bool(rule.window)
@@ -242,7 +251,8 @@ def _launch_decode(
     tile: int,
 ) -> None:
     """Attention of the rows of at most `tile` tokens, split over the context where that helps."""
-    kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
+    kv_heads = cache.kv.shape[3]
+    rows = len(plan.context_lens_R)
     seen = rule.window + tile - 1 if rule.window else plan.max_context_len
     splits = _splits(plan, seen, rows * kv_heads, config, q_THE.device)
     padded = triton.next_power_of_2(q_THE.shape[2])
@@ -265,7 +275,8 @@ def _launch_prefill(
     out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule,
     config: _KernelConfig, min_tokens: int, whole_prompt: int,
 ) -> None:  # fmt: skip
-    kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
+    kv_heads = cache.kv.shape[3]
+    rows = len(plan.context_lens_R)
     tile = config.queries * kv_heads // q_THE.shape[1]
     prefill_attention[(plan.num_tokens // tile + rows, kv_heads)](
         *_tensors(q_THE, out_THE, cache, plan, rule),

@@ -3,6 +3,9 @@
 The G query heads of a key/value head are computed together, so that keys and values are read once
 for all of them: query m of a program is token m // G, head m % G of the group.
 
+    G = 2    m      0       1       2       3
+             query  t0 h0   t0 h1   t1 h0   t1 h1   …
+
 A program of a layer with a sliding window begins at the first token that one of its queries sees,
 and reads no block table entry before it. Attention sinks are merged once, after the whole context.
 """
@@ -21,6 +24,7 @@ from atom_ops.triton_impl.quantized.fp8 import (
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Slices of a larger upload: their alignment changes and must not cause a recompilation.
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales", "sinks"]
 # The running maximum before any score: finite, because inf - inf would be NaN.
 LOWEST = tl.constexpr(-1.0e30)
@@ -138,7 +142,8 @@ def _attend(
     odd_ME = tl.zeros((BLOCK_M, WORDS if SCALED else 1), tl.float32)
     if SCALED:
         unit = largest_of(q_ME)
-        q_ME, score_scale = in_float16(q_ME, unit), score_scale * unit
+        q_ME = in_float16(q_ME, unit)
+        score_scale = score_scale * unit
         q_ME, q_odd_ME = tl.split(tl.reshape(q_ME, (BLOCK_M, WORDS, 2)))
     else:
         q_odd_ME = q_ME
@@ -188,7 +193,8 @@ def merge_splits(
     total_M = tl.zeros((BLOCK_M,), tl.float32)
     sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     for first_split in range(0, splits, MERGED_AT_ONCE):
-        # Several at a time, so that their loads overlap; a split that does not exist changes nothing.
+        # Several at a time, so that their loads overlap; a split that does not exist changes nothing. Loads
+        # bypass the L1 cache (.cg), which other SMs' stores do not update.
         for next_split in tl.static_range(MERGED_AT_ONCE):
             there = first_split + next_split < splits
             partial_at = (first_partial + first_split + next_split) * BLOCK_M
@@ -225,7 +231,8 @@ def _tokens_of(contexts, rows):
 
 
 @triton.jit
-def _at_most_shares(splits, context, contexts, rows, heads, FILLED: tl.constexpr):
+def _limited_splits(splits, context, contexts, rows, heads, FILLED: tl.constexpr):
+    """At most a split for each program's share of all tokens: see `_blocks_of_split`."""
     if splits > 1:
         shares = context * (FILLED / (_tokens_of(contexts, rows) * heads))
         splits = tl.minimum(tl.maximum((shares + 0.5).to(tl.int32), 1), splits)
@@ -246,7 +253,7 @@ def _blocks_of_split(
     """
     splits = tl.minimum(tl.maximum(blocks // LEAST_BLOCKS, 1), most)
     if FILLED > 0:
-        splits = _at_most_shares(splits, context, contexts, rows, heads, FILLED)
+        splits = _limited_splits(splits, context, contexts, rows, heads, FILLED)
     return FIXED if FIXED > 0 else tl.maximum(tl.cdiv(blocks, splits), 1)
 
 
@@ -285,6 +292,7 @@ def merge_last(
             BLOCK_M, BLOCK_E, AT_ONCE,
         )  # fmt: skip
         store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
+        # For the next launch; all programs of this row and head have counted.
         tl.store(arrived + pair, 0)
 
 

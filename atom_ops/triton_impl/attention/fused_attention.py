@@ -76,7 +76,8 @@ def _keys_values(
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """[N, E] each; 0 from `stop` on. Through the L2 cache alone: early loads must find nothing older."""
-    token_N, feature_E = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
+    token_N = start + tl.arange(0, BLOCK_N)
+    feature_E = tl.arange(0, BLOCK_E)
     at_NE = (block_N * block_stride + token_N % BLOCK_SIZE * token_stride)[:, None] + feature_E[None, :]
     inside_NE = (token_N < stop)[:, None] & (feature_E < WIDTH)[None, :]
     k_NE = tl.load(keys + at_NE, mask=inside_NE, other=0.0, cache_modifier=".cg")
@@ -113,7 +114,11 @@ def _attend_new(top_M, total_M, sum_ME, q_ME, key_E, value_E, score_scale, there
 
 @triton.jit
 def _blocks_of_split(blocks, most):
-    """Of at most `most` splits. Merging a split takes about a tenth of the time of a block."""
+    """Blocks of each of at most `most` splits.
+
+    Merging a split takes about a tenth of the time of a block: with b blocks in each split, b + blocks / 10 b
+    is least at b = sqrt(blocks / 10).
+    """
     each = (tl.sqrt(blocks.to(tl.float32) / 10) + 0.5).to(tl.int32)
     return tl.maximum(tl.maximum(each, tl.cdiv(blocks, most)), 1)
 
@@ -131,7 +136,9 @@ def attend_new_tokens(
     AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, R, splits). A row without context is padding: its slot is negative, its result anything."""
-    head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
     heads = tl.num_programs(0)
     context = tl.load(contexts + row, cache_modifier=".cg")
     old = tl.maximum(context - 1, 0)
@@ -141,7 +148,8 @@ def attend_new_tokens(
     splits = tl.maximum(tl.cdiv(blocks, each), 1)
     first = oldest + split * each * BLOCK_N
     stop = tl.minimum(old, first + each * BLOCK_N)
-    table, keys = table + row * table_stride, kv + head * head_stride
+    table += row * table_stride
+    keys = kv + head * head_stride
     block_N = _block_ids(table, first, stop, BLOCK_SIZE, BLOCK_N)
     k_NE, v_NE = _keys_values(
         keys, block_N, first, stop, block_stride, token_stride, half_stride, WIDTH, BLOCK_SIZE, BLOCK_N,
@@ -149,13 +157,16 @@ def attend_new_tokens(
     )  # fmt: skip
     next_block_N = _block_ids(table, first + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N)
     slot = tl.load(slots + row, cache_modifier=".cg")
+    # What is read above was complete before the step; the projection is what the previous kernel writes.
     pdl_launch_dependents(PDL)
     pdl_wait(PDL)
     if split >= splits:
         return
 
-    m, feature_E = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
-    inside_E, wanted_M = feature_E < WIDTH, m < GROUP
+    m = tl.arange(0, BLOCK_M)
+    feature_E = tl.arange(0, BLOCK_E)
+    inside_E = feature_E < WIDTH
+    wanted_M = m < GROUP
     wanted_ME = wanted_M[:, None] & inside_E[None, :]
     head_M = head * GROUP + m
     token = qkv + row * qkv_stride
@@ -273,12 +284,15 @@ def _launch(
     plan: AttentionPlan,
     rule: AttentionRule,
 ) -> Tensor:
-    rows, (kv_heads, width), device = len(plan.context_lens_R), cache.kv.shape[3:], qkv_TO.device
+    rows = len(plan.context_lens_R)
+    kv_heads, width = cache.kv.shape[3:]
+    device = qkv_TO.device
     group = qkv_TO.shape[1] // width // kv_heads - 2
     out_THE = torch.empty(rows, kv_heads * group, width, dtype=qkv_TO.dtype, device=device)
     config = _config(width, qkv_TO.dtype, rows * kv_heads)
     queries = max(8 if qkv_TO.dtype != torch.float32 and torch.version.hip is None else 16, group)
-    queries, padded = triton.next_power_of_2(queries), max(triton.next_power_of_2(width), 16)
+    queries = triton.next_power_of_2(queries)
+    padded = max(triton.next_power_of_2(width), 16)
     splits = _splits(plan, rule.window, rows * kv_heads, config, device)
     partials = rows * kv_heads * splits * queries if splits > 1 else 0
     q_weight_E, k_weight_E, eps = (

@@ -42,8 +42,10 @@ from atom_ops.triton_impl.hardware.target import is_hopper
 _TILE = 128
 """Query heads x tokens of an item, and tokens of a tile of keys."""
 _HALF = 64
+"""Queries of one group of consumer warps: the rows of a WGMMA."""
 _STAGES = 2
 _ITEMS = 2
+"""Items that can be announced before all warps have read the first of them."""
 _BLOCK_SIZES = (16, 32, 64, 128)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 # The running maximum before any score: finite, because inf - inf would be NaN.
@@ -55,6 +57,7 @@ _HEADS_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, elem
 _ROWS = gl.constexpr(8)
 """Tokens after which the swizzle repeats."""
 _FIELDS = gl.constexpr(5)
+"""Numbers of an item, as `_receive` returns them."""
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -108,7 +111,9 @@ def _receive(items, barriers, number, ITEMS: gl.constexpr):
     slot = number % ITEMS
     mbarrier.wait(ready.index(slot), number // ITEMS % 2)
     at = slot * _FIELDS
-    head, row, token = _field(items, at), _field(items, at + 1), _field(items, at + 2)
+    head = _field(items, at)
+    row = _field(items, at + 1)
+    token = _field(items, at + 2)
     queries, position = _field(items, at + 3), _field(items, at + 4)
     release(free.index(slot))
     return head, row, token, queries, position
@@ -135,7 +140,7 @@ def _slots(
 ):  # fmt: skip
     """The first slot of each block of the tile at `start`.
 
-    Of blocks after `stop`, a slot behind the cache, where TMA reads zeros.
+    For blocks from `stop` on it is the slot just past the cache, where TMA reads zeros.
     """
     slots = ()
     for i in gl.static_range(TILE // BLOCK_SIZE):
@@ -171,7 +176,10 @@ def _copy_keys(
     PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     ITEMS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Take items until there are none, and load their queries and keys, the last tile first."""
+    """Take items until there are none, and load their queries and keys.
+
+    The last tile comes first: it holds the queries' own tokens, so that it alone is masked always.
+    """
     q_ready, q_free = q_barriers
     keys_ready, keys_free = key_barriers
     PIECES: gl.constexpr = WIDTH // _PIECE
@@ -179,15 +187,14 @@ def _copy_keys(
     HALF: gl.constexpr = TILE // 2 // TOGETHER
     all_items = gl.load(count) * SETS
     item = gl.atomic_add(counter, 1)
-    number, loaded = 0, 0
+    number = 0
+    loaded = 0
     while item < all_items:
         entry = tiles + item // SETS * 4
-        row, token, queries, position = (
-            gl.load(entry),
-            gl.load(entry + 1),
-            gl.load(entry + 2),
-            gl.load(entry + 3),
-        )
+        row = gl.load(entry)
+        token = gl.load(entry + 1)
+        queries = gl.load(entry + 2)
+        position = gl.load(entry + 3)
         head = item % SETS * TOGETHER
         # Taken long before it is needed, so that nothing waits for it.
         item = gl.atomic_add(counter, 1)
@@ -243,7 +250,9 @@ def _copy_values(
     values_ready, values_free = barriers
     PIECES: gl.constexpr = WIDTH // _PIECE
     rows = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // _ROWS), _ROWS, _PIECE], _SWIZZLED)
-    number, loaded, mended = 0, 0, 0
+    number = 0
+    loaded = 0
+    mended = 0
     head, row, token, queries, position = _receive(items, item_barriers, 0, ITEMS)
     while queries > 0:
         oldest = _oldest(position, WINDOW)
@@ -257,6 +266,7 @@ def _copy_values(
             mbarrier.wait(values_free.index(stage), (loaded // STAGES % 2) ^ 1)
             ends = (at + TILE > stop) & (stop % BLOCK_SIZE != 0)
             begins = (at < oldest) if WINDOW > 0 else False
+            # A tile to be zeroed arrives at the last barrier, which the consumers do not wait for.
             arrived = gl.where(ends | begins, STAGES, stage)
             _load_kv(
                 kv_desc, values, stage, values_ready.index(arrived), slots, column, PIECES, BLOCK_SIZE, TILE
@@ -273,6 +283,7 @@ def _copy_values(
                     )  # fmt: skip
                 if begins:
                     _zero(rows, 0, (oldest - at) // _ROWS + 1, at, oldest, stop, stage_row, PIECES, TILE)
+                # WGMMA reads shared memory through the async proxy: plain stores need a fence.
                 fence_async_shared()
                 release(values_ready.index(stage))
             at -= TILE
@@ -354,7 +365,8 @@ def _consume(
         top_M, total_M, rescale_M, weight_MN = _softmax_step(score_MN, top_M, total_M, scale)
         weight_MN = gl.convert_layout(weight_MN.to(q.dtype), factor)
         for _tile in range(1, num_tiles):
-            before, before_phase = used % STAGES, used // STAGES % 2
+            before = used % STAGES
+            before_phase = used // STAGES % 2
             used += 1
             at -= TILE
             token_N -= TILE
@@ -439,6 +451,8 @@ def _attend(
                 KV_HEADS, WIDTH, PAGED, BLOCK_SIZE, TILE, STAGES, ITEMS, WINDOW,
             )),
         ],
+        # Warps and registers per thread of all partitions but the first: consumers keep sums in registers,
+        # and the warps that copy need few.
         [4, 1, 1],
         [232, 40, 40],
     )  # fmt: skip
@@ -458,12 +472,14 @@ def attend(
     `kv`, in the queries' dtype: the cache [blocks, block size, 2, K, E] or `gathered_prompts` [T, 2, K, E].
     """
     tokens, heads, width = q_THE.shape
-    kv_heads, paged = kv.shape[-2], kv.dim() == 5
+    kv_heads = kv.shape[-2]
+    paged = kv.dim() == 5
     together = _heads_together(heads, kv_heads)
     block_size = kv.shape[1] if paged else _TILE
     slots = kv.shape[0] * block_size if paged else tokens
     row = 2 * kv_heads * width
-    q_box, q_strides = [_HALF // together, together, _PIECE.value], [q_THE.stride(0), width, 1]
+    q_box = [_HALF // together, together, _PIECE.value]
+    q_strides = [q_THE.stride(0), width, 1]
     _attend[(num_sms,)](
         TensorDescriptor(q_THE, [tokens, heads, width], q_strides, q_box, _HEADS_SWIZZLED.value),
         TensorDescriptor(kv, [slots, row], [row, 1], [block_size, _PIECE.value], _SWIZZLED.value),

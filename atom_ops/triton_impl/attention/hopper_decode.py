@@ -30,9 +30,12 @@ QUERIES = 8
 """Most query heads x tokens of a program."""
 _TOKENS = 32
 _STAGES = 2
-_PROGRAMS, _FILLED = 24, 8
-"""Per SM: most programs, and how many use all of the memory's bandwidth."""
+_PROGRAMS = 24
+"""Most programs per SM."""
+_FILLED = 8
+"""Programs per SM that together use all of the memory's bandwidth."""
 _LEAST_BLOCKS = 8
+"""Fewest iterations of a split."""
 _WIDTH = 128
 _LOG2_E = 1.4426950408889634
 # The running maximum before any score: finite, because inf - inf would be NaN.
@@ -80,7 +83,8 @@ def _copy_half(
     start = gl.minimum(start, last) // _ROWS * _ROWS
     at = kv + block * block_stride + start % BLOCK_SIZE * token_stride
     at_TW = (gl.minimum(row_T, last - start) * token_stride)[:, None] + word_W[None, :]
-    keys, values = tiles.index(slot * 2), tiles.index(slot * 2 + 1)
+    keys = tiles.index(slot * 2)
+    values = tiles.index(slot * 2 + 1)
     async_copy.async_copy_global_to_shared(keys.slice(HALF * _ROWS, _ROWS), at + at_TW)
     async_copy.async_copy_global_to_shared(values.slice(HALF * _ROWS, _ROWS), at + half_stride + at_TW)
 
@@ -331,7 +335,9 @@ def attend(
     """
     (_, heads, width), (_, block_size, _, kv_heads, _) = q_THE.shape, cache.kv.shape
     assert cache.scale is not None
-    words, rows, group = cache.kv.view(torch.int16), len(plan.context_lens_R), heads // kv_heads
+    words = cache.kv.view(torch.int16)
+    rows = len(plan.context_lens_R)
+    group = heads // kv_heads
     longest = triton.cdiv(plan.max_context_len, _TOKENS * _LEAST_BLOCKS)
     splits = max(1, min(_PROGRAMS * num_sms // (rows * kv_heads), longest))
     partials = rows * kv_heads * splits * QUERIES if splits > 1 else 0

@@ -12,6 +12,7 @@ _HEADS = 8
 
 _FP8_MAX = tl.constexpr(448.0)
 _SMALLEST_SCALE = tl.constexpr(2.0**-100)
+# `read_kv` multiplies scales by 2**120, which must stay finite in float32.
 _LARGEST_SCALE = tl.constexpr(255.0)
 
 

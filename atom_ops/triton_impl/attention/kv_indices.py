@@ -34,7 +34,8 @@ def _list_slots(
 @kv_indices.provider("triton", needs=NEEDS, supported=runs_on)
 def _kv_indices(plan: AttentionPlan, block_size: int) -> KVIndices:
     contexts_R, table_RW = plan.context_lens_R, plan.block_table_RW
-    rows, longest = len(contexts_R), plan.max_context_len
+    rows = len(contexts_R)
+    longest = plan.max_context_len
     indptr_R1 = torch.zeros(rows + 1, dtype=torch.int32, device=contexts_R.device)
     torch.cumsum(contexts_R.clamp(min=1), 0, dtype=torch.int32, out=indptr_R1[1:])
     indices_S = torch.zeros(rows * longest, dtype=torch.int32, device=contexts_R.device)

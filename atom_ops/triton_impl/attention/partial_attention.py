@@ -24,7 +24,8 @@ def _merge(
 ):  # fmt: skip
     """Grid (H, T)."""
     pdl_begin(PDL)
-    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
     rank_R, feature_C = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     lse_R = lse + rank_R.to(tl.int64) * lse_rank_stride + token * lse_token_stride + head * lse_head_stride
     lse_R = tl.load(lse_R, mask=rank_R < RANKS, other=float("-inf"))

@@ -39,7 +39,8 @@ def _attend_block(
 ):  # fmt: skip
     """One iteration of the online softmax, over tokens start … start + BLOCK_N - 1 of the row."""
     place_N = start + tl.arange(0, BLOCK_N)
-    token_N, end = first_token + place_N, first_token + length
+    token_N = first_token + place_N
+    end = first_token + length
     k_NE = _load_chunk(k, token_N, end, k_stride, 0, WIDTH, BLOCK_E)
     score_MN = tl.dot(q_ME, tl.trans(k_NE), input_precision="ieee")
     if BLOCK_REST > 0:
@@ -79,7 +80,8 @@ def _prompts(
     k += head * k_head_stride
     v += head * v_head_stride
     place_M = tile_start + tl.arange(0, TILE)
-    token_M, end = first_token + place_M, first_token + length
+    token_M = first_token + place_M
+    end = first_token + length
     q_ME = _load_chunk(q, token_M, end, q_stride, 0, WIDTH, BLOCK_E)
     rest_ME = q_ME
     if BLOCK_REST > 0:
@@ -143,9 +145,11 @@ def _supports(q_THE: Tensor, k_THE: Tensor, v_THV: Tensor, plan: AttentionPlan, 
 def _prompt_attention(
     q_THE: Tensor, k_THE: Tensor, v_THV: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
-    (tokens, heads, width), value = q_THE.shape, v_THV.shape[2]
+    tokens, heads, width = q_THE.shape
+    value = v_THV.shape[2]
     out_THV = q_THE.new_empty(tokens, heads, value)
-    blocks, rows = _config(q_THE.dtype), len(plan.context_lens_R)
+    blocks = _config(q_THE.dtype)
+    rows = len(plan.context_lens_R)
     block, rest = _chunks(width)
     if tokens:
         _prompts[(heads, tokens // blocks.tile + rows)](

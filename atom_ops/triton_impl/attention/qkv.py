@@ -72,7 +72,8 @@ def _rotate_and_write_kv(
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     feature = tl.arange(0, BLOCK)
     if PAIRS == HALF:
-        at_low, at_high = feature, feature + HALF
+        at_low = feature
+        at_high = feature + HALF
     else:
         at_low = tl.where(feature < PAIRS, feature, feature + PAIRS)
         at_high = tl.where(feature < PAIRS, feature + PAIRS, feature + HALF)
@@ -138,7 +139,8 @@ def _launch(
     norms: HeadNorms | None = None,
 ) -> Tensor:
     kv_heads, size = cache.kv.shape[3:]
-    tokens, all_heads = qkv_TO.shape[0], qkv_TO.shape[1] // size
+    tokens = qkv_TO.shape[0]
+    all_heads = qkv_TO.shape[1] // size
     q_THE = qkv_TO.new_empty((tokens, all_heads - 2 * kv_heads, size))
     if not tokens:
         return q_THE

@@ -42,7 +42,8 @@ class ListTiles:
     """Only rows whose context consists of their own tokens have tiles."""
 
     def __call__(self, plan: AttentionPlan) -> QueryTiles:
-        rows, device = len(plan.context_lens_R), plan.context_lens_R.device
+        rows = len(plan.context_lens_R)
+        device = plan.context_lens_R.device
         tiles_N4 = torch.empty(plan.num_tokens // self.length + rows, 4, dtype=torch.int32, device=device)
         count = torch.empty(1, dtype=torch.int32, device=device)
         _list_tiles[(rows,)](

@@ -21,9 +21,11 @@ def _gather_rotation(
     pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, BLOCK)
-    first, second = feature, feature + HALF
+    first = feature
+    second = feature + HALF
     if INTERLEAVED:
-        first, second = 2 * feature, 2 * feature + 1
+        first = 2 * feature
+        second = 2 * feature + 1
     inside = feature < HALF
     row = table_ptr + tl.load(positions_ptr + token) * (2 * HALF) + feature
     cos = tl.load(row, mask=inside, other=0.0)
@@ -44,7 +46,8 @@ def _gather_rotation(
     ),
 )
 def _rotation_at(cos_sin_PR: Tensor, positions_T: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    tokens, size = len(positions_T), cos_sin_PR.shape[1]
+    tokens = len(positions_T)
+    size = cos_sin_PR.shape[1]
     cos_T1R, sin_T1R = cos_sin_PR.new_empty((2, tokens, 1, size)).unbind()
     if tokens:
         block = triton.next_power_of_2(size // 2)

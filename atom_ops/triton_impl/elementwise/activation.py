@@ -62,7 +62,8 @@ def _sigmoid_and_mul(
 )
 def _launch_sigmoid(x_TF: Tensor, gate_TG: Tensor) -> Tensor:
     x_TF = x_TF.contiguous()
-    (rows, size), out_TF = x_TF.shape, x_TF.new_empty(x_TF.shape)
+    rows, size = x_TF.shape
+    out_TF = x_TF.new_empty(x_TF.shape)
     if out_TF.numel():
         block = min(triton.next_power_of_2(size), _BLOCK)
         _sigmoid_and_mul[(rows, triton.cdiv(size, block))](

@@ -1,7 +1,8 @@
 """All-reduce, residual and RMS norm in one kernel: ranks write rows into the memory of each other's GPUs.
 
 Each rank has an inbox of [2, sources, rows, width] elements, which the other ranks fill. There are no
-flags: a place that holds `EMPTY`, a NaN that is never sent, has not been written yet.
+flags: a place that holds `EMPTY`, a NaN that is never sent, has not been written yet. So stores may arrive in
+any order, and no fence is needed between ranks.
 
     one shot      every rank sends its partial row to all others, and sums what it gets
     two shots     every rank sends its partial row to the row's owner (row % ranks), which sends back
@@ -10,8 +11,8 @@ flags: a place that holds `EMPTY`, a NaN that is never sent, has not been writte
 One shot waits once; two shots send less where there are more than two ranks. The bits are the same: a sum in
 float32 in the order of the ranks, plus the residual, rounded once. Every rank computes the norm itself.
 
-A rank empties a place after reading it. It uses the halves of its inbox by turns, row by row: a sender can be
-one call ahead of a receiver, and not two, because it waits for what the receiver sends in between.
+A rank empties a place after reading it. It alternates between the halves of its inbox, row by row: a sender
+can be one call ahead of a receiver, and not two, because it waits for what the receiver sends in between.
 """
 
 from functools import cache
@@ -50,7 +51,7 @@ def _inbox(inboxes_ptr, rank, BITS: tl.constexpr):
 @triton.jit
 def _send(place, values, inside, BITS: tl.constexpr, NAN: tl.constexpr):
     bits = values.to(BITS, bitcast=True)
-    bits = tl.where(bits == -1, NAN, bits)
+    bits = tl.where(bits == -1, NAN, bits)  # another NaN: -1 says that a place is empty
     tl.store(place, bits, mask=inside, cache_modifier=".wt")
 
 
@@ -187,7 +188,7 @@ def _launch(
 
 @cache
 def programs_at_once(device: torch.device, warps: int) -> int:
-    """Programs that run at once, so that none that is waited for has yet to start."""
+    """Programs that run at once: one that another waits for must not have to wait for a free SM."""
     if device.type != "cuda":
         return 4
     processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -17,7 +17,7 @@ def _gather(
     ids_ptr, weight_ptr, out_ptr, first_id,
     ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # In this order: no kernel behind it starts before the step's inputs are complete.
+    # In this order: no later kernel starts before the step's inputs are complete.
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)

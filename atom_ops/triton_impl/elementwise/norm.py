@@ -100,7 +100,8 @@ def _gated_norm_rows(
     ),
 )
 def _gated_rms_norm(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    x_TD, size = x_TD.contiguous(), x_TD.shape[-1]
+    x_TD = x_TD.contiguous()
+    size = x_TD.shape[-1]
     out_TD = torch.empty_like(x_TD)
     heads = x_TD.shape[1] if x_TD.dim() == 3 else 1
     head_stride = gate_TD.stride(1) if x_TD.dim() == 3 else 0

@@ -59,10 +59,10 @@ def _scaled_product(x_TC, weight_RC, scale_T, scale, SWAPPED: tl.constexpr, INTE
         return part * (scale_T * scale)[:, None]
 
 
-@triton.jit(do_not_specialize=["chosen"])
+@triton.jit(do_not_specialize=["top_k"])
 def _grouped_8bit(
     x, x_scales, weight, scales, bias, order, blocks, out, out_scales,
-    outputs, inputs, x_groups, scale_rows, scale_columns, chosen, limit, alpha,
+    outputs, inputs, x_groups, scale_rows, scale_columns, top_k, limit, alpha,
     INTEGER: tl.constexpr, BLOCK: tl.constexpr, X_GROUP: tl.constexpr,
     GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     DESCRIBED: tl.constexpr, EVEN: tl.constexpr, SWAPPED: tl.constexpr, PERSISTENT: tl.constexpr,
@@ -85,7 +85,7 @@ def _grouped_8bit(
         at_T = first + tl.arange(0, TOKENS)
         real_T = at_T < end
         pair_T = tl.load(order + at_T, mask=real_T, other=0)
-        row_T = (pair_T // chosen if GATED else at_T).to(tl.int64)
+        row_T = (pair_T // top_k if GATED else at_T).to(tl.int64)
         column_C = tl.arange(0, COLUMNS)
         x_TC = x + row_T[:, None] * inputs + column_C[None, :]
         x_scale_T = x_scales + row_T * x_groups
@@ -149,15 +149,16 @@ def _decoded_rows(
 ):  # fmt: skip
     """A chunk of the weight, [ROWS, 128]."""
     words_RC = _weight_tile(weight, first_row, chunk * 32, left, chunks * 32, DESCRIBED, EVEN, ROWS, 32)
-    row_R, inside_R = (first_row + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, ROWS) < left
+    row_R = (first_row + tl.arange(0, ROWS)).to(tl.int64)
+    inside_R = tl.arange(0, ROWS) < left
     a, b, c, d = decode_words(words_RC, scales, zeros, row_R, chunk, inside_R, groups, GROUP, dtype, PTX)
     return tl.reshape(join_quarters(a, b, c, d), [ROWS, 128])
 
 
-@triton.jit(do_not_specialize=["chosen"])
+@triton.jit(do_not_specialize=["top_k"])
 def _grouped_4bit(
     x, weight, scales, zeros, bias, order, blocks, out,
-    outputs, inputs, chunks, groups, chosen, limit, alpha,
+    outputs, inputs, chunks, groups, top_k, limit, alpha,
     GROUP: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     DESCRIBED: tl.constexpr, EVEN: tl.constexpr, PERSISTENT: tl.constexpr, PTX: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
@@ -177,7 +178,7 @@ def _grouped_4bit(
         at_T = first + tl.arange(0, TOKENS)
         real_T = at_T < end
         pair_T = tl.load(order + at_T, mask=real_T, other=0)
-        row_T = pair_T // chosen if GATED else at_T
+        row_T = pair_T // top_k if GATED else at_T
         column_C = tl.arange(0, 128)
         x_TC = x + row_T.to(tl.int64)[:, None] * inputs + column_C[None, :]
         first_row = expert * (2 * outputs if GATED else outputs) + first_output

@@ -1,6 +1,6 @@
 """Triton kernels of `experts`.
 
-T tokens, J experts per token, P = T * J pairs, X experts, D hidden, F expert features.
+T tokens, J experts per token, P = T * J token-expert pairs, X experts, D hidden, F expert features.
 
 For many tokens, over the blocks of `expert_blocks`:
 
@@ -41,7 +41,8 @@ def _weight_tile(
     if DESCRIBED:
         tile_RC = weight.load([first_row, first_column])
     else:
-        row_R, column_C = tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+        row_R = tl.arange(0, ROWS)
+        column_C = first_column + tl.arange(0, COLUMNS)
         weight_RC = weight + (first_row.to(tl.int64) + row_R)[:, None] * inputs + column_C[None, :]
         if EVEN:
             tile_RC = tl.load(weight_RC)
@@ -70,9 +71,9 @@ def _with_bias(total, bias, first, output_R, outputs, SWAPPED: tl.constexpr, HAS
     return total_TR
 
 
-@triton.jit(do_not_specialize=["chosen"])
+@triton.jit(do_not_specialize=["top_k"])
 def _grouped_gemm(
-    x, weight, bias, order, blocks, out, outputs, inputs, chosen, limit, alpha,
+    x, weight, bias, order, blocks, out, outputs, inputs, top_k, limit, alpha,
     GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     DESCRIBED: tl.constexpr, X_DESCRIBED: tl.constexpr, EVEN: tl.constexpr, SWAPPED: tl.constexpr,
     PERSISTENT: tl.constexpr,
@@ -96,7 +97,7 @@ def _grouped_gemm(
         at_T = first + tl.arange(0, TOKENS)
         real_T = at_T < end
         pair_T = tl.load(order + at_T, mask=real_T, other=0)
-        row_T = pair_T // chosen if GATED else at_T
+        row_T = pair_T // top_k if GATED else at_T
         column_C = tl.arange(0, COLUMNS)
         if not X_DESCRIBED:
             x_TC = x + row_T.to(tl.int64)[:, None] * inputs + column_C[None, :]
@@ -137,20 +138,20 @@ def _grouped_gemm(
 
 @triton.jit(do_not_specialize=["experts", "first_expert"])
 def _sum_pairs(
-    y, ids, shares, out, size, experts, first_expert,
-    CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    y, topk_ids, topk_weights, out, size, experts, first_expert,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of a row). Rows of pairs without an expert were not written."""
     pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for pair in tl.static_range(CHOSEN):
-        expert = tl.load(ids + token * CHOSEN + pair) - first_expert
+    for pair in tl.static_range(TOP_K):
+        expert = tl.load(topk_ids + token * TOP_K + pair) - first_expert
         inside = (column < size) & (expert >= 0) & (expert < experts)
-        part = tl.load(y + (token * CHOSEN + pair) * size + column, mask=inside, other=0.0)
-        share = tl.load(shares + token * CHOSEN + pair)
-        total += tl.where(inside, part.to(tl.float32) * share, 0.0)
+        part = tl.load(y + (token * TOP_K + pair) * size + column, mask=inside, other=0.0)
+        topk_weight = tl.load(topk_weights + token * TOP_K + pair)
+        total += tl.where(inside, part.to(tl.float32) * topk_weight, 0.0)
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=column < size)
 
 
@@ -163,21 +164,22 @@ def _vector_tile(weight_RC, inside_R, inside_C, EVEN: tl.constexpr):
     return tile_RC.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["experts", "first_expert", "chosen"])
+@triton.jit(do_not_specialize=["experts", "first_expert", "top_k"])
 def _gate_up(
-    x, ids, weight, bias, out, outputs, inputs, experts, first_expert, chosen, limit, alpha,
+    x, topk_ids, weight, bias, out, outputs, inputs, experts, first_expert, top_k, limit, alpha,
     CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the features, pairs). Reads no weights for a pair without an expert."""
     pdl_wait(PDL)
     pair = tl.program_id(1).to(tl.int64)
-    expert = tl.load(ids + pair) - first_expert
+    expert = tl.load(topk_ids + pair) - first_expert
     inputs_read = tl.where((expert >= 0) & (expert < experts), inputs, 0)
     expert = tl.where(inputs_read > 0, expert, 0)
-    output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column_C = tl.arange(0, COLUMNS)
     inside_R = output_R < outputs
-    x += pair // chosen * inputs
+    x += pair // top_k * inputs
     gate_RC = weight + (expert * 2 * outputs + output_R)[:, None] * inputs + column_C[None, :]
     up_RC = weight + ((expert * 2 + 1) * outputs + output_R)[:, None] * inputs + column_C[None, :]
     gates_RC, ups_RC = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -198,8 +200,8 @@ def _gate_up(
 
 @triton.jit(do_not_specialize=["experts", "first_expert"])
 def _down(
-    inner, ids, shares, weight, bias, out, outputs, inputs, experts, first_expert,
-    CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_J: tl.constexpr, COMPLETE: tl.constexpr,
+    inner, topk_ids, topk_weights, weight, bias, out, outputs, inputs, experts, first_expert,
+    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_J: tl.constexpr, COMPLETE: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the outputs, tokens). EVEN: no mask but for the experts.
@@ -208,25 +210,27 @@ def _down(
     """
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
-    output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column_C = tl.arange(0, COLUMNS)
     place_J = tl.arange(0, BLOCK_J)
-    pair_J, chosen_J = token * CHOSEN + place_J, place_J < CHOSEN
-    expert_J = tl.load(ids + pair_J, mask=chosen_J, other=0) - first_expert
-    chosen_J = chosen_J & (expert_J >= 0) & (expert_J < experts)
-    expert_J = tl.where(chosen_J, expert_J, 0)
-    share_J = tl.load(shares + pair_J, mask=chosen_J, other=0.0)
+    pair_J = token * TOP_K + place_J
+    here_J = place_J < TOP_K
+    expert_J = tl.load(topk_ids + pair_J, mask=here_J, other=0) - first_expert
+    here_J = here_J & (expert_J >= 0) & (expert_J < experts)
+    expert_J = tl.where(here_J, expert_J, 0)
+    topk_weight_J = tl.load(topk_weights + pair_J, mask=here_J, other=0.0)
     inside_R = output_R < outputs
     row_RJ = expert_J[None, :] * outputs + output_R[:, None]
     weight_RJC = weight + (row_RJ * inputs)[:, :, None] + column_C[None, None, :]
     inner_JC = inner + (pair_J * inputs)[:, None] + column_C[None, :]
     total_RJC = tl.zeros((ROWS, BLOCK_J, COLUMNS), tl.float32)
     for start in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
-        inside_JC = chosen_J[:, None] & (column_C < inputs - start)[None, :]
-        part_JC = tl.load(inner_JC + start, mask=inside_JC, other=0.0).to(tl.float32) * share_J[:, None]
-        if EVEN and COMPLETE and BLOCK_J == CHOSEN:
+        inside_JC = here_J[:, None] & (column_C < inputs - start)[None, :]
+        part_JC = tl.load(inner_JC + start, mask=inside_JC, other=0.0).to(tl.float32) * topk_weight_J[:, None]
+        if EVEN and COMPLETE and BLOCK_J == TOP_K:
             part_RJC = tl.load(weight_RJC + start)
         elif EVEN:
-            part_RJC = tl.load(weight_RJC + start, mask=chosen_J[None, :, None], other=0.0)
+            part_RJC = tl.load(weight_RJC + start, mask=here_J[None, :, None], other=0.0)
         else:
             inside_RJC = inside_R[:, None, None] & inside_JC[None, :, :]
             part_RJC = tl.load(weight_RJC + start, mask=inside_RJC, other=0.0)
@@ -234,7 +238,7 @@ def _down(
     pdl_launch_dependents(PDL)
     out_R = tl.sum(tl.sum(total_RJC, 2), 1)
     if HAS_BIAS:
-        inside_RJ = inside_R[:, None] & chosen_J[None, :]
+        inside_RJ = inside_R[:, None] & here_J[None, :]
         bias_RJ = tl.load(bias + row_RJ, mask=inside_RJ, other=0.0).to(tl.float32)
-        out_R += tl.sum(bias_RJ * share_J[None, :], 1)
+        out_R += tl.sum(bias_RJ * topk_weight_J[None, :], 1)
     tl.store(out + token * outputs + output_R, out_R.to(out.dtype.element_ty), mask=inside_R)

@@ -89,17 +89,21 @@ def codes_of(weight: Weight) -> Tensor:
 def each_token(
     plan: VectorPlan,
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    shares_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation,
 ) -> Tensor:
     """`experts` by this plan; the arguments are contiguous."""
-    tokens, chosen = ids_TJ.shape
+    tokens, top_k = topk_ids_TJ.shape
     experts_X, hidden, features = weights.down_XDF.shape
-    inner_PF, out_TD = x_TD.new_empty(tokens * chosen, features), torch.empty_like(x_TD)
-    clamped, gate_up, down = activation or _NOT_CLAMPED, weights.gate_up_XOD, weights.down_XDF
-    four_bit, experts_J = isinstance(gate_up, FourBitWords), triton.next_power_of_2(chosen)
+    inner_PF = x_TD.new_empty(tokens * top_k, features)
+    out_TD = torch.empty_like(x_TD)
+    clamped = activation or _NOT_CLAMPED
+    gate_up = weights.gate_up_XOD
+    down = weights.down_XDF
+    four_bit = isinstance(gate_up, FourBitWords)
+    experts_J = triton.next_power_of_2(top_k)
     spans = 1 if four_bit else plan.gate_up.columns // SPAN
     settings = {
         "HAS_BIAS": weights.gate_up_bias_XO is not None, "CLAMPED": activation is not None,
@@ -111,13 +115,13 @@ def each_token(
     settings |= {"WIDTH": least_width} if four_bit else {"SPANS": spans}
     kernel = _gate_up_4bit if four_bit else _gate_up_8bit
     sizes, of_weight = _layout(gate_up)
-    kernel[(triton.cdiv(features, plan.gate_up.rows), tokens * chosen)](
-        x_TD, ids_TJ, *_tensors(gate_up), weights.gate_up_bias_XO, inner_PF, features, hidden, *sizes,
-        experts_X, weights.first, chosen, clamped.limit, clamped.alpha, **of_weight, **settings,
+    kernel[(triton.cdiv(features, plan.gate_up.rows), tokens * top_k)](
+        x_TD, topk_ids_TJ, *_tensors(gate_up), weights.gate_up_bias_XO, inner_PF, features, hidden, *sizes,
+        experts_X, weights.first, top_k, clamped.limit, clamped.alpha, **of_weight, **settings,
     )  # fmt: skip
-    whole = weights.complete and chosen == experts_J and _spans(down) > 0
+    whole = weights.complete and top_k == experts_J and _spans(down) > 0
     settings = {
-        "HAS_BIAS": weights.down_bias_XD is not None, "CHOSEN": chosen,
+        "HAS_BIAS": weights.down_bias_XD is not None, "TOP_K": top_k,
         "BLOCK_J": experts_J, "EVEN": whole and hidden % plan.down.rows == 0,
         "ROWS": plan.down.rows, "STAGES": plan.down.stages, "num_warps": plan.down.warps,
         **launch_options(x_TD.device),
@@ -127,8 +131,8 @@ def each_token(
     kernel = _down_4bit if four_bit else _down_8bit
     sizes, of_weight = _layout(down)
     kernel[(triton.cdiv(hidden, plan.down.rows), tokens)](
-        inner_PF, ids_TJ, shares_TJ, *_tensors(down), weights.down_bias_XD, out_TD, hidden, features, *sizes,
-        experts_X, weights.first, **of_weight, **settings,
+        inner_PF, topk_ids_TJ, topk_weights_TJ, *_tensors(down), weights.down_bias_XD, out_TD,
+        hidden, features, *sizes, experts_X, weights.first, **of_weight, **settings,
     )  # fmt: skip
     return out_TD
 
@@ -163,14 +167,15 @@ class QuantizedGEMMs:
 
     plan: GroupedPlan
     blocks: ExpertBlocks
-    chosen: int
+    top_k: int
     described: bool
 
     def gate_up(
         self, x_TD: Tensor, weights: ExpertWeights, activation: ExpertActivation, inner: "Rounded | Tensor"
     ) -> None:
         """Fill `inner` [P, F], in the order of the experts."""
-        tile, clamped = self.plan.gate_up, activation or _NOT_CLAMPED
+        tile = self.plan.gate_up
+        clamped = activation or _NOT_CLAMPED
         weight, bias = weights.gate_up_XOD, weights.gate_up_bias_XO
         flags = {"GATED": True, "CLAMPED": activation is not None}
         if isinstance(inner, Rounded):
@@ -190,10 +195,12 @@ class QuantizedGEMMs:
 
     def inner(self, weights: ExpertWeights, x_TD: Tensor) -> "Rounded | Tensor":
         """Memory for what is between the two GEMMs, [P, F]."""
-        pairs, features = len(self.blocks.order_P), weights.down_XDF.shape[2]
+        pairs = len(self.blocks.order_P)
+        features = weights.down_XDF.shape[2]
         if isinstance(weights.gate_up_XOD, FourBitWords):
             return x_TD.new_empty(pairs, features)
-        group, device = self.plan.gate_up.rows, x_TD.device
+        group = self.plan.gate_up.rows
+        device = x_TD.device
         codes = torch.empty(pairs, features, dtype=codes_of(weights.gate_up_XOD).dtype, device=device)
         scales = torch.empty(pairs, triton.cdiv(features, group), dtype=torch.float32, device=device)
         return Rounded(codes, scales, group)
@@ -221,7 +228,7 @@ class QuantizedGEMMs:
         matrix, grid = self._matrix(values, tile, outputs, columns)
         _grouped_8bit[grid](
             x.codes, x.scales, matrix, scales, bias, self.blocks.order_P, self.blocks.blocks, out, out_scales,
-            outputs, inputs, x.scales.shape[1], *sizes, self.chosen, clamped.limit, clamped.alpha,
+            outputs, inputs, x.scales.shape[1], *sizes, self.top_k, clamped.limit, clamped.alpha,
             INTEGER=values.dtype == torch.int8, X_GROUP=x.group, HAS_BIAS=bias is not None,
             EVEN=inputs % columns == 0 and (self.described or outputs % tile.rows == 0),
             SWAPPED=self.plan.swapped, COLUMNS=columns, **settings, **flags, **self._options(tile, out),
@@ -238,12 +245,13 @@ class QuantizedGEMMs:
         flags: dict[str, bool],
     ) -> None:
         assert isinstance(weight, FourBitWords), "checked by `readable`"
-        outputs, inputs = out.shape[1], weight.inputs
+        outputs = out.shape[1]
+        inputs = weight.inputs
         stored = weight.words.shape[2]
         matrix, grid = self._matrix(weight.words, tile, outputs, 32)
         _grouped_4bit[grid](
             x, matrix, weight.scales, weight.zeros, bias, self.blocks.order_P, self.blocks.blocks, out,
-            outputs, inputs, stored // 32, weight.scales.shape[2], self.chosen, clamped.limit, clamped.alpha,
+            outputs, inputs, stored // 32, weight.scales.shape[2], self.top_k, clamped.limit, clamped.alpha,
             HAS_BIAS=bias is not None,
             EVEN=inputs % SPAN == 0 and (self.described or outputs % tile.rows == 0),
             **settings_of(weight), **flags, **self._options(tile, out),
@@ -293,17 +301,17 @@ def rounded(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
 def by_expert(
     plan: GroupedPlan,
     x_TD: Tensor,
-    ids_TJ: Tensor,
+    topk_ids_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation,
     described: bool,
 ) -> Tensor:
     """Each expert's result for its pairs, [P, D] in the order of the pairs."""
     experts_X, hidden, _ = weights.down_XDF.shape
-    blocks = sort_by_expert(ids_TJ, experts_X, plan.block, weights.first)
-    step = QuantizedGEMMs(plan, blocks, ids_TJ.shape[1], described)
+    blocks = sort_by_expert(topk_ids_TJ, experts_X, plan.block, weights.first)
+    step = QuantizedGEMMs(plan, blocks, topk_ids_TJ.shape[1], described)
     inner = step.inner(weights, x_TD)
     step.gate_up(x_TD, weights, activation, inner)
-    y_PD = x_TD.new_empty(ids_TJ.numel(), hidden)
+    y_PD = x_TD.new_empty(topk_ids_TJ.numel(), hidden)
     step.down(inner, weights, y_PD)
     return y_PD

@@ -27,9 +27,9 @@ def _tile(weight_RGC, inside_R, inside_GC, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _chosen_expert(ids, pair, experts, first_expert):
+def _expert_here(topk_ids, pair, experts, first_expert):
     """The expert of a pair, and whether it is one."""
-    expert = tl.load(ids + pair) - first_expert
+    expert = tl.load(topk_ids + pair) - first_expert
     known = (expert >= 0) & (expert < experts)
     return tl.where(known, expert, 0), known
 
@@ -47,10 +47,10 @@ def _store_gated(
     tl.store(out_R, inner_R.to(out_R.dtype.element_ty), mask=inside_R)
 
 
-@triton.jit(do_not_specialize=["experts", "first_expert", "chosen"])
+@triton.jit(do_not_specialize=["experts", "first_expert", "top_k"])
 def _gate_up_8bit(
-    x, ids, weight, scales, bias, out, outputs, inputs, scale_rows, scale_columns, experts, first_expert,
-    chosen, limit, alpha,
+    x, topk_ids, weight, scales, bias, out, outputs, inputs, scale_rows, scale_columns, experts, first_expert,
+    top_k, limit, alpha,
     BLOCK: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -60,12 +60,14 @@ def _gate_up_8bit(
     """
     pdl_wait(PDL)
     pair = tl.program_id(1).to(tl.int64)
-    expert, known = _chosen_expert(ids, pair, experts, first_expert)
+    expert, known = _expert_here(topk_ids, pair, experts, first_expert)
     spans = tl.where(known, tl.cdiv(inputs, 128), 0)
     first = tl.program_id(0) * ROWS
-    output_R, span_G, column_C = first + tl.arange(0, ROWS), tl.arange(0, SPANS), tl.arange(0, 128)
+    output_R = first + tl.arange(0, ROWS)
+    span_G = tl.arange(0, SPANS)
+    column_C = tl.arange(0, 128)
     inside_R = output_R < outputs
-    x += pair // chosen * inputs
+    x += pair // top_k * inputs
     column_GC = span_G[:, None] * 128 + column_C[None, :]
     gate_RGC = weight + ((expert * 2 * outputs + output_R) * inputs)[:, None, None] + column_GC[None, :, :]
     up_RGC = gate_RGC + outputs.to(tl.int64) * inputs
@@ -100,50 +102,54 @@ def _gate_up_8bit(
 
 @triton.jit
 def _experts_of_token(
-    ids, shares, token, experts, first_expert, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr
+    topk_ids, topk_weights, token, experts, first_expert, TOP_K: tl.constexpr, BLOCK_J: tl.constexpr
 ):  # fmt: skip
-    """Pairs of a token, their experts and shares, and which of them have an expert."""
+    """Pairs of a token, their experts and weights, and which of them have an expert."""
     place_J = tl.arange(0, BLOCK_J)
-    pair_J, chosen_J = token * CHOSEN + place_J, place_J < CHOSEN
-    expert_J = tl.load(ids + pair_J, mask=chosen_J, other=-1) - first_expert
-    chosen_J = chosen_J & (expert_J >= 0) & (expert_J < experts)
-    share_J = tl.load(shares + pair_J, mask=chosen_J, other=0.0)
-    return pair_J, tl.where(chosen_J, expert_J, 0), share_J, chosen_J
+    pair_J = token * TOP_K + place_J
+    here_J = place_J < TOP_K
+    expert_J = tl.load(topk_ids + pair_J, mask=here_J, other=-1) - first_expert
+    here_J = here_J & (expert_J >= 0) & (expert_J < experts)
+    topk_weight_J = tl.load(topk_weights + pair_J, mask=here_J, other=0.0)
+    return pair_J, tl.where(here_J, expert_J, 0), topk_weight_J, here_J
 
 
 @triton.jit
-def _bias_of_token(bias, row_RJ, inside_RJ, share_J):
+def _bias_of_token(bias, row_RJ, inside_RJ, topk_weight_J):
     """The weighted sum of the biases of a token's experts."""
     bias_RJ = tl.load(bias + row_RJ, mask=inside_RJ, other=0.0).to(tl.float32)
-    return tl.sum(bias_RJ * share_J[None, :], 1)
+    return tl.sum(bias_RJ * topk_weight_J[None, :], 1)
 
 
 @triton.jit(do_not_specialize=["experts", "first_expert"])
 def _down_8bit(
-    inner, ids, shares, weight, scales, bias, out, outputs, inputs, scale_rows, scale_columns, experts,
-    first_expert, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    inner, topk_ids, topk_weights, weight, scales, bias, out, outputs, inputs, scale_rows, scale_columns,
+    experts, first_expert, BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_J: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the outputs, tokens). EVEN: all rows, columns and experts of the tiles exist."""
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
-    output_R, column_C = first + tl.arange(0, ROWS), tl.arange(0, 128)
+    output_R = first + tl.arange(0, ROWS)
+    column_C = tl.arange(0, 128)
     inside_R = output_R < outputs
-    pair_J, expert_J, share_J, chosen_J = _experts_of_token(
-        ids, shares, token, experts, first_expert, CHOSEN, BLOCK_J
+    pair_J, expert_J, topk_weight_J, here_J = _experts_of_token(
+        topk_ids, topk_weights, token, experts, first_expert, TOP_K, BLOCK_J
     )  # fmt: skip
     row_RJ = expert_J[None, :] * outputs + output_R[:, None]
-    inside_RJ = inside_R[:, None] & chosen_J[None, :]
+    inside_RJ = inside_R[:, None] & here_J[None, :]
     weight_RJC = weight + (row_RJ * inputs)[:, :, None] + column_C[None, None, :]
     inner_JC = inner + (pair_J * inputs)[:, None] + column_C[None, :]
-    scale_J = scales + (expert_J * scale_rows + first // BLOCK) * scale_columns if BLOCK > 0 else share_J
+    scale_J = (
+        scales + (expert_J * scale_rows + first // BLOCK) * scale_columns if BLOCK > 0 else topk_weight_J
+    )
     total_RJC = tl.zeros((ROWS, BLOCK_J, 128), tl.float32)
     for start in tl.range(0, inputs, 128, num_stages=STAGES):
-        inside_JC = chosen_J[:, None] & (column_C < inputs - start)[None, :]
-        factor_J = share_J
+        inside_JC = here_J[:, None] & (column_C < inputs - start)[None, :]
+        factor_J = topk_weight_J
         if BLOCK > 0:
-            factor_J *= tl.load(scale_J + start // BLOCK, mask=chosen_J, other=0.0)
+            factor_J *= tl.load(scale_J + start // BLOCK, mask=here_J, other=0.0)
         part_JC = tl.load(inner_JC + start, mask=inside_JC, other=0.0).to(tl.float32) * factor_J[:, None]
         part_RJC = _tile(weight_RJC + start, inside_R, inside_JC, EVEN)
         total_RJC += part_RJC * part_JC[None, :, :]
@@ -154,7 +160,7 @@ def _down_8bit(
         total_RJ *= tl.load(scale_RJ, mask=inside_RJ, other=0.0)
     out_R = tl.sum(total_RJ, 1)
     if HAS_BIAS:
-        out_R += _bias_of_token(bias, row_RJ, inside_RJ, share_J)
+        out_R += _bias_of_token(bias, row_RJ, inside_RJ, topk_weight_J)
     tl.store(out + token * outputs + output_R, out_R.to(out.dtype.element_ty), mask=inside_R)
 
 
@@ -169,9 +175,9 @@ def _decoded(
     return tl.reshape(join_quarters(a, b, c, d), [ROWS, 128])
 
 
-@triton.jit(do_not_specialize=["experts", "first_expert", "chosen"])
+@triton.jit(do_not_specialize=["experts", "first_expert", "top_k"])
 def _gate_up_4bit(
-    x, ids, weight, scales, zeros, bias, out, outputs, inputs, groups, experts, first_expert, chosen,
+    x, topk_ids, weight, scales, zeros, bias, out, outputs, inputs, groups, experts, first_expert, top_k,
     limit, alpha,
     GROUP: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -182,7 +188,7 @@ def _gate_up_4bit(
     """
     pdl_wait(PDL)
     pair = tl.program_id(1).to(tl.int64)
-    expert, known = _chosen_expert(ids, pair, experts, first_expert)
+    expert, known = _expert_here(topk_ids, pair, experts, first_expert)
     row_chunks = tl.cdiv(inputs, 128)
     chunks = tl.where(known, row_chunks, 0)
     # Rows of the gate, then of up.
@@ -192,7 +198,7 @@ def _gate_up_4bit(
     row_R = expert * 2 * outputs + place_R // ROWS * outputs + feature_R
     weight_RC = weight + row_R[:, None] * (row_chunks * 32) + tl.arange(0, 32)[None, :]
     column_C, number_N = tl.arange(0, 128), tl.arange(0, WIDTH)
-    x_CN = x + pair // chosen * inputs + column_C[:, None] + number_N[None, :] * 0
+    x_CN = x + pair // top_k * inputs + column_C[:, None] + number_N[None, :] * 0
     total_RN = tl.zeros((2 * ROWS, WIDTH), tl.float32)
     for chunk in tl.range(0, chunks, num_stages=STAGES):
         inside_CN = (column_C < inputs - chunk * 128)[:, None] & (number_N == 0)[None, :]
@@ -213,10 +219,10 @@ def _gate_up_4bit(
 
 @triton.jit(do_not_specialize=["experts", "first_expert"])
 def _down_4bit(
-    inner, ids, shares, weight, scales, zeros, bias, out, outputs, inputs, groups, experts, first_expert,
-    GROUP: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    inner, topk_ids, topk_weights, weight, scales, zeros, bias, out, outputs, inputs, groups,
+    experts, first_expert, GROUP: tl.constexpr, TOP_K: tl.constexpr, BLOCK_J: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the outputs, tokens). EVEN: all rows and experts of the tiles exist.
 
@@ -227,15 +233,16 @@ def _down_4bit(
     token = tl.program_id(1).to(tl.int64)
     chunks = tl.cdiv(inputs, 128)
     place_M = tl.arange(0, BLOCK_J * ROWS)
-    output_M, place_J = tl.program_id(0) * ROWS + place_M % ROWS, place_M // ROWS
-    expert_M = tl.load(ids + token * CHOSEN + place_J, mask=place_J < CHOSEN, other=-1) - first_expert
-    inside_M = (output_M < outputs) & (place_J < CHOSEN) & (expert_M >= 0) & (expert_M < experts)
+    output_M = tl.program_id(0) * ROWS + place_M % ROWS
+    place_J = place_M // ROWS
+    expert_M = tl.load(topk_ids + token * TOP_K + place_J, mask=place_J < TOP_K, other=-1) - first_expert
+    inside_M = (output_M < outputs) & (place_J < TOP_K) & (expert_M >= 0) & (expert_M < experts)
     row_M = tl.where(inside_M, expert_M, 0) * outputs + output_M
     weight_MC = weight + row_M[:, None] * (chunks * 32) + tl.arange(0, 32)[None, :]
     column_C, number_N = tl.arange(0, 128), tl.arange(0, WIDTH)
-    expert_N = tl.load(ids + token * CHOSEN + number_N, mask=number_N < CHOSEN, other=-1) - first_expert
-    known_N = (number_N < CHOSEN) & (expert_N >= 0) & (expert_N < experts)
-    inner_CN = inner + ((token * CHOSEN + number_N) * inputs)[None, :] + column_C[:, None]
+    expert_N = tl.load(topk_ids + token * TOP_K + number_N, mask=number_N < TOP_K, other=-1) - first_expert
+    known_N = (number_N < TOP_K) & (expert_N >= 0) & (expert_N < experts)
+    inner_CN = inner + ((token * TOP_K + number_N) * inputs)[None, :] + column_C[:, None]
     total_MN = tl.zeros((BLOCK_J * ROWS, WIDTH), tl.float32)
     for chunk in tl.range(0, chunks, num_stages=STAGES):
         inside_CN = (column_C < inputs - chunk * 128)[:, None] & known_N[None, :]
@@ -250,7 +257,7 @@ def _down_4bit(
     total_M = tl.sum(tl.where(own_MN, total_MN, 0.0), 1)
     if HAS_BIAS:
         total_M += tl.load(bias + row_M, mask=inside_M, other=0.0).to(tl.float32)
-    total_M *= tl.load(shares + token * CHOSEN + place_J, mask=inside_M, other=0.0)
+    total_M *= tl.load(topk_weights + token * TOP_K + place_J, mask=inside_M, other=0.0)
     out_R = tl.sum(tl.reshape(total_M, [BLOCK_J, ROWS]), 0)
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(out + token * outputs + output_R, out_R.to(out.dtype.element_ty), mask=output_R < outputs)

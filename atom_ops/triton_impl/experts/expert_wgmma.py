@@ -4,7 +4,7 @@
     _grouped        gate and up     [P, D] -> inner [P, F], in the same order; 64 rows of each in a program
                     down            inner  -> y [P, D], in the order of the pairs
 
-A tile of x behind a block has rows of other experts, which reach no pair of this one.
+A tile of x that reaches past its block has rows of other experts, which reach no pair of this one.
 
 Tiles that remain for a last wave of `down` are halved to 64 rows, if twice as many run at once.
 """
@@ -39,21 +39,22 @@ from atom_ops.weights import FourBitWords
 
 _GATHERED_AT_ONCE = 1024
 _REGISTERS = 65536
-"""Of an SM."""
+"""Registers of an SM."""
 _THREADS = 128
-"""Of a program."""
+"""Threads of a program."""
 
 
-@triton.jit(do_not_specialize=["chosen"])
-def _gather_pairs(x, order, blocks, out, chosen, size, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["top_k"])
+def _gather_pairs(x, order, blocks, out, top_k, size, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
     """Grid (pairs, parts of a row). The next kernel reads the blocks early: they are complete by then."""
     pdl.pdl_wait(PDL)
     pdl.pdl_launch_dependents(PDL)
-    place, number = tl.program_id(0).to(tl.int64), tl.load(blocks)
+    place = tl.program_id(0).to(tl.int64)
+    number = tl.load(blocks)
     end_of_last = tl.load(blocks + 4 * number + 2, mask=number > 0, other=0)
     if place < end_of_last:
         column = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
-        row = (tl.load(order + place) // chosen).to(tl.int64)
+        row = (tl.load(order + place) // top_k).to(tl.int64)
         part = tl.load(x + row * size + column, mask=column < size, other=0.0)
         tl.store(out + place * size + column, part, mask=column < size)
 
@@ -178,16 +179,17 @@ def _grouped(
 
 
 def by_expert(
-    plan: WgmmaPlan, x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights, activation: ExpertActivation
+    plan: WgmmaPlan, x_TD: Tensor, topk_ids_TJ: Tensor, weights: ExpertWeights, activation: ExpertActivation
 ) -> Tensor:
     """As `expert_quantized.by_expert`, in bfloat16."""
     gate_up, down = weights.gate_up_XOD, weights.down_XDF
     assert isinstance(gate_up, FourBitWords) and isinstance(down, FourBitWords), "checked with the plan"
     experts_X, hidden, features = down.shape
-    blocks, pairs = sort_by_expert(ids_TJ, experts_X, plan.block, weights.first), ids_TJ.numel()
+    blocks = sort_by_expert(topk_ids_TJ, experts_X, plan.block, weights.first)
+    pairs = topk_ids_TJ.numel()
     x_PD = x_TD.new_empty(pairs, hidden)
     _gather_pairs[(pairs, triton.cdiv(hidden, _GATHERED_AT_ONCE))](
-        x_TD, blocks.order_P, blocks.blocks, x_PD, ids_TJ.shape[1], hidden,
+        x_TD, blocks.order_P, blocks.blocks, x_PD, topk_ids_TJ.shape[1], hidden,
         AT_ONCE=_GATHERED_AT_ONCE, num_warps=4, **launch_options(x_TD.device),
     )  # fmt: skip
     inner_PF = x_TD.new_empty(pairs, features)
@@ -209,8 +211,11 @@ def multiply(
     gated: bool,
 ) -> None:
     """Fill `out`: if `gated` in the order of the experts, otherwise in that of the pairs."""
-    outputs, span, rows = out.shape[1], plan.chunks, ROWS.value
-    (scales, settings), words = scale_words(weight), weight.words.flatten(0, 1)
+    outputs = out.shape[1]
+    span = plan.chunks
+    rows = ROWS.value
+    scales, settings = scale_words(weight)
+    words = weight.words.flatten(0, 1)
     clamped = activation or ClampedSwiglu(0.0, 0.0)
     if gated:
         words = words.view(-1, outputs, words.shape[1])

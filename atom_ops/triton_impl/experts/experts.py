@@ -36,52 +36,57 @@ _NOT_CLAMPED = ClampedSwiglu(0.0, 0.0)
 def multiply(
     plan: ExpertPlan,
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    shares_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation,
     described: bool,
 ) -> Tensor:
     """`experts` by this plan. `described`: weights are loaded by tensor descriptors (TMA)."""
-    if not ids_TJ.numel():
+    if not topk_ids_TJ.numel():
         return torch.empty_like(x_TD)
-    x_TD, ids_TJ, shares_TJ = x_TD.contiguous(), ids_TJ.contiguous(), shares_TJ.contiguous()
+    x_TD = x_TD.contiguous()
+    topk_ids_TJ = topk_ids_TJ.contiguous()
+    topk_weights_TJ = topk_weights_TJ.contiguous()
     quantized = not isinstance(weights.down_XDF, Tensor)
     if isinstance(plan, VectorPlan):
         each_token = expert_quantized.each_token if quantized else _each_token
-        return each_token(plan, x_TD, ids_TJ, shares_TJ, weights, activation)
-    tokens, chosen = ids_TJ.shape
+        return each_token(plan, x_TD, topk_ids_TJ, topk_weights_TJ, weights, activation)
+    tokens, top_k = topk_ids_TJ.shape
     experts_X, hidden, features = weights.down_XDF.shape
     if isinstance(plan, WgmmaPlan):
         from atom_ops.triton_impl.experts import expert_wgmma  # Gluon for Hopper is not in every Triton
 
-        y_PD = expert_wgmma.by_expert(plan, x_TD, ids_TJ, weights, activation)
-        return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X, weights.first)
+        y_PD = expert_wgmma.by_expert(plan, x_TD, topk_ids_TJ, weights, activation)
+        return sum_pairs(y_PD, topk_ids_TJ, topk_weights_TJ, experts_X, weights.first)
     if isinstance(plan, PersistentPlan):
         from atom_ops.triton_impl.experts import hopper_experts  # as above
 
-        y_PD = hopper_experts.by_expert(x_TD, ids_TJ, weights, activation)
-        return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X, weights.first)
+        y_PD = hopper_experts.by_expert(x_TD, topk_ids_TJ, weights, activation)
+        return sum_pairs(y_PD, topk_ids_TJ, topk_weights_TJ, experts_X, weights.first)
     if quantized:
-        y_PD = expert_quantized.by_expert(plan, x_TD, ids_TJ, weights, activation, described)
-        return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X, weights.first)
-    blocks = sort_by_expert(ids_TJ, experts_X, plan.block, weights.first)
-    step = GroupedGEMMs(plan, blocks, chosen, described)
-    inner_PF = x_TD.new_empty(tokens * chosen, features)
+        y_PD = expert_quantized.by_expert(plan, x_TD, topk_ids_TJ, weights, activation, described)
+        return sum_pairs(y_PD, topk_ids_TJ, topk_weights_TJ, experts_X, weights.first)
+    blocks = sort_by_expert(topk_ids_TJ, experts_X, plan.block, weights.first)
+    step = GroupedGEMMs(plan, blocks, top_k, described)
+    inner_PF = x_TD.new_empty(tokens * top_k, features)
     step.gate_up(x_TD, weights, activation, inner_PF)
-    y_PD = x_TD.new_empty(tokens * chosen, hidden)
+    y_PD = x_TD.new_empty(tokens * top_k, hidden)
     step.down(inner_PF, weights, y_PD)
-    return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X, weights.first)
+    return sum_pairs(y_PD, topk_ids_TJ, topk_weights_TJ, experts_X, weights.first)
 
 
-def sum_pairs(y_PD: Tensor, ids_TJ: Tensor, shares_TJ: Tensor, experts_X: int, first: int = 0) -> Tensor:
+def sum_pairs(
+    y_PD: Tensor, topk_ids_TJ: Tensor, topk_weights_TJ: Tensor, experts_X: int, first: int = 0
+) -> Tensor:
     """The weighted sum of each token's rows of y, in the dtype of y."""
-    (tokens, chosen), hidden = ids_TJ.shape, y_PD.shape[1]
+    tokens, top_k = topk_ids_TJ.shape
+    hidden = y_PD.shape[1]
     out_TD = y_PD.new_empty(tokens, hidden)
     block = min(_SUMMED_AT_ONCE, triton.next_power_of_2(hidden))
     _sum_pairs[(tokens, triton.cdiv(hidden, block))](
-        y_PD, ids_TJ, shares_TJ, out_TD, hidden, experts_X, first, CHOSEN=chosen, BLOCK=block, num_warps=4,
-        **launch_options(y_PD.device),
+        y_PD, topk_ids_TJ, topk_weights_TJ, out_TD, hidden, experts_X, first, TOP_K=top_k, BLOCK=block,
+        num_warps=4, **launch_options(y_PD.device),
     )  # fmt: skip
     return out_TD
 
@@ -92,14 +97,15 @@ class GroupedGEMMs:
 
     plan: GroupedPlan
     blocks: ExpertBlocks
-    chosen: int
+    top_k: int
     described: bool
 
     def gate_up(
         self, x_TD: Tensor, weights: ExpertWeights, activation: ExpertActivation, inner_PF: Tensor
     ) -> None:
         """Fill `inner_PF`, in the order of the experts."""
-        tile, clamped = self.plan.gate_up, activation or _NOT_CLAMPED
+        tile = self.plan.gate_up
+        clamped = activation or _NOT_CLAMPED
         self._launch(
             tile, x_TD, _plain(weights)[0], weights.gate_up_bias_XO, inner_PF, clamped.limit, clamped.alpha,
             GATED=True, CLAMPED=activation is not None, X_DESCRIBED=False,
@@ -107,7 +113,8 @@ class GroupedGEMMs:
 
     def down(self, inner_PF: Tensor, weights: ExpertWeights, y_PD: Tensor) -> None:
         """Fill `y_PD`, in the order of the pairs."""
-        tile, x = self.plan.down, inner_PF
+        tile = self.plan.down
+        x = inner_PF
         # TMA is slow with rows out of bounds.
         x_described = self.described and not self.plan.swapped and len(inner_PF) >= self.plan.block
         if x_described:
@@ -133,7 +140,7 @@ class GroupedGEMMs:
             weight = TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns])
         tiles = self.blocks.most * triton.cdiv(outputs, tile.rows)
         _grouped_gemm[(programs_for(tiles, out.device) if tile.persistent else tiles,)](
-            x, weight, bias_XO, self.blocks.order_P, self.blocks.blocks, out, outputs, inputs, self.chosen,
+            x, weight, bias_XO, self.blocks.order_P, self.blocks.blocks, out, outputs, inputs, self.top_k,
             *activation, HAS_BIAS=bias_XO is not None, DESCRIBED=self.described,
             EVEN=inputs % tile.columns == 0 and (self.described or outputs % tile.rows == 0),
             SWAPPED=self.plan.swapped, PERSISTENT=tile.persistent,
@@ -145,29 +152,31 @@ class GroupedGEMMs:
 def _each_token(
     plan: VectorPlan,
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    shares_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation,
 ) -> Tensor:
-    tokens, chosen = ids_TJ.shape
+    tokens, top_k = topk_ids_TJ.shape
     experts_X, hidden, features = weights.down_XDF.shape
     gate_up, down = _plain(weights)
-    tile, options = plan.gate_up, launch_options(x_TD.device)
-    inner_PF, out_TD = x_TD.new_empty(tokens * chosen, features), torch.empty_like(x_TD)
+    tile = plan.gate_up
+    options = launch_options(x_TD.device)
+    inner_PF = x_TD.new_empty(tokens * top_k, features)
+    out_TD = torch.empty_like(x_TD)
     clamped = activation or _NOT_CLAMPED
-    _gate_up[(triton.cdiv(features, tile.rows), tokens * chosen)](
-        x_TD, ids_TJ, gate_up, weights.gate_up_bias_XO, inner_PF, features, hidden,
-        experts_X, weights.first, chosen, clamped.limit, clamped.alpha, CLAMPED=activation is not None,
+    _gate_up[(triton.cdiv(features, tile.rows), tokens * top_k)](
+        x_TD, topk_ids_TJ, gate_up, weights.gate_up_bias_XO, inner_PF, features, hidden,
+        experts_X, weights.first, top_k, clamped.limit, clamped.alpha, CLAMPED=activation is not None,
         HAS_BIAS=weights.gate_up_bias_XO is not None,
         EVEN=features % tile.rows == 0 and hidden % tile.columns == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip
     tile = plan.down
     _down[(triton.cdiv(hidden, tile.rows), tokens)](
-        inner_PF, ids_TJ, shares_TJ, down, weights.down_bias_XD, out_TD, hidden, features,
-        experts_X, weights.first, CHOSEN=chosen, HAS_BIAS=weights.down_bias_XD is not None,
-        BLOCK_J=triton.next_power_of_2(chosen), COMPLETE=weights.complete,
+        inner_PF, topk_ids_TJ, topk_weights_TJ, down, weights.down_bias_XD, out_TD, hidden, features,
+        experts_X, weights.first, TOP_K=top_k, HAS_BIAS=weights.down_bias_XD is not None,
+        BLOCK_J=triton.next_power_of_2(top_k), COMPLETE=weights.complete,
         EVEN=hidden % tile.rows == 0 and features % tile.columns == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip
@@ -179,8 +188,9 @@ def _tuned(device: torch.device) -> dict[expert_plans.Layer, tuple[ExpertPlan, .
     return expert_plans.TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
-def _plan(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
-    (tokens, chosen), device = ids_TJ.shape, x_TD.device
+def _plan(x_TD: Tensor, topk_ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
+    tokens, top_k = topk_ids_TJ.shape
+    device = x_TD.device
     experts_X, hidden, features = weights.down_XDF.shape
     layer = expert_quantized.format_of(weights.down_XDF), (experts_X, hidden, features)
     plans = _tuned(device).get(layer, ())
@@ -190,7 +200,7 @@ def _plan(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
     hopper = is_hopper(device)
     gluon = _gluon_plans(x_TD, weights) if hopper else ()
     return expert_plans.tuned_plan(plans, tokens, gluon) or expert_plans.default_plan(
-        layer, tokens, chosen, hopper, gluon
+        layer, tokens, top_k, hopper, gluon
     )
 
 
@@ -225,8 +235,8 @@ def _describable(weights: ExpertWeights) -> bool:
 
 def _supports(
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    weights_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> bool:
@@ -249,13 +259,19 @@ def _pack(weight: Weight, role: ExpertRole | None = None) -> Weight | None:
 
 def _packed(
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    weights_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> tuple[Any, ...]:
     gate_up, down = (_pack(matrix) or matrix for matrix in (weights.gate_up_XOD, weights.down_XDF))
-    return x_TD, ids_TJ, weights_TJ, replace(weights, gate_up_XOD=gate_up, down_XDF=down), activation
+    return (
+        x_TD,
+        topk_ids_TJ,
+        topk_weights_TJ,
+        replace(weights, gate_up_XOD=gate_up, down_XDF=down),
+        activation,
+    )
 
 
 @experts.provider(
@@ -266,17 +282,18 @@ def _packed(
     prepare=_packed,
     pack=_pack,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _experts(
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    weights_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> Tensor:
-    plan, described = _plan(x_TD, ids_TJ, weights), _describable(weights)
-    return multiply(plan, x_TD, ids_TJ, weights_TJ, weights, activation, described)
+    plan = _plan(x_TD, topk_ids_TJ, weights)
+    described = _describable(weights)
+    return multiply(plan, x_TD, topk_ids_TJ, topk_weights_TJ, weights, activation, described)
 
 
 @experts.provider(
@@ -286,14 +303,15 @@ def _experts(
     supports=_supports,
     prepare=_packed,
     pack=_pack,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _batch_invariant(
     x_TD: Tensor,
-    ids_TJ: Tensor,
-    weights_TJ: Tensor,
+    topk_ids_TJ: Tensor,
+    topk_weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> Tensor:
-    plan, described = expert_plans.BATCH_INVARIANT, _describable(weights)
-    return multiply(plan, x_TD, ids_TJ, weights_TJ, weights, activation, described)
+    plan = expert_plans.BATCH_INVARIANT
+    described = _describable(weights)
+    return multiply(plan, x_TD, topk_ids_TJ, topk_weights_TJ, weights, activation, described)

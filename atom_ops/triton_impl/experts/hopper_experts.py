@@ -41,14 +41,15 @@ from atom_ops.weights import FourBitWords, Weight
 BLOCK = 128
 """Pairs of a tile."""
 COLUMNS = 64
-"""Of a stage: as wide as shared memory is swizzled."""
+"""Columns of a stage: as wide as shared memory is swizzled."""
 _STAGES = 4
 _GROUP = 16
 """Blocks whose tiles of the same weight rows are neighbours, where an expert's matrix does not fit the L2
-cache beside the activations."""
+cache along with the activations."""
 _CACHED_BYTES = 8 << 20
+"""Most bytes of an expert's matrix that stay in the L2 cache."""
 _MOST_DECODED_BYTES = 2 << 30
-"""Of the larger of a layer's matrices."""
+"""Most bytes of the larger of a layer's matrices, decoded."""
 _HALF = gl.constexpr(BLOCK // 2)
 _ROWS = gl.constexpr(256)
 """Weight rows of a tile."""
@@ -72,17 +73,17 @@ def _tile_of(blocks, number, tiles, tiles_of_block, OUTPUTS: gl.constexpr, GROUP
 
 
 @gluon.jit
-def _rows_of(x, order, first, end, inputs, chosen):
+def _rows_of(x, order, first, end, inputs, top_k):
     """Pointers to the first columns of the rows of _HALF pairs; after the last pair, again to its row."""
     at_M = gl.minimum(first + gl.arange(0, _HALF, gl.SliceLayout(1, _GATHERED)), end - 1)
-    row_M = gl.load(order + at_M) // chosen
+    row_M = gl.load(order + at_M) // top_k
     column_C = gl.arange(0, _COLUMNS, gl.SliceLayout(0, _GATHERED))
     return x + row_M.to(gl.int64)[:, None] * inputs + column_C[None, :]
 
 
 @gluon.jit
 def _copy(
-    x, weight, x_tiles, weights, ready, free, order, blocks, tiles_of_block, outputs, inputs, chosen,
+    x, weight, x_tiles, weights, ready, free, order, blocks, tiles_of_block, outputs, inputs, top_k,
     GATED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     OUTPUTS: gl.constexpr = _SIDE if GATED else _ROWS
@@ -92,8 +93,8 @@ def _copy(
         expert, first, end, first_output = _tile_of(blocks, number, tiles, tiles_of_block, OUTPUTS, GROUP)
         if GATED:
             halves = x_tiles._reinterpret(x_tiles.dtype, [STAGES * 2, _HALF, _COLUMNS], _SWIZZLED)
-            first_MC = _rows_of(x, order, first, end, inputs, chosen)
-            second_MC = _rows_of(x, order, first + _HALF, end, inputs, chosen)
+            first_MC = _rows_of(x, order, first, end, inputs, top_k)
+            second_MC = _rows_of(x, order, first + _HALF, end, inputs, top_k)
         for start in range(0, inputs, _COLUMNS):
             slot = loaded % STAGES
             barrier = ready.index(slot)
@@ -156,6 +157,7 @@ def _multiply(
                     x_tiles.index(slot * 2 + HALF_NUMBER), weights.index(slot).permute((1, 0)), total_MN,
                     is_async=True,
                 )  # fmt: skip
+                # All but the newest have ended: the slot before it can be loaded again.
                 total_MN = warpgroup_mma_wait(1, deps=[total_MN])
                 release(free.index((used + STAGES - 1) % STAGES), start > 0)
                 used += 1
@@ -182,9 +184,9 @@ def _multiply(
                 used += 1
 
 
-@gluon.jit(do_not_specialize=["chosen", "tiles_of_block"])
+@gluon.jit(do_not_specialize=["top_k", "tiles_of_block"])
 def _grouped(
-    x, weight, bias, order, blocks, out, tiles_of_block, outputs, inputs, chosen, limit, alpha,
+    x, weight, bias, order, blocks, out, tiles_of_block, outputs, inputs, top_k, limit, alpha,
     GATED: gl.constexpr, CLAMPED: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -210,9 +212,10 @@ def _grouped(
             )),
             (_copy, (
                 x, weight, x_tiles, weights, ready, free, order, blocks, tiles_of_block, outputs, inputs,
-                chosen, GATED, GROUP, STAGES,
+                top_k, GATED, GROUP, STAGES,
             )),
         ],
+        # Warps and registers per thread of all partitions but the first.
         [4, 4 if GATED else 1],
         [216, 72] if GATED else [232, 40],
     )  # fmt: skip
@@ -227,15 +230,18 @@ def fits(x_TD: Tensor, weights: ExpertWeights) -> bool:
     return hidden % COLUMNS == features % COLUMNS == x_TD.data_ptr() % 16 == 0
 
 
-def by_expert(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights, activation: ExpertActivation) -> Tensor:
+def by_expert(
+    x_TD: Tensor, topk_ids_TJ: Tensor, weights: ExpertWeights, activation: ExpertActivation
+) -> Tensor:
     """The rows of all pairs [P, D], in the order of the pairs; see `fits`."""
-    (experts_X, hidden, features), pairs = weights.down_XDF.shape, ids_TJ.numel()
-    blocks = sort_by_expert(ids_TJ, experts_X, BLOCK, weights.first)
+    experts_X, hidden, features = weights.down_XDF.shape
+    pairs = topk_ids_TJ.numel()
+    blocks = sort_by_expert(topk_ids_TJ, experts_X, BLOCK, weights.first)
     inner_PF = x_TD.new_empty(pairs, features)
     gate_up = _in_16_bits(weights.gate_up_XOD, x_TD.dtype).view(-1, features, hidden)
     sides = TensorDescriptor.from_tensor(gate_up, [2, _SIDE.value, COLUMNS], _SIDES_SWIZZLED.value)
     _launch(
-        x_TD, sides, weights.gate_up_bias_XO, blocks, inner_PF, hidden, ids_TJ.shape[1], activation,
+        x_TD, sides, weights.gate_up_bias_XO, blocks, inner_PF, hidden, topk_ids_TJ.shape[1], activation,
         gated=True,
     )  # fmt: skip
     del gate_up, sides  # a decoded matrix leaves its memory to the next one
@@ -261,16 +267,17 @@ def _launch(
     blocks: ExpertBlocks,
     out: Tensor,
     inputs: int,
-    chosen: int,
+    top_k: int,
     activation: ExpertActivation,
     gated: bool,
 ) -> None:
-    outputs, clamped = out.shape[1], activation or ClampedSwiglu(0.0, 0.0)
+    outputs = out.shape[1]
+    clamped = activation or ClampedSwiglu(0.0, 0.0)
     cached = (2 if gated else 1) * outputs * inputs * out.element_size() <= _CACHED_BYTES
     tiles_of_block = triton.cdiv(outputs, (_SIDE if gated else _ROWS).value)
     _grouped[(programs_for(blocks.most * tiles_of_block, out.device),)](
         x, weight, out if bias_XO is None else bias_XO, blocks.order_P, blocks.blocks, out, tiles_of_block,
-        outputs, inputs, chosen, clamped.limit, clamped.alpha,
+        outputs, inputs, top_k, clamped.limit, clamped.alpha,
         GATED=gated, CLAMPED=activation is not None, HAS_BIAS=bias_XO is not None,
         GROUP=1 if cached else _GROUP, STAGES=_STAGES, num_warps=4,
     )  # fmt: skip

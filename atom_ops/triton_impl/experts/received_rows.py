@@ -18,8 +18,10 @@ def _add_received_rows(
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    # The other GPU's copy engine writes the flag after the rows; acquiring it orders the loads below.
     while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0:
         pass
+    # The last program to see the flag clears it for the next rows.
     if tl.atomic_add(seen_ptr, 1) == tl.num_programs(0) - 1:
         tl.store(seen_ptr, 0)
         tl.store(flag_ptr, 0)
@@ -49,7 +51,8 @@ def add_received_rows(
     both are zero again afterwards. The bits are those of `all_reduce_rows` between two ranks.
     """
     rows, size = x_TD.shape
-    x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
+    x_TD = x_TD.contiguous()
+    residual_TD = residual_TD.contiguous()
     out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     block = triton.next_power_of_2(size)
     warps = min(max(block // 512, 1), 16)

@@ -59,15 +59,16 @@ def _in_best_groups(
 ):
     """The ranks, _TAKEN outside the token's top groups."""
     group_G = tl.arange(0, BLOCK_G)
-    left_GE, score_G = rank_GE, tl.zeros((BLOCK_G,), tl.float32)
+    left_GE = rank_GE
+    score_G = tl.zeros((BLOCK_G,), tl.float32)
     for _ in tl.static_range(GROUP_BEST):
-        best_G, chosen_G = _best_of(left_GE, number_GE)
+        best_G, taken_G = _best_of(left_GE, number_GE)
         score_G += _score_of(best_G)
-        left_GE = tl.where(number_GE == chosen_G[:, None], _TAKEN, left_GE)
+        left_GE = tl.where(number_GE == taken_G[:, None], _TAKEN, left_GE)
     rank_G = tl.where(group_G < groups, _rank(score_G), _TAKEN)
     for _ in tl.static_range(KEPT_GROUPS):
-        _, chosen = _best(rank_G, group_G)
-        rank_G = tl.where(group_G == chosen, _TAKEN, rank_G)
+        _, taken = _best(rank_G, group_G)
+        rank_G = tl.where(group_G == taken, _TAKEN, rank_G)
     # What was not taken is lost; groups that do not exist are _TAKEN in every rank.
     return tl.where((rank_G == _TAKEN)[:, None], rank_GE, _TAKEN)
 
@@ -89,7 +90,8 @@ def _softmax_of_top(
     key_E = tl.where(
         exists_E, (_flipped(logit_E.to(tl.int32, bitcast=True)) | _NUMBERS) - number_E, _TAKEN
     )  # fmt: skip
-    place_J, key_J = tl.arange(0, BLOCK_J), tl.zeros((BLOCK_J,), tl.int32)
+    place_J = tl.arange(0, BLOCK_J)
+    key_J = tl.zeros((BLOCK_J,), tl.int32)
     total = 0.0
     for place in tl.static_range(TOP_K):
         best = tl.max(key_E, 0)
@@ -126,7 +128,7 @@ def _top_scores(
         rank_GE = _in_best_groups(rank_GE, number_GE, GROUPS, GROUP_BEST, KEPT_GROUPS, BLOCK_G)
 
     place_J = tl.arange(0, BLOCK_J)
-    chosen_J = place_J < TOP_K
+    inside_J = place_J < TOP_K
     id_J, rank_J = tl.zeros((BLOCK_J,), tl.int32), tl.zeros((BLOCK_J,), tl.int32)
     for place in tl.static_range(TOP_K):
         best_G, number_G = _best_of(rank_GE, number_GE)
@@ -138,24 +140,24 @@ def _top_scores(
     if not HAS_BIAS:
         score_J = _score_of(rank_J)
     else:
-        score_J = tl.load(logits + id_J, mask=chosen_J, other=0.0).to(tl.float32)
+        score_J = tl.load(logits + id_J, mask=inside_J, other=0.0).to(tl.float32)
         if SCORING == "softmax":
             score_J = tl.exp(score_J - most) / total
         elif SCORING == "sigmoid":
             score_J = tl.sigmoid(score_J)
     weight_J = score_J
-    if SCORING == "softmax_of_chosen":
-        score_J = tl.where(chosen_J, score_J, float("-inf"))
+    if SCORING == "softmax_of_topk":
+        score_J = tl.where(inside_J, score_J, float("-inf"))
         weight_J = tl.exp(score_J - tl.max(score_J, 0))
         weight_J = weight_J / tl.sum(weight_J, 0)
     if RENORMALISE:
-        weight_J = weight_J / (tl.sum(tl.where(chosen_J, weight_J, 0.0), 0) + tiny)
+        weight_J = weight_J / (tl.sum(tl.where(inside_J, weight_J, 0.0), 0) + tiny)
     return id_J, weight_J
 
 
 @triton.jit
 def _route(
-    logits, bias, ids, weights, tiny, scale,
+    logits, bias, topk_ids, topk_weights, tiny, scale,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEYS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr,
@@ -180,9 +182,9 @@ def _route(
             TOP_K, SCORING, RENORMALISE, HAS_BIAS, BLOCK_G, BLOCK_J,
         )  # fmt: skip
     place_J = tl.arange(0, BLOCK_J)
-    chosen_J = place_J < TOP_K
-    tl.store(ids + token * TOP_K + place_J, id_J.to(tl.int64), mask=chosen_J)
-    tl.store(weights + token * TOP_K + place_J, weight_J * scale, mask=chosen_J)
+    inside_J = place_J < TOP_K
+    tl.store(topk_ids + token * TOP_K + place_J, id_J.to(tl.int64), mask=inside_J)
+    tl.store(topk_weights + token * TOP_K + place_J, weight_J * scale, mask=inside_J)
 
 
 def _supports(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> bool:
@@ -193,24 +195,25 @@ def _supports(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None
 def _launch(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
     logits_TX = logits_TX.contiguous()
     tokens, experts = logits_TX.shape
-    ids_TJ = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TX.device)
-    weights_TJ = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TX.device)
+    topk_ids_TJ = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TX.device)
+    topk_weights_TJ = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TX.device)
     if not tokens:
-        return ids_TJ, weights_TJ
+        return topk_ids_TJ, topk_weights_TJ
     scoring = rule.scoring
     # Groups have no effect if the scores are logits.
-    groups = 1 if scoring == "softmax_of_chosen" else rule.groups
+    groups = 1 if scoring == "softmax_of_topk" else rule.groups
     keys = logits_TX.element_size() == 2 and groups == 1 and bias_X is None and scoring != "sigmoid"
     if keys and rule.renormalise:
-        scoring = "softmax_of_chosen"  # the same: the sum over all experts cancels out
-    block_g, block_e = triton.next_power_of_2(groups), triton.next_power_of_2(experts // groups)
+        scoring = "softmax_of_topk"  # the same: the sum over all experts cancels out
+    block_g = triton.next_power_of_2(groups)
+    block_e = triton.next_power_of_2(experts // groups)
     _route[(tokens,)](
-        logits_TX, bias_X, ids_TJ, weights_TJ, TINY, rule.scale,
+        logits_TX, bias_X, topk_ids_TJ, topk_weights_TJ, TINY, rule.scale,
         EXPERTS=experts, GROUPS=groups, KEPT_GROUPS=rule.kept_groups, GROUP_BEST=rule.group_best,
         TOP_K=rule.top_k, SCORING=scoring,
-        RENORMALISE=rule.renormalise and scoring != "softmax_of_chosen", HAS_BIAS=bias_X is not None,
+        RENORMALISE=rule.renormalise and scoring != "softmax_of_topk", HAS_BIAS=bias_X is not None,
         KEYS=keys, BLOCK_G=block_g, BLOCK_E=block_e, BLOCK_J=triton.next_power_of_2(rule.top_k),
         num_warps=1 if block_g * block_e <= 512 else 4,
         **launch_options(logits_TX.device),
     )  # fmt: skip
-    return ids_TJ, weights_TJ
+    return topk_ids_TJ, topk_weights_TJ

@@ -1,6 +1,12 @@
 """Which row of a step a tile of queries belongs to.
 
-Behind the R rows of a step there may be padding rows without tokens, up to the rows of a captured graph.
+Tiles are numbered over all rows, so that the grid's size follows from the number of tokens alone. Tiles of 4,
+rows of 5, 2 and 4 tokens:
+
+    starts     0           5       7       11
+    numbers    0    1      2       3    4          4 has no queries: its program ends at once
+
+After the R rows of a step there may be padding rows without tokens, up to the rows of a captured graph.
 """
 
 import triton

@@ -125,7 +125,8 @@ def _attend(
         q_MC, q_odd_MC = tl.split(tl.reshape(q_MC, (BLOCK_M, BLOCK_C // CODES, 2)))
         q_MR, q_odd_MR = tl.split(tl.reshape(q_MR, (BLOCK_M, BLOCK_R // CODES, 2)))
     else:
-        q_odd_MC, q_odd_MR = q_MC, q_MR
+        q_odd_MC = q_MC
+        q_odd_MR = q_MR
     # Slots are loaded one iteration ahead, to hide the latency of the indirection.
     for start in range(first, seen_by_all, BLOCK_N):
         slot_N = next_slot_N
@@ -191,8 +192,8 @@ def _latent_rows(
 ):  # fmt: skip
     """Grid (blocks of heads, splits, rows of the step x TILES or tile numbers).
 
-    DECODE: computes rows of at most TILES tiles of TILE tokens; otherwise rows of at least
-    `min_tokens`, unsplit.
+    DECODE: computes rows of at most TILES tiles of TILE tokens, and reads the step's inputs before the wait
+    (see `pdl`); otherwise rows of at least `min_tokens`, unsplit.
     """
     pdl_launch_dependents(PDL)
     if DECODE:
@@ -272,7 +273,8 @@ def _combine(
 ):  # fmt: skip
     """Grid (H, R * TILE): merges the splits of each context of more than one."""
     pdl_launch_dependents(PDL)
-    head, row = tl.program_id(0), tl.program_id(1) // TILE
+    head = tl.program_id(0)
+    row = tl.program_id(1) // TILE
     inside = tl.program_id(1) % TILE
     first_token = tl.load(starts + row, cache_modifier=".cg")
     length = tl.load(starts + row + 1, cache_modifier=".cg") - first_token
@@ -414,8 +416,10 @@ def _launch_decode(
     tiles: int,
 ) -> None:
     """Attention of the rows of at most `tiles` tiles, split over the context where that helps."""
-    (_, heads, latent), rows = output.out_THC.shape, len(plan.context_lens_R)
-    head_blocks, row_tokens = triton.cdiv(heads, config.heads), tiles * config.tile
+    _, heads, latent = output.out_THC.shape
+    rows = len(plan.context_lens_R)
+    head_blocks = triton.cdiv(heads, config.heads)
+    row_tokens = tiles * config.tile
     splits = _splits(plan, cache.shard, rows * tiles * head_blocks, config, q_THK.device)
     partial_sums = partial_states = None
     if splits > 1:
@@ -482,7 +486,8 @@ def _arguments(
 
 
 def _constants(q_THK: Tensor, cache: LatentLayer, config: _KernelConfig) -> dict[str, int | bool]:
-    rope, least = cache.rows.shape[2] - cache.latent_width, 16 if cache.scale is None else 32
+    rope = cache.rows.shape[2] - cache.latent_width
+    least = 16 if cache.scale is None else 32
     return {
         "LATENT": cache.latent_width,
         "ROPE": rope,

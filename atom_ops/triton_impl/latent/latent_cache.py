@@ -115,7 +115,8 @@ def _launch(
     interleaved: bool,
 ) -> None:
     query = 0 if q_TQ is None else q_TQ.shape[1]
-    latent, rope = cache.latent_width, cache.rows.shape[2] - cache.latent_width
+    latent = cache.latent_width
+    rope = cache.rows.shape[2] - cache.latent_width
     if not len(x_TN):
         return
     _write_latents[(len(x_TN), 2 if query else 1)](

@@ -201,7 +201,8 @@ def _supports_expand(latent_THC: Tensor, value_HVC: Tensor) -> bool:
 
 
 def _launch_expand(latent_THC: Tensor, value_HVC: Tensor, tile: int) -> Tensor:
-    (tokens, heads, latent), value = latent_THC.shape, value_HVC.shape[1]
+    tokens, heads, latent = latent_THC.shape
+    value = value_HVC.shape[1]
     out_THV = latent_THC.new_empty(tokens, heads, value)
     block = _outputs(value, heads * triton.cdiv(tokens, tile))
     stages = 4 if torch.version.hip is None else 2  # the 64 KiB of LDS of an AMD CU

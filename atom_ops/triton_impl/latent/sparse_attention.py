@@ -160,23 +160,23 @@ def _segment(seen, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _bits_after(histograms, states, TURN: tl.constexpr, BLOCK_S: tl.constexpr):
-    """`least` and `left` after turn TURN, from all segments' histograms of it."""
+def _bits_after(histograms, states, PASS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """`least` and `left` after pass PASS, from all segments' histograms of it."""
     digit_B, segment_S = tl.arange(0, 256), tl.arange(0, BLOCK_S)
-    at_SB = (TURN * tl.num_programs(1) + segment_S)[:, None] * 256 + digit_B[None, :]
+    at_SB = (PASS * tl.num_programs(1) + segment_S)[:, None] * 256 + digit_B[None, :]
     found_SB = tl.load(histograms + at_SB, mask=(segment_S < tl.num_programs(1))[:, None], other=0)
-    least = tl.load(states + 2 * TURN).to(tl.uint32, bitcast=True)
-    return _next_digit(least, tl.load(states + 2 * TURN + 1), tl.sum(found_SB, 0))
+    least = tl.load(states + 2 * PASS).to(tl.uint32, bitcast=True)
+    return _next_digit(least, tl.load(states + 2 * PASS + 1), tl.sum(found_SB, 0))
 
 
 @triton.jit(do_not_specialize=["first_token", "rows", "count"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _count_digits(
     scores, contexts, starts, histograms, states, first_token, score_stride, rows, count,
-    TURN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    PASS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens of the chunk, segments): turn TURN's histogram of each segment.
+    """Grid (tokens of the chunk, segments): the histogram of each segment in pass PASS.
 
-    histograms [tokens, 4, segments, 256]; states [tokens, 4, 2]: `least` and `left` before each turn.
+    histograms [tokens, 4, segments, 256]; states [tokens, 4, 2]: `least` and `left` before each pass.
     """
     pdl_begin(PDL)
     _, seen = _row_and_seen(first_token + tl.program_id(0), contexts, starts, rows)
@@ -185,16 +185,17 @@ def _count_digits(
     chunk_token = tl.program_id(0).to(tl.int64)
     histograms += chunk_token * (4 * 256) * tl.num_programs(1)
     states += chunk_token * 8
-    if TURN == 0:
-        least, left = tl.zeros((), tl.uint32), count
+    if PASS == 0:
+        least = tl.zeros((), tl.uint32)
+        left = count
     else:
-        least, left = _bits_after(histograms, states, TURN - 1, BLOCK_S)
+        least, left = _bits_after(histograms, states, PASS - 1, BLOCK_S)
     if tl.program_id(1) == 0:
-        tl.store(states + 2 * TURN, least.to(tl.int32, bitcast=True))
-        tl.store(states + 2 * TURN + 1, left)
+        tl.store(states + 2 * PASS, least.to(tl.int32, bitcast=True))
+        tl.store(states + 2 * PASS + 1, left)
     first, stop = _segment(seen, BLOCK_N)
-    found_B = _histogram(least, scores + chunk_token * score_stride, first, stop, 24 - 8 * TURN, BLOCK_N)
-    at_B = (TURN * tl.num_programs(1) + tl.program_id(1)) * 256 + tl.arange(0, 256)
+    found_B = _histogram(least, scores + chunk_token * score_stride, first, stop, 24 - 8 * PASS, BLOCK_N)
+    at_B = (PASS * tl.num_programs(1) + tl.program_id(1)) * 256 + tl.arange(0, 256)
     tl.store(histograms + at_B, found_B)
 
 
@@ -216,21 +217,24 @@ def _write_topk(
     if tl.program_id(1) == 0:
         _write_count(slots, counts + token, tl.minimum(seen, count), count, BLOCK_N)
     first, stop = _segment(seen, BLOCK_N)
-    written, equal, left = first, 0, 0
+    written = first
+    equal = 0
+    left = 0
     least = tl.zeros((), tl.uint32)
     if seen > count:
         histograms += chunk_token * (4 * 256) * tl.num_programs(1)
         least, left = _bits_after(histograms, states + chunk_token * 8, 3, BLOCK_S)
-        # Scores of earlier segments above the k-th highest, by the turn that tells, and equal ones.
+        # Scores of earlier segments above the k-th highest, counted in the pass of the first digit that
+        # differs, and equal ones.
         digit_B, segment_S = tl.arange(0, 256), tl.arange(0, BLOCK_S)
         before_S1 = (segment_S < tl.program_id(1))[:, None]
         written = 0
-        for turn in tl.static_range(4):
-            at_SB = (turn * tl.num_programs(1) + segment_S)[:, None] * 256 + digit_B[None, :]
+        for number in tl.static_range(4):
+            at_SB = (number * tl.num_programs(1) + segment_S)[:, None] * 256 + digit_B[None, :]
             found_B = tl.sum(tl.load(histograms + at_SB, mask=before_S1, other=0), 0)
-            chosen = ((least >> (24 - 8 * turn)) & 0xFF).to(tl.int32)
-            written += tl.sum(tl.where(digit_B > chosen, found_B, 0), 0)
-            equal = tl.sum(tl.where(digit_B == chosen, found_B, 0), 0)
+            own_digit = ((least >> (24 - 8 * number)) & 0xFF).to(tl.int32)
+            written += tl.sum(tl.where(digit_B > own_digit, found_B, 0), 0)
+            equal = tl.sum(tl.where(digit_B == own_digit, found_B, 0), 0)
         written += tl.minimum(equal, left)
     _write_selected(
         slots, scores + chunk_token * score_stride, table + row.to(tl.int64) * table_stride, first, stop,
@@ -260,8 +264,8 @@ def _select_topk(
     least = tl.zeros((), tl.uint32)
     left = topk
     if seen > count:
-        for turn in tl.static_range(4):
-            found_B = _histogram(least, scores, 0, seen, 24 - 8 * turn, BLOCK_N)
+        for number in tl.static_range(4):
+            found_B = _histogram(least, scores, 0, seen, 24 - 8 * number, BLOCK_N)
             least, left = _next_digit(least, left, found_B)
     none = tl.zeros((), tl.int32)
     _write_selected(
@@ -293,7 +297,8 @@ def _supports(q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: Attentio
 def _index_topk(
     q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int
 ) -> TopKIndices:
-    tokens, longest = len(q_TGI), plan.max_context_len
+    tokens = len(q_TGI)
+    longest = plan.max_context_len
     slots_TJ = torch.empty(tokens, count, dtype=torch.int32, device=q_TGI.device)
     counts_T = torch.empty(tokens, dtype=torch.int32, device=q_TGI.device)
     for first, size in _chunks(tokens, longest):
@@ -310,7 +315,9 @@ def _launch_topk(
 ) -> None:  # fmt: skip
     """Select the slots of tokens `first` … of the step, which have a row of scores each."""
     size, longest = scores_NS.shape
-    table, table_stride, rows = plan.block_table_RW, plan.block_table_RW.stride(0), len(plan.context_lens_R)
+    table = plan.block_table_RW
+    table_stride = plan.block_table_RW.stride(0)
+    rows = len(plan.context_lens_R)
     segments = min(triton.cdiv(longest, _SEGMENT), _MOST_SEGMENTS, _SELECTING_PROGRAMS // size)
     options = {"BLOCK_N": _SCORES, "num_warps": 8, **launch_options(scores_NS.device)}
     if longest <= count or segments < 2:
@@ -322,10 +329,10 @@ def _launch_topk(
     options["BLOCK_S"] = triton.next_power_of_2(segments)
     histograms = scores_NS.new_empty(size, 4, segments, 256, dtype=torch.int32)
     states = scores_NS.new_empty(size, 4, 2, dtype=torch.int32)
-    for turn in range(4):
+    for number in range(4):
         _count_digits[(size, segments)](
             scores_NS, plan.context_lens_R, plan.query_starts_R1, histograms, states,
-            first, longest, rows, count, TURN=turn, **options,
+            first, longest, rows, count, PASS=number, **options,
         )  # fmt: skip
     _write_topk[(size, segments)](
         scores_NS, table, plan.context_lens_R, plan.query_starts_R1, histograms, states, slots_TJ, counts_T,
@@ -337,7 +344,8 @@ def _launch_scores(
     q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int,
     scores_NS: Tensor, first: int,
 ) -> None:  # fmt: skip
-    (_, heads, width), (size, longest) = q_TGI.shape, scores_NS.shape
+    _, heads, width = q_TGI.shape
+    size, longest = scores_NS.shape
     programs = max(1, min(_PROGRAMS // size, triton.cdiv(longest, _KEYS)))
     _index_scores[(size, programs)](
         q_TGI, weights_TG,

@@ -84,7 +84,7 @@ def _plan(table: str, x: Tensor, weight: Tensor) -> FusedPlan | None:
         )
     ),
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _launch_norm(
     x_TD: Tensor,
@@ -117,7 +117,7 @@ def _launch_norm(
         else quantized_linear.supports_gate(x_T2F, weight)
     ),
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _launch_silu(x_T2F: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, Tensor):

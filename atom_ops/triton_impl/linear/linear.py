@@ -261,7 +261,7 @@ def _plan(x_TI: Tensor, weight: Tensor) -> Plan | None:
     ),
     pack=quantized_linear.packed,
     batch_invariant=False,
-    rounds_activations=True,
+    quantizes_activations=True,
 )
 def _linear(
     x_TI: Tensor, weight: Tensor | Packed, bias: Tensor | None = None, out_dtype: torch.dtype | None = None

@@ -35,7 +35,8 @@ def _one_token_each(
     row = tl.program_id(0)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_C = channel_C < CHANNELS
-    slot, token = tl.load(slots + row), tl.load(starts + row).to(tl.int64)
+    slot = tl.load(slots + row)
+    token = tl.load(starts + row).to(tl.int64)
     known_C = inside_C & (slot >= 0) & (tl.load(fresh + row) == 0)
     kept_C = inside_C & (slot >= 0)
     states += slot * ((TAPS - 1) * CHANNELS) + channel_C
@@ -65,7 +66,8 @@ def _any_tokens(
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_T, inside_C = token_T < tokens, channel_C < CHANNELS
     # A token's row is the number of rows that end at the token or before it.
-    row_T, past_T = tl.zeros((BLOCK_T,), tl.int32), tl.zeros((BLOCK_T,), tl.int32) + rows
+    row_T = tl.zeros((BLOCK_T,), tl.int32)
+    past_T = tl.zeros((BLOCK_T,), tl.int32) + rows
     for _ in tl.static_range(SEARCH):
         middle_T = (row_T + past_T) // 2
         open_T = row_T < past_T
@@ -124,7 +126,9 @@ def _supports(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan
 
 @causal_conv.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
 def _launch(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) -> Tensor:
-    (tokens, channels), taps, rows = x_TC.shape, weight_CW.shape[1], len(plan.slots_R)
+    tokens, channels = x_TC.shape
+    taps = weight_CW.shape[1]
+    rows = len(plan.slots_R)
     out_TC = x_TC.new_empty(tokens, channels)
     where = plan.slots_R, plan.fresh_R, plan.query_starts_R1
     settings = {"CHANNELS": channels, "TAPS": taps, "num_warps": 4, **launch_options(x_TC.device)}

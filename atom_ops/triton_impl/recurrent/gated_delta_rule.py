@@ -40,7 +40,8 @@ def _one_token_each(
     row, head = tl.program_id(0), tl.program_id(1)
     key_E = tl.arange(0, BLOCK_E)
     value_F = tl.program_id(2) * BLOCK_F + tl.arange(0, BLOCK_F)
-    slot, token = tl.load(slots + row), tl.load(starts + row).to(tl.int64)
+    slot = tl.load(slots + row)
+    token = tl.load(starts + row).to(tl.int64)
     if not ALL:  # noqa: SIM102 (the load is not compiled with ALL)
         if tl.load(starts + row + 1) != token + 1:
             return
@@ -134,7 +135,8 @@ def _join(matrix, first, rows, stride, SIZE: tl.constexpr, PRECISION: tl.constex
 def _invert(matrix, rows, stride, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Invert I + the strictly lower triangular matrix [CHUNK, CHUNK] in memory; it has `rows` rows.
 
-    Blocks of 16 by forward substitution, all at once; then of 32 and so on, from their quarters.
+    Blocks of 16 by forward substitution, all at once; then of 32 and so on, from their quarters. These pass
+    through memory from thread to thread, hence the barriers.
     """
     block_B = tl.arange(0, CHUNK // 16) * 16
     row_S = tl.arange(0, 16)
@@ -194,7 +196,8 @@ def _solve_chunks(
         tl.load(gate_C + HEADS, mask=inside_C, other=0.0), tl.load(a_log + head), tl.load(dt_bias + head)
     )
     fade_C = tl.where(inside_C, fade_C, 0.0)
-    since_C, whole = tl.cumsum(fade_C, 0), tl.sum(fade_C, 0)
+    since_C = tl.cumsum(fade_C, 0)
+    whole = tl.sum(fade_C, 0)
     before_CC = earlier_C[None, :] < earlier_C[:, None]
     seen_CC = earlier_C[None, :] <= earlier_C[:, None]
     kept_CC = tl.exp(tl.where(seen_CC, since_C[:, None] - since_C[None, :], float("-inf")))
@@ -286,7 +289,8 @@ def _launch(
     qkv_TC: Tensor, gates_T2N: Tensor, decay: DecayWeights, recurrent_SNEF: Tensor, plan: StatePlan
 ) -> Tensor:
     heads, key, value = recurrent_SNEF.shape[1:]
-    tokens, rows = len(qkv_TC), len(plan.slots_R)
+    tokens = len(qkv_TC)
+    rows = len(plan.slots_R)
     features = min(max(triton.next_power_of_2(value), 16), _FEATURES)
     feature_blocks = triton.cdiv(value, features)
     out_TNF = qkv_TC.new_empty(tokens, heads, value)

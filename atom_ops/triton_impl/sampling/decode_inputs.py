@@ -43,7 +43,8 @@ def _gather_rows(
 def _launch(
     rows_R: Tensor, ids_N: Tensor, positions_N: Tensor, table_NW: Tensor, block_size: int
 ) -> DecodeInputs:
-    rows, width = len(rows_R), table_NW.shape[1]
+    rows = len(rows_R)
+    width = table_NW.shape[1]
     ids_R, positions_R, slots_R, drawn_R = (torch.empty_like(rows_R) for _ in range(4))
     contexts_R = torch.empty_like(rows_R, dtype=torch.int32)
     table_RW = table_NW.new_empty(rows, width)

@@ -59,10 +59,12 @@ def _gather_rows(
 def _launch(
     rows_R: Tensor, state: RowState, table_NW: Tensor, block_size: int, num_drafts: int
 ) -> DraftInputs:
-    rows, width = len(rows_R), table_NW.shape[1]
+    rows = len(rows_R)
+    width = table_NW.shape[1]
     ids_T, positions_T, slots_T, sampled_T = (rows_R.new_empty(rows * (1 + num_drafts)) for _ in range(4))
     contexts_R = torch.empty_like(rows_R, dtype=torch.int32)
-    table_RW, drafts_RK = table_NW.new_empty(rows, width), rows_R.new_empty(rows, num_drafts)
+    table_RW = table_NW.new_empty(rows, width)
+    drafts_RK = rows_R.new_empty(rows, num_drafts)
     block = min(triton.next_power_of_2(width), _BLOCK)
     if rows:
         _gather_rows[(rows, triton.cdiv(width, block))](

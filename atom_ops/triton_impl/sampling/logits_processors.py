@@ -31,7 +31,8 @@ from atom_ops.ops.sampling.logits_processors import (
 )
 from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
-_PART, _ENTRIES = 4096, 256
+_PART = 4096
+_ENTRIES = 256
 _ANY = tl.constexpr(ANY)
 
 
@@ -142,33 +143,43 @@ def _record(
     "triton",
     needs=NEEDS,
     supported=runs_on,
-    supports=lambda logits_RV, positions_R, rules, record, longest: (
+    supports=lambda logits_RV, positions_R, processors, record, longest: (
         logits_RV.stride(1) == 1 and record.ids_ML.is_contiguous() and record.seen_MV.is_contiguous()
     ),
 )
 def _apply(
-    logits_RV: Tensor, positions_R: Tensor, rules: LogitsProcessorBatch, record: TokenRecord, longest: int
+    logits_RV: Tensor,
+    positions_R: Tensor,
+    processors: LogitsProcessorBatch,
+    record: TokenRecord,
+    longest: int,
 ) -> Tensor:
-    rows, vocabulary, stride = len(rules.rows_U), logits_RV.shape[1], logits_RV.stride(0)
+    rows = len(processors.rows_U)
+    vocabulary = logits_RV.shape[1]
+    stride = logits_RV.stride(0)
     parts = triton.cdiv(vocabulary, _PART)
     out_UV = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits_RV.device)
     if not rows:
         return out_UV
-    _copy_rows[rows, parts](logits_RV, rules.rows_U, out_UV, vocabulary, stride, PART=_PART)
-    if rules.allowed is not None:
-        listed = rules.allowed.places_E
-        _exclude_rows[len(rules.allowed.rows), parts](rules.allowed.rows, out_UV, vocabulary, PART=_PART)
-        _keep_listed[_blocks(listed)](
-            logits_RV, rules.rows_U, listed, out_UV, len(listed), vocabulary, stride, ENTRIES=_ENTRIES
+    _copy_rows[rows, parts](logits_RV, processors.rows_U, out_UV, vocabulary, stride, PART=_PART)
+    if processors.allowed is not None:
+        listed = processors.allowed.places_E
+        _exclude_rows[len(processors.allowed.rows), parts](
+            processors.allowed.rows, out_UV, vocabulary, PART=_PART
         )
-    if rules.bias is not None:
-        _add(rules.bias, out_UV)
-    if rules.end_ids is not None:
-        _exclude_ends(rules.end_ids, positions_R, rules.rows_U, out_UV)
-    if rules.recorded is not None and rules.bad_words is not None:
-        _exclude_last(rules.bad_words, rules.recorded, record, positions_R, rules.rows_U, out_UV)
-    if rules.recorded is not None and rules.penalties is not None:
-        _apply_penalties(rules.penalties, rules.recorded, record, out_UV)
+        _keep_listed[_blocks(listed)](
+            logits_RV, processors.rows_U, listed, out_UV, len(listed), vocabulary, stride, ENTRIES=_ENTRIES
+        )
+    if processors.bias is not None:
+        _add(processors.bias, out_UV)
+    if processors.end_ids is not None:
+        _exclude_ends(processors.end_ids, positions_R, processors.rows_U, out_UV)
+    if processors.recorded is not None and processors.bad_words is not None:
+        _exclude_last(
+            processors.bad_words, processors.recorded, record, positions_R, processors.rows_U, out_UV
+        )
+    if processors.recorded is not None and processors.penalties is not None:
+        _apply_penalties(processors.penalties, processors.recorded, record, out_UV)
     return out_UV
 
 

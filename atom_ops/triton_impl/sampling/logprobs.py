@@ -19,24 +19,25 @@ from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _SPAN = 4096
 _KEYS = 1 << 23
-"""Of one pass: 64 MiB."""
+"""Sort keys of one pass: 64 MiB."""
 
 
 @triton.jit
 def _reduce_spans(
     logits, ids_N, peaks_NS, sums_NS, above_NS, keys_NV, vocabulary, stride, spans, SPAN: tl.constexpr
 ):
-    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1)
     id = span * SPAN + tl.arange(0, SPAN)
     inside = id < vocabulary
     logit = tl.load(logits + row * stride + id, mask=inside, other=-float("inf")).to(tl.float32)
-    chosen = tl.load(logits + row * stride + tl.load(ids_N + row)).to(tl.float32)
+    own = tl.load(logits + row * stride + tl.load(ids_N + row)).to(tl.float32)
     peak = tl.max(tl.where(logit == logit, logit, -float("inf")), 0)
     place = row * spans + span
     tl.store(peaks_NS + place, peak)
     # A span that is minus infinity throughout has no weight; NaN spoils the sum, and so the row.
     tl.store(sums_NS + place, tl.sum(tl.exp(logit - tl.where(peak == -float("inf"), 0.0, peak)), 0))
-    tl.store(above_NS + place, tl.sum((logit > chosen).to(tl.int32), 0))
+    tl.store(above_NS + place, tl.sum((logit > own).to(tl.int32), 0))
     if keys_NV is not None:
         bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
         bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -83,7 +84,9 @@ def _of_rows(logits_NV: Tensor, ids_N: Tensor, top: int) -> TokenLogprobs:
 
 
 def _of_slice(logits_NV: Tensor, ids_N: Tensor, top: int) -> TokenLogprobs:
-    (rows, vocabulary), stride, device = logits_NV.shape, logits_NV.stride(0), logits_NV.device
+    rows, vocabulary = logits_NV.shape
+    stride = logits_NV.stride(0)
+    device = logits_NV.device
     spans = triton.cdiv(vocabulary, _SPAN)
     peaks_NS, sums_NS = torch.empty(2, rows, spans, device=device)
     above_NS = torch.empty(rows, spans, dtype=torch.int32, device=device)

@@ -58,7 +58,8 @@ def _search(
     first = tl.program_id(1).to(tl.int64) * CHUNK
     if (last < 0) | (first >= end):
         return
-    table, prediction = table_ptr + row * WIDTH, predictions_ptr + row * prediction_stride
+    table = table_ptr + row * WIDTH
+    prediction = predictions_ptr + row * prediction_stride
     best = tl.zeros((), tl.int64)
     for start in range(first, tl.minimum(first + CHUNK, end), BLOCK):
         at_B = start + tl.arange(0, BLOCK)
@@ -91,13 +92,15 @@ def _propose(
     """Grid (R)."""
     row = tl.load(rows_ptr + tl.program_id(0))
     last, last_id = tl.load(positions_ptr + row), tl.load(ids_ptr + row)
-    length, limit = tl.load(lengths_ptr + row), tl.load(limits_ptr + row)
+    length = tl.load(lengths_ptr + row)
+    limit = tl.load(limits_ptr + row)
     key = tl.load(keys_ptr + tl.program_id(0))
     found = _LAST_PLACE - (key & _LAST_PLACE)
     k = tl.arange(0, BLOCK_K)
     at_K = found + 1 + k
     used_K = (key > 0) & (at_K <= length + last) & (k < limit - 2 - last) & (last >= 0) & (k < DRAFTS)
-    table, prediction = table_ptr + row * WIDTH, predictions_ptr + row * prediction_stride
+    table = table_ptr + row * WIDTH
+    prediction = predictions_ptr + row * prediction_stride
     token_K = _token(
         at_K, used_K, length, last, last_id, table, prediction, slot_ids_ptr, BLOCK_SIZE, REACH, PREDICTIONS
     )
@@ -116,7 +119,8 @@ def _propose(
 def _launch(
     rows_R: Tensor, state: RowState, history: TokenHistory, rule: NgramRule, max_positions: int
 ) -> Tensor:
-    rows, drafts = len(rows_R), state.drafts_NK.shape[1]
+    rows = len(rows_R)
+    drafts = state.drafts_NK.shape[1]
     predictions = history.predictions_NP
     keys_R = torch.zeros_like(rows_R)
     text = (history.table_NW, predictions, history.prediction_lens_N, history.ids_S)

@@ -36,11 +36,15 @@ _SPAN = tl.constexpr(256)
 _SPANS_PER_PROGRAM = tl.constexpr(16)
 _SPANS_AT_ONCE = tl.constexpr(16)  # listed spans of one iteration
 _WAYS = tl.constexpr(4)  # ranks of a pass; `_amounts` names them
-_REDUCE_WARPS, _GREEDY_WARPS, _SAMPLE_WARPS = 4, 4, 16
+_REDUCE_WARPS = 4
+_GREEDY_WARPS = 4
+_SAMPLE_WARPS = 16
 _UNSET_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 # What a pass of the search counts.
-_PEAKS, _TOKENS, _WEIGHTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_PEAKS = tl.constexpr(0)
+_TOKENS = tl.constexpr(1)
+_WEIGHTS = tl.constexpr(2)
 
 # Instead of minus infinity, because inf - inf is NaN.
 _LOWEST = tl.constexpr(-3.4e38)
@@ -175,12 +179,12 @@ def _best_of_spans(score_N, ids_N, number_N, spans):
 @triton.jit
 def _list_spans(listed, peak_N, number_N, least):
     """List the spans whose maximum is at least `least`; returns their number."""
-    chosen_N = (peak_N >= least) & (peak_N > -float("inf"))
-    place_N = tl.cumsum(chosen_N.to(tl.int32), 0) - 1
+    reached_N = (peak_N >= least) & (peak_N > -float("inf"))
+    place_N = tl.cumsum(reached_N.to(tl.int32), 0) - 1
     tl.debug_barrier()  # other threads may still read the previous list
-    tl.store(listed + place_N, number_N, mask=chosen_N)
+    tl.store(listed + place_N, number_N, mask=reached_N)
     tl.debug_barrier()
-    return tl.sum(chosen_N.to(tl.int32), 0)
+    return tl.sum(reached_N.to(tl.int32), 0)
 
 
 @triton.jit
@@ -236,7 +240,8 @@ def _between(low, high, by_logit, UNSET: tl.constexpr):
     """W ranks between `low` and `high`, equidistant as ranks or as logits."""
     share_W = tl.arange(0, _WAYS) + 1
     even_W = low + (high - low) * share_W // (_WAYS + 1)
-    first, last = tl.maximum(_logit(low, UNSET), _LOWEST), _logit(high - 1, UNSET)
+    first = tl.maximum(_logit(low, UNSET), _LOWEST)
+    last = _logit(high - 1, UNSET)
     part_W = share_W.to(tl.float32) / (_WAYS + 1)
     rank_W = tl.where(by_logit, _rank(first * (1 - part_W) + last * part_W, UNSET), even_W)
     return tl.minimum(tl.maximum(rank_W, low + 1), high - 1)
@@ -270,8 +275,10 @@ def _boundary(row, listed, peak_N, number_N, wanted, low, high, WHAT: tl.constex
 @triton.jit
 def _sample_listed(row, key, listed, length, boundary, ties, PURPOSE: tl.constexpr):
     """Sample among the listed tokens above the boundary and the first ties; -1 if all weights are 0."""
-    best, best_id = tl.full([], 0.0, tl.float32), tl.full([], -1, tl.int32)
-    start, seen = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float64)
+    best = tl.full([], 0.0, tl.float32)
+    best_id = tl.full([], -1, tl.int32)
+    start = tl.full([], 0, tl.int32)
+    seen = tl.full([], 0.0, tl.float64)
     while start < length:
         span_G, id_GS, logit_GS = _load_listed(row, listed, start, length)
         kept_GS = logit_GS > boundary
@@ -306,7 +313,9 @@ def _sample_filtered(
     row, key, listed, peak_N, number_N, mass, top_k, top_p, PURPOSE: tl.constexpr, UNSET: tl.constexpr
 ):
     """Sample among the tokens that min-p, top-k and top-p keep; -1 if all weights are 0."""
-    vocabulary, top, min_p = row[1], row[2], row[4]
+    vocabulary = row[1]
+    top = row[2]
+    min_p = row[4]
     # A lower bound of the boundary: min-p, or a weight too small to be sampled.
     least = (tl.log(tl.maximum(min_p, 1e-30)) - 0.01) / row[3]
     rank = _rank(tl.maximum(top + least, _LOWEST), UNSET) - 1
@@ -384,7 +393,8 @@ def _sample_rows(
     ),
 )
 def _sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tensor:
-    (rows, vocabulary), stride = logits_RV.shape, logits_RV.stride(0)
+    rows, vocabulary = logits_RV.shape
+    stride = logits_RV.stride(0)
     spans = triton.cdiv(vocabulary, _SPAN.value)
     random = batch.any_random
     filtered = random and (batch.any_top_k or batch.any_top_p or batch.any_min_p)

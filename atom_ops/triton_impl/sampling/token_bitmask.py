@@ -15,7 +15,8 @@ def _mask(
     logits_ptr, rows_ptr, mask_ptr, vocabulary, words,
     WORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     row = tl.load(rows_ptr + index)
     ids = part * BLOCK + tl.arange(0, BLOCK)
     in_vocabulary = ids < vocabulary
@@ -31,7 +32,8 @@ def _mask(
     supports=lambda logits_UV, rows_G, mask_GW: logits_UV.is_contiguous() and mask_GW.is_contiguous(),
 )
 def _launch(logits_UV: Tensor, rows_G: Tensor, mask_GW: Tensor) -> None:
-    (rows, words), vocabulary = mask_GW.shape, logits_UV.shape[1]
+    rows, words = mask_GW.shape
+    vocabulary = logits_UV.shape[1]
     if rows:
         grid = rows, triton.cdiv(vocabulary, _BLOCK)
         _mask[grid](logits_UV, rows_G, mask_GW, vocabulary, words, WORD=WORD_BITS, BLOCK=_BLOCK)

@@ -16,7 +16,8 @@ def _verify(
     first_stride, DRAFTS: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    row, first = tl.load(rows_ptr + index), tl.load(first_ptr + index * first_stride)
+    row = tl.load(rows_ptr + index)
+    first = tl.load(first_ptr + index * first_stride)
     j = tl.arange(0, BLOCK_J)
     sampled_J = tl.load(sampled_ptr + index * (1 + DRAFTS) + j, mask=j <= DRAFTS, other=0)
     draft_J = tl.load(drafts_ptr + index * DRAFTS + j, mask=j < DRAFTS, other=0)

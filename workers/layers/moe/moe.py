@@ -94,16 +94,16 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """This rank's partial sum of the output."""
-        ids_TJ, weights_TJ = self.gate.select_experts(x_TD)
+        topk_ids_TJ, topk_weights_TJ = self.gate.select_experts(x_TD)
         if self.slots is not None:
-            ids_TJ = select_slots(ids_TJ, self.slots.experts)
+            topk_ids_TJ = select_slots(topk_ids_TJ, self.slots.experts)
         shared = self.shared_experts
         if shared is None:
-            return self._routed(x_TD, ids_TJ, weights_TJ)
+            return self._routed(x_TD, topk_ids_TJ, topk_weights_TJ)
         # After the router, whose GEMM may be stream-K as those of the shared experts.
         out_TD, shared_TD = self._beside(
             x_TD,
-            lambda: self._routed(x_TD, ids_TJ, weights_TJ),
+            lambda: self._routed(x_TD, topk_ids_TJ, topk_weights_TJ),
             lambda: self._shared(shared, x_TD),
         )
         return out_TD + shared_TD
@@ -115,8 +115,10 @@ class MoE(nn.Module):
             return first(), second()
         return self._second_stream.beside(len(x_TD), first, second)
 
-    def _routed(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
-        routed = self._dispatch.dispatch(x_TD, ids_TJ, weights_TJ, self._num_slots)
+    def _routed(
+        self, x_TD: torch.Tensor, topk_ids_TJ: torch.Tensor, topk_weights_TJ: torch.Tensor
+    ) -> torch.Tensor:
+        routed = self._dispatch.dispatch(x_TD, topk_ids_TJ, topk_weights_TJ, self._num_slots)
         return self._dispatch.combine(self.experts(*routed))
 
     def _shared(self, shared: "SharedExperts", x_TD: torch.Tensor) -> torch.Tensor:
@@ -191,8 +193,10 @@ class Experts(WeightedLayer):
             role = ExpertRole(name == "down", self._activation, with_biases)
             self.set_weight(name, pack_expert_weight(self.loaded(name, self._count), role))
 
-    def forward(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
-        return experts(x_TD, ids_TJ, weights_TJ, self._weights, self._activation)
+    def forward(
+        self, x_TD: torch.Tensor, topk_ids_TJ: torch.Tensor, topk_weights_TJ: torch.Tensor
+    ) -> torch.Tensor:
+        return experts(x_TD, topk_ids_TJ, topk_weights_TJ, self._weights, self._activation)
 
     @cached_property
     def _weights(self) -> ExpertWeights:

@@ -78,7 +78,7 @@ MODELS = {
 }
 _KEEP = "aiter.concat_and_cache_mla"
 _UNFUSED = {"aiter.reshape_and_cache_flash", "aiter.rope_cached_fwd"}
-"""Of a model with heads that the fused cache write does not take."""
+"""Calls of a model whose heads the fused cache write does not take."""
 COMPLETE = {
     "llama": _UNFUSED,
     "qwen3-moe": {name for name in SEMANTICS if "mla" not in name} - _UNFUSED,
@@ -219,7 +219,7 @@ def test_a_float8_cache_of_latents(
     assert calls[_KEEP] > 0 and calls[_DECODE] > 0
     for op in LATENT_OPS[:3]:
         REGISTRY[op].use([])
-    # Rounding may move a number to the next float8, which the tokens behind it see.
+    # Rounding may move a number to the next float8, which the tokens after it see.
     difference_TV = (found_TV - logprobs(worker)).abs()
     assert difference_TV.max() < 0.1 and difference_TV.mean() < 0.002
     assert error(found_TV) < 1.5 * error(scale_of_each_token_TV)

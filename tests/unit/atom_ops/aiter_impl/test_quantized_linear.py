@@ -204,7 +204,7 @@ def check_route(rule: RoutingRule, with_bias: bool = False) -> None:
 ROUTES = [
     (RoutingRule(8, "softmax", renormalise=True), False, "topk_softmax"),
     (RoutingRule(4, "softmax"), False, "topk_softmax"),
-    (RoutingRule(4, "softmax_of_chosen"), False, "topk_softmax"),
+    (RoutingRule(4, "softmax_of_topk"), False, "topk_softmax"),
     (RoutingRule(6, "softmax", scale=16.0, groups=8, kept_groups=3, group_best=1), False, "grouped_topk"),
     (RoutingRule(6, "sigmoid", renormalise=True, scale=2.5), False, "grouped_topk"),
     (RoutingRule(8, "sigmoid", True, 2.5, groups=8, kept_groups=4), True, "biased_grouped_topk"),
@@ -213,7 +213,7 @@ ROUTES = [
     (RoutingRule(6, "softmax", scale=2.0), False, None),
     (RoutingRule(6, "sigmoid", groups=8, kept_groups=4), False, None),
     (RoutingRule(6, "softmax", groups=16, kept_groups=4, group_best=1), False, None),
-    (RoutingRule(4, "softmax_of_chosen"), True, None),
+    (RoutingRule(4, "softmax_of_topk"), True, None),
 ]
 
 
@@ -244,7 +244,7 @@ def check_experts(format: Format, activation: ClampedSwiglu | None, first: int |
     )
     x = torch.randn(11, hidden, generator=draw)
     ids = torch.stack([torch.randperm(count, generator=draw)[:3] for _ in x]) - (first or 0)
-    shares = torch.rand(11, 3, generator=draw)
+    topk_weights = torch.rand(11, 3, generator=draw)
     packed = replace(
         weights,
         gate_up_XOD=pack_expert_weight(weights.gate_up_XOD, ExpertRole(False, activation, bool(activation))),
@@ -254,10 +254,10 @@ def check_experts(format: Format, activation: ClampedSwiglu | None, first: int |
         weights = ExpertWeights(
             *(replace(each, input_scale=None) for each in matrices), None, None, first is None
         )
-    found = experts(x, ids, shares, packed, activation)
-    wanted = experts.reference(x, ids, shares, weights, activation)
+    found = experts(x, ids, topk_weights, packed, activation)
+    wanted = experts.reference(x, ids, topk_weights, weights, activation)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    assert not len(experts(x[:0], ids[:0], shares[:0], packed, activation))
+    assert not len(experts(x[:0], ids[:0], topk_weights[:0], packed, activation))
 
 
 @pytest.mark.parametrize("first", [None, 2])

@@ -49,7 +49,7 @@ def ints_with_units(outputs: int, inputs: int, bits: int, group: int, with_offse
 
 
 STD = {4: 5, 6: 18, 8: 75}
-"""Of the codes."""
+"""Standard deviation of random codes, by their bits."""
 
 
 def rounded(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -314,4 +314,4 @@ def test_the_largest_outputs_are_those_of_the_linear_layer(
     assert found[:-1].tolist() == [row.index(max(row)) for row in wanted[:-1].tolist()]
     assert 0 <= found[-1] < outputs
     everywhere = linear_argmax(-torch.ones_like(x), atom_ops.pack_linear_weight(torch.ones_like(weight)))
-    assert not everywhere.any()  # not the zeros behind the last output
+    assert not everywhere.any()  # not the zeros after the last output

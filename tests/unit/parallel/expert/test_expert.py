@@ -74,7 +74,7 @@ def test_one_rank_dispatches_nothing() -> None:
     x, ids, weights = torch.ones(2, 3), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     dispatch.plan([2])
     routed = dispatch.dispatch(x, ids, weights, 7)
-    assert routed.x_MD is x and routed.ids_MJ is ids and routed.weights_MJ is weights
+    assert routed.x_MD is x and routed.topk_ids_MJ is ids and routed.topk_weights_MJ is weights
     assert dispatch.combine(x) is x
 
 
@@ -168,4 +168,4 @@ def test_a_row_has_all_of_a_token(tokens: int, hidden: int, chosen: int, dtype: 
     for found, wanted in zip(unpacked(rows, chosen, hidden, dtype), (x, ids, weights), strict=True):
         assert torch.equal(found, wanted)
     padding = unpacked(without_expert(2, rows, chosen), chosen, hidden, dtype)
-    assert padding.ids_MJ.eq(-1).all() and not padding.x_MD.any() and not padding.weights_MJ.any()
+    assert padding.topk_ids_MJ.eq(-1).all() and not padding.x_MD.any() and not padding.topk_weights_MJ.any()

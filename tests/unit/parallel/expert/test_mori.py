@@ -37,7 +37,7 @@ EXPERTS, HIDDEN, CHOSEN, MOST = 6, 16, 2, 9
 
 
 class Meeting:
-    """Of one rank."""
+    """The meeting point of one rank."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
@@ -195,7 +195,8 @@ def run(nodes: int, sdma: bool, install: Callable[..., Simulation], swap: Swap |
                 if tokens
                 else ids[:, 0]
             )
-            assert torch.equal(routed.ids_MJ[order], ids) and torch.equal(routed.weights_MJ[order], weights)
+            assert torch.equal(routed.topk_ids_MJ[order], ids)
+            assert torch.equal(routed.topk_weights_MJ[order], weights)
             found = dispatch.combine(routed.x_MD * 2)
             torch.testing.assert_close(found, 2 * x)
     finally:

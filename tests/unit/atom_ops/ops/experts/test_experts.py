@@ -64,7 +64,7 @@ ROUTERS = {
     "gpt-oss": (
         GptOssTopKRouter,
         _config("gpt_oss", num_local_experts=12, num_experts_per_tok=4),
-        RoutingRule(4, "softmax_of_chosen"),
+        RoutingRule(4, "softmax_of_topk"),
     ),
 }
 
@@ -101,13 +101,13 @@ def test_the_correction_bias_affects_only_the_selection() -> None:
 
 def test_bfloat16_logits_are_scored_in_float32() -> None:
     logits = torch.randn(9, 16).bfloat16()
-    for scoring in ("softmax", "sigmoid", "softmax_of_chosen"):
+    for scoring in ("softmax", "sigmoid", "softmax_of_topk"):
         rule = RoutingRule(3, scoring, renormalise=True)
         for found, wanted in zip(route(logits, rule), route(logits.float(), rule), strict=True):
             assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_chosen"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_topk"])
 def test_nan_rows_get_valid_experts(scoring: Any) -> None:
     logits = torch.full((3, 8), float("nan"))
     ids, _ = route(logits, RoutingRule(2, scoring, groups=1), torch.ones(8))
@@ -153,12 +153,12 @@ def _gpt_oss() -> tuple[torch.nn.Module, ExpertWeights, ExpertActivation]:
 @pytest.mark.parametrize("tokens", [0, 1, 23])
 def test_experts_match_transformers(made: Any, tokens: int) -> None:
     module, weights, activation = made()
-    x, ids, shares = _inputs(tokens, 12, 3)
+    x, ids, topk_weights = _inputs(tokens, 12, 3)
     with torch.no_grad():
-        wanted = module(x, ids, shares)
-    found = experts(x, ids, shares, weights, activation)
+        wanted = module(x, ids, topk_weights)
+    found = experts(x, ids, topk_weights, weights, activation)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
-    everywhere = _dense_fallback(x, ids, shares, weights, activation)
+    everywhere = _dense_fallback(x, ids, topk_weights, weights, activation)
     torch.testing.assert_close(everywhere, wanted, atol=1e-4, rtol=1e-5)
 
 
@@ -167,9 +167,9 @@ def test_experts_match_transformers(made: Any, tokens: int) -> None:
 def test_experts_of_other_ranks_add_nothing(made: Any, function: Any) -> None:
     """The sums over 3, 5 and 4 experts add up to that over all 12."""
     _, weights, activation = made()
-    x, ids, shares = _inputs(23, 12, 3)
+    x, ids, topk_weights = _inputs(23, 12, 3)
     ids[-1] = -1  # a row of padding
-    wanted = experts(x[:-1], ids[:-1], shares[:-1], weights, activation)
+    wanted = experts(x[:-1], ids[:-1], topk_weights[:-1], weights, activation)
     total = torch.zeros_like(x)
     for first, end in ((0, 3), (3, 8), (8, 12)):
         biases = (weights.gate_up_bias_XO, weights.down_bias_XD)
@@ -177,7 +177,7 @@ def test_experts_of_other_ranks_add_nothing(made: Any, function: Any) -> None:
         part = ExpertWeights(
             weights.gate_up_XOD[first:end], weights.down_XDF[first:end], *some, complete=False
         )
-        total += function(x, ids - first, shares, part, activation)
+        total += function(x, ids - first, topk_weights, part, activation)
     assert not total[-1].any()
     torch.testing.assert_close(total[:-1], wanted, atol=1e-5, rtol=1e-5)
 
@@ -185,21 +185,21 @@ def test_experts_of_other_ranks_add_nothing(made: Any, function: Any) -> None:
 @pytest.mark.parametrize("function", [experts, _dense_fallback])
 def test_padding_does_not_disturb_real_rows(function: Any) -> None:
     _, weights, activation = _gpt_oss()
-    x, ids, shares = _inputs(9, 12, 3)
-    wanted = function(x[:6], ids[:6], shares[:6], weights, activation)
-    x[6:], shares[6:] = float("nan"), float("nan")
+    x, ids, topk_weights = _inputs(9, 12, 3)
+    wanted = function(x[:6], ids[:6], topk_weights[:6], weights, activation)
+    x[6:], topk_weights[6:] = float("nan"), float("nan")
     x[7] = float("inf")
-    found = function(x, ids, shares, weights, activation)
+    found = function(x, ids, topk_weights, weights, activation)
     torch.testing.assert_close(found[:6], wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_an_unselected_expert_adds_nothing_however_large() -> None:
     _, weights, activation = _qwen3()
-    x, ids, shares = _inputs(5, 6, 2)
-    wanted = experts(x, ids, shares, weights, activation)
+    x, ids, topk_weights = _inputs(5, 6, 2)
+    wanted = experts(x, ids, topk_weights, weights, activation)
     weights.down_XDF[7:] = float("inf")
-    assert torch.equal(experts(x, ids, shares, weights, activation), wanted)
-    torch.testing.assert_close(_dense_fallback(x, ids, shares, weights, activation), wanted)
+    assert torch.equal(experts(x, ids, topk_weights, weights, activation), wanted)
+    torch.testing.assert_close(_dense_fallback(x, ids, topk_weights, weights, activation), wanted)
 
 
 def test_experts_are_summed_in_float32() -> None:

@@ -81,7 +81,7 @@ PIECES = {
     "whole": [[150], [3], [64], [1]],
     "chunks": [[64, 64, 22], [2, 1], [1, 63], [1]],
     "tokens": [[1] * length for length in LENGTHS],
-    "prompts beside decodes": [[20] + [1] * 130, [1, 1, 1], [64], [1]],
+    "prompts and decodes": [[20] + [1] * 130, [1, 1, 1], [64], [1]],
 }
 
 

@@ -94,10 +94,10 @@ def test_every_kind_of_plan_matches_torch(
     plan = plans.get(kind, GroupedPlan(MANY, 64, tile, tile))
     weights = weights_of(6, *sizes, activation is not None)
     for tokens in (1, 3 if kind == "vector" else 40):
-        ids, shares = routed(tokens, 5, 3)
+        ids, topk_weights = routed(tokens, 5, 3)
         x = torch.randn(tokens, sizes[0])
-        found = multiply(plan, x, ids, shares, weights, activation, described)
-        wanted = experts.reference(x, ids, shares, weights, activation)
+        found = multiply(plan, x, ids, topk_weights, weights, activation, described)
+        wanted = experts.reference(x, ids, topk_weights, weights, activation)
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
@@ -105,23 +105,23 @@ def test_every_kind_of_plan_matches_torch(
 def test_padding_and_unknown_experts_do_not_disturb_real_rows(tokens: int) -> None:
     run = experts.providers["triton"].function
     weights = weights_of(12, 40, 24, True)
-    ids, shares = routed(tokens + 2, 12, 3)
+    ids, topk_weights = routed(tokens + 2, 12, 3)
     x = torch.randn(tokens + 2, 40)
     x[tokens:] = float("nan")
     ids[tokens + 1] = torch.tensor([-1, 12, 1 << 40])
-    wanted = experts.reference(x[:tokens], ids[:tokens], shares[:tokens], weights, GPT_OSS)
-    found = run(x, ids, shares, weights, GPT_OSS)
+    wanted = experts.reference(x[:tokens], ids[:tokens], topk_weights[:tokens], weights, GPT_OSS)
+    found = run(x, ids, topk_weights, weights, GPT_OSS)
     torch.testing.assert_close(found[:tokens], wanted, atol=1e-4, rtol=1e-4)
     assert not found[tokens + 1].any()
-    assert run(x[:0], ids[:0], shares[:0], weights, GPT_OSS).shape == (0, 40)
+    assert run(x[:0], ids[:0], topk_weights[:0], weights, GPT_OSS).shape == (0, 40)
 
 
 def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
     """From the first row on: in numpy's matmul a row's bits depend on its index in the tile."""
     run = experts.providers[BATCH_INVARIANT].function
     weights = weights_of(3, 64, 48, False)
-    ids, shares = torch.tensor([[0, 2]]).repeat(70, 1), torch.rand(70, 2)
+    ids, topk_weights = torch.tensor([[0, 2]]).repeat(70, 1), torch.rand(70, 2)
     x = torch.randn(70, 64)
-    together = run(x, ids, shares, weights, None)
+    together = run(x, ids, topk_weights, weights, None)
     for rows in (slice(0, 1), slice(0, 17), slice(64, 70)):
-        assert torch.equal(run(x[rows], ids[rows], shares[rows], weights, None), together[rows]), rows
+        assert torch.equal(run(x[rows], ids[rows], topk_weights[rows], weights, None), together[rows]), rows

@@ -62,9 +62,9 @@ def check(format: Format, plan: Any, tokens: int, described: bool, monkeypatch: 
     weights = layer(format, 3, *SIZES[format], clamped is not None)
     torch.manual_seed(tokens)
     x = torch.randn(tokens, SIZES[format][0])
-    ids, shares = torch.rand(tokens, 3).topk(2).indices, torch.rand(tokens, 2)
-    found = multiply(plan, *_packed(x, ids, shares, weights, clamped), described)
-    wanted = experts.reference(x, ids, shares, weights, clamped)
+    ids, topk_weights = torch.rand(tokens, 3).topk(2).indices, torch.rand(tokens, 2)
+    found = multiply(plan, *_packed(x, ids, topk_weights, weights, clamped), described)
+    wanted = experts.reference(x, ids, topk_weights, weights, clamped)
     if hasattr(plan, "block") and format in ROUNDED:  # two GEMMs, each with rounded activations
         assert (found - wanted).norm() < (0.01 if format == "channel_int8" else 0.05) * wanted.norm()
     else:

@@ -18,19 +18,19 @@ def routed(
     """Ids in ascending order, and the weights in the same order."""
     from atom_ops.triton_impl.experts.routing import _launch
 
-    ids_TJ, weights_TJ = _launch(logits_TX, rule, bias_X)
-    order_TJ = ids_TJ.argsort(1)
-    return ids_TJ.gather(1, order_TJ).tolist(), weights_TJ.gather(1, order_TJ)
+    topk_ids_TJ, topk_weights_TJ = _launch(logits_TX, rule, bias_X)
+    order_TJ = topk_ids_TJ.argsort(1)
+    return topk_ids_TJ.gather(1, order_TJ).tolist(), topk_weights_TJ.gather(1, order_TJ)
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "softmax_of_chosen", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "softmax_of_topk", "sigmoid"])
 def test_of_equal_scores_the_first_experts_are_taken(scoring: Scoring) -> None:
     logits_TX = torch.zeros(2, 20)
     logits_TX[1, 7] = 3.0
-    ids, weights_TJ = routed(logits_TX, RoutingRule(4, scoring, renormalise=True))
+    ids, topk_weights_TJ = routed(logits_TX, RoutingRule(4, scoring, renormalise=True))
     assert ids == [[0, 1, 2, 3], [0, 1, 2, 7]]
-    torch.testing.assert_close(weights_TJ.sum(1), torch.ones(2))
-    torch.testing.assert_close(weights_TJ[0], torch.full((4,), 0.25))
+    torch.testing.assert_close(topk_weights_TJ.sum(1), torch.ones(2))
+    torch.testing.assert_close(topk_weights_TJ[0], torch.full((4,), 0.25))
 
 
 def test_of_equal_groups_the_first_are_kept() -> None:
@@ -43,7 +43,7 @@ def test_of_equal_groups_the_first_are_kept() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
-@pytest.mark.parametrize("rule", [RoutingRule(3, "softmax_of_chosen"), RoutingRule(3, "softmax"), GROUPED])
+@pytest.mark.parametrize("rule", [RoutingRule(3, "softmax_of_topk"), RoutingRule(3, "softmax"), GROUPED])
 def test_infinite_and_nan_logits_choose_distinct_experts(rule: RoutingRule) -> None:
     logits_TX = torch.zeros(4, 16)
     logits_TX[0] = -torch.inf
@@ -55,18 +55,18 @@ def test_infinite_and_nan_logits_choose_distinct_experts(rule: RoutingRule) -> N
         assert all(0 <= number < 16 for number in ids)
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "softmax_of_chosen", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "softmax_of_topk", "sigmoid"])
 def test_chosen_weights_follow_the_reference(scoring: Scoring) -> None:
     """With a bias of the scores, the weights come from the scores without it."""
     generator = torch.Generator().manual_seed(1)
     logits_TX, bias_X = torch.randn(5, 24, generator=generator), torch.rand(24, generator=generator)
     rule = RoutingRule(6, scoring, scale=2.5)
     for bias in (None, bias_X):
-        ids, weights_TJ = routed(logits_TX, rule, bias)
+        ids, topk_weights_TJ = routed(logits_TX, rule, bias)
         wanted_TJ, expected_TJ = route.reference(logits_TX, rule, bias)
         order_TJ = wanted_TJ.argsort(1)
         assert ids == wanted_TJ.gather(1, order_TJ).tolist()
-        torch.testing.assert_close(weights_TJ, expected_TJ.gather(1, order_TJ))
+        torch.testing.assert_close(topk_weights_TJ, expected_TJ.gather(1, order_TJ))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,25 +81,25 @@ def test_logits_of_16_bits_choose_as_in_float32(
     logits_TX[2:4] -= 9
     logits_TX[4:6] *= 1e-7
     logits_TX[6:] = torch.randn(2, experts, generator=generator).to(dtype)
-    for scoring in ("softmax", "softmax_of_chosen"):
+    for scoring in ("softmax", "softmax_of_topk"):
         rule = RoutingRule(top_k, scoring, renormalise, scale=2.5)
         # Of equal logits the first: a stable sort.
         wanted_TJ = logits_TX.float().sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-        ids, weights_TJ = routed(logits_TX, rule)
+        ids, topk_weights_TJ = routed(logits_TX, rule)
         assert ids == wanted_TJ.sort(1).values.tolist()
         expected_TJ = route.reference(logits_TX, rule)[1].sort(1).values
-        torch.testing.assert_close(weights_TJ.sort(1).values, expected_TJ)
+        torch.testing.assert_close(topk_weights_TJ.sort(1).values, expected_TJ)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("scoring", ["softmax", "softmax_of_chosen"])
+@pytest.mark.parametrize("scoring", ["softmax", "softmax_of_topk"])
 def test_nan_of_16_bits_is_first(scoring: Scoring) -> None:
     logits_TX = torch.zeros(3, 20, dtype=torch.bfloat16)
     logits_TX[0, 9] = torch.nan
     logits_TX[1] = -1
     logits_TX[1, 3:] = -torch.inf
     logits_TX[2] = torch.full((20,), -1, dtype=torch.int16).view(torch.bfloat16)  # the lowest NaN
-    ids, weights_TJ = routed(logits_TX, RoutingRule(4, scoring))
+    ids, topk_weights_TJ = routed(logits_TX, RoutingRule(4, scoring))
     assert ids == [[0, 1, 2, 9], [0, 1, 2, 3], [0, 1, 2, 3]]
-    assert weights_TJ[0].isnan().all() and weights_TJ[2].isnan().all()
-    torch.testing.assert_close(weights_TJ[1], torch.tensor([1, 1, 1, 0]) / 3)
+    assert topk_weights_TJ[0].isnan().all() and topk_weights_TJ[2].isnan().all()
+    torch.testing.assert_close(topk_weights_TJ[1], torch.tensor([1, 1, 1, 0]) / 3)

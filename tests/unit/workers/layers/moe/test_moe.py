@@ -68,7 +68,7 @@ FAMILIES = {
         "gpt_oss",
         {"num_local_experts": COUNT, "num_experts_per_tok": 4},
         "mlp",
-        {"rule": RoutingRule(4, "softmax_of_chosen"), "activation": ClampedSwiglu(7.0, 1.702),
+        {"rule": RoutingRule(4, "softmax_of_topk"), "activation": ClampedSwiglu(7.0, 1.702),
          "router_bias": True, "expert_bias": True, "layout": INTERLEAVED},
         {"gate": "router"},
     ),
