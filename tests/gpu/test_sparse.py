@@ -112,6 +112,33 @@ def test_captured_with_padding_rows() -> None:
     assert out[-padding:].eq(0).all()
 
 
+def test_attention_waits_for_the_selection_before_it() -> None:
+    """Steps queued without a pause: their selections take turns in the same memory."""
+    steps = [step_of([1] * 6, [start + 500 * row for row in range(6)], BF16) for start in (40, 3000)]
+    expected = []
+    for step in steps:
+        topk = step.choose(COUNT)
+        torch.cuda.synchronize()
+        expected.append(step.attend(topk))
+    torch.cuda.synchronize()
+    results = [(index % 2, steps[index % 2].attend(steps[index % 2].choose(COUNT))) for index in range(400)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[which]) for which, out in results)
+
+
+def test_more_than_65535_tokens() -> None:
+    """A grid's second and third dimensions hold fewer programs than a step may have tokens."""
+    tokens, heads = 66_000, 4
+    step = step_of([1], [COUNT], BF16, heads=heads)
+    topk = step.choose(COUNT)
+    many = TopKIndices(
+        topk.slots_TJ.expand(tokens, -1).contiguous(), topk.counts_T.expand(tokens).contiguous()
+    )
+    out = atom_ops.sparse_latent_attention(step.q.expand(tokens, -1, -1), step.cache, many, step.scale)
+    assert torch.equal(out[-1], out[0])
+    torch.testing.assert_close(out[:1], step.attend(topk), atol=3e-2, rtol=3e-2)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_row_does_not_depend_on_others(dtype: torch.dtype) -> None:
     lens = [3000, 40, 900, 5000]

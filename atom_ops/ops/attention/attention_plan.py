@@ -134,6 +134,9 @@ class AttentionPlan:
     """The tensors' values on the host, for `work_items`."""
     decode_query_len: int = 1
     """Queries of a row that decodes, drafts included: kernels choose their tiles by it."""
+    is_step_input: bool = True
+    """Whether the tensors were complete before the step's first layer, so that kernels may read them before
+    their predecessor ends. False: kernels of the layer itself have written them, as its top-k tokens."""
 
     def work_items(
         self,

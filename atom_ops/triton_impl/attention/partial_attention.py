@@ -22,10 +22,10 @@ def _merge(
     WIDTH: tl.constexpr, RANKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, T)."""
+    """Grid (T x H): only the first dimension takes more than 65,535 programs."""
     pdl_begin(PDL)
-    head = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) % heads
+    token = (tl.program_id(0) // heads).to(tl.int64)
     rank_R, feature_C = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     lse_R = lse + rank_R.to(tl.int64) * lse_rank_stride + token * lse_token_stride + head * lse_head_stride
     lse_R = tl.load(lse_R, mask=rank_R < RANKS, other=float("-inf"))
@@ -49,7 +49,7 @@ def _merge_partials(out_RTHC: Tensor, lse_RTH: Tensor) -> Tensor:
     ranks, tokens, heads, width = out_RTHC.shape
     out_THC = out_RTHC.new_empty(tokens, heads, width)
     if tokens:
-        _merge[(heads, tokens)](
+        _merge[(tokens * heads,)](
             out_RTHC, lse_RTH, out_THC, heads, *out_RTHC.stride()[:3], *lse_RTH.stride(),
             WIDTH=width, RANKS=ranks, BLOCK_R=triton.next_power_of_2(ranks),
             BLOCK_C=triton.next_power_of_2(width), num_warps=4, **launch_options(out_RTHC.device),

@@ -188,22 +188,30 @@ def _latent_rows(
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HEADS: tl.constexpr, TILES: tl.constexpr, DECODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr,
-    RANK: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of heads, splits, rows of the step x TILES or tile numbers).
+    """Grid (blocks of heads x (rows of the step x TILES or tile numbers), splits).
 
-    DECODE: computes rows of at most TILES tiles of TILE tokens, and reads the step's inputs before the wait
-    (see `pdl`); otherwise rows of at least `min_tokens`, unsplit.
+    The blocks of heads of one tile are neighbours, so that they share the tile's latents in the L2 cache.
+    Tiles are in the first dimension because the others have at most 65,535 programs.
+
+    DECODE: computes rows of at most TILES tiles of TILE tokens; otherwise rows of at least `min_tokens`,
+    unsplit. EARLY: `table`, `contexts` and `starts` are inputs of the step, which DECODE reads before the
+    wait (see `pdl`); otherwise kernels of this layer have written them.
     """
     pdl_launch_dependents(PDL)
-    if DECODE:
-        row = tl.program_id(2) // TILES
-        first_token = tl.load(starts + row, cache_modifier=".cg")
-        tile_start = tl.program_id(2) % TILES * TILE
-    else:
+    head_blocks = tl.cdiv(heads, HEADS)
+    head_block = tl.program_id(0) % head_blocks
+    number = tl.program_id(0) // head_blocks
+    if not (DECODE and EARLY):
         pdl_wait(PDL)
+    if DECODE:
+        row = number // TILES
+        first_token = tl.load(starts + row, cache_modifier=".cg")
+        tile_start = number % TILES * TILE
+    else:
         # The last tiles of a row take longest and are launched first.
-        number = tl.num_programs(2) - 1 - tl.program_id(2)
+        number = tl.num_programs(0) // head_blocks - 1 - number
         row = row_of_tile(number, starts, 0, rows_of_step, TILE)
         first_token = tl.load(starts + row)
         tile_start = (number - first_token // TILE - row) * TILE
@@ -220,7 +228,7 @@ def _latent_rows(
     stop = tl.minimum(tl.minimum(first + share, context), _own(before + TILE, RANK, RANKS))
     table += row.to(tl.int64) * table_stride
     slot_N = _slots_of(first, stop, table, BLOCK_SIZE, BLOCK_N)
-    if DECODE:
+    if DECODE and EARLY:
         pdl_wait(PDL)
     if elsewhere:
         return
@@ -229,7 +237,7 @@ def _latent_rows(
     m = tl.arange(0, BLOCK_M)
     feature_C, feature_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     inside_M = tile_start + m // HEADS
-    head_M = tl.program_id(0) * HEADS + m % HEADS
+    head_M = head_block * HEADS + m % HEADS
     wanted_M = (inside_M < length) & (head_M < heads)
     wanted_MC = wanted_M[:, None] & (feature_C < LATENT)[None, :]
     token_M = (first_token + inside_M).to(tl.int64)
@@ -269,10 +277,12 @@ def _combine(
     out, lse, contexts, starts, partial_sums, partial_states, heads, splits,
     LATENT: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr, AT_ONCE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, R * TILE): merges the splits of each context of more than one."""
+    """Grid (H, R * TILE): merges the splits of each context of more than one. EARLY: as in `_latent_rows`."""
     pdl_launch_dependents(PDL)
+    if not EARLY:
+        pdl_wait(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1) // TILE
     inside = tl.program_id(1) % TILE
@@ -280,7 +290,8 @@ def _combine(
     length = tl.load(starts + row + 1, cache_modifier=".cg") - first_token
     context = _own(tl.load(contexts + row, cache_modifier=".cg"), RANK, RANKS)
     used = tl.cdiv(context, _share(context, splits, BLOCK_N))
-    pdl_wait(PDL)
+    if EARLY:
+        pdl_wait(PDL)
     if (length > TILE) | (inside >= length) | (used <= 1):
         return
     partial = (tl.program_id(1).to(tl.int64) * heads + head) * splits
@@ -426,9 +437,9 @@ def _launch_decode(
         entries = rows * row_tokens * heads * splits
         partial_sums = torch.empty(entries, latent, dtype=torch.float32, device=q_THK.device)
         partial_states = torch.empty(entries, 2, dtype=torch.float32, device=q_THK.device)
-    _latent_rows[(head_blocks, splits, rows * tiles)](
+    _latent_rows[(head_blocks * rows * tiles, splits)](
         *_arguments(output, q_THK, cache, plan, partial_sums, partial_states, scale), 0,
-        **_constants(q_THK, cache, config), TILES=tiles, DECODE=True,
+        **_constants(q_THK, cache, config), TILES=tiles, DECODE=True, EARLY=plan.is_step_input,
     )  # fmt: skip
     if splits > 1:
         _combine[(heads, rows * row_tokens)](
@@ -436,7 +447,7 @@ def _launch_decode(
             partial_sums, partial_states, heads, splits,
             LATENT=latent, TILE=row_tokens, BLOCK_N=config.tokens, BLOCK_C=triton.next_power_of_2(latent),
             BLOCK_S=triton.next_power_of_2(splits), AT_ONCE=_AT_ONCE, RANK=cache.shard.rank,
-            RANKS=cache.shard.ranks, num_warps=4,
+            RANKS=cache.shard.ranks, EARLY=plan.is_step_input, num_warps=4,
             **launch_options(q_THK.device),
         )  # fmt: skip
 
@@ -446,9 +457,9 @@ def _launch_prefill(
     config: _KernelConfig, min_tokens: int,
 ) -> None:  # fmt: skip
     numbers = plan.num_tokens // config.tile + len(plan.context_lens_R)
-    _latent_rows[(triton.cdiv(q_THK.shape[1], config.heads), 1, numbers)](
+    _latent_rows[(triton.cdiv(q_THK.shape[1], config.heads) * numbers, 1)](
         *_arguments(output, q_THK, cache, plan, None, None, scale), min_tokens,
-        **_constants(q_THK, cache, config), TILES=1, DECODE=False,
+        **_constants(q_THK, cache, config), TILES=1, DECODE=False, EARLY=False,
     )  # fmt: skip
 
 

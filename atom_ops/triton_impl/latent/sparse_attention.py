@@ -395,4 +395,5 @@ def _plan_from(topk: TopKIndices) -> AttentionPlan:
         max_query_len=1,
         max_context_len=most,
         split_tokens=topk.split_tokens,
+        is_step_input=False,
     )
