@@ -105,7 +105,7 @@ class EngineHost:
     async def generate(self, request: dict[str, Any], name: str) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a request, whose sequences are aborted when the caller stops reading.
 
-        Raises ApiError: RequestError for a request that cannot be served, EngineDeadError and
+        Raises ApiError: RequestError for a request that cannot be served, EngineLostError and
         UnavailableError where another worker may serve it.
         """
         room = self._inputs.max_model_len - len(request["token_ids"])

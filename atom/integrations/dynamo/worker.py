@@ -33,7 +33,7 @@ from atom.shared.messages.engine import CoreStats
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.logger import setup_logging
 from atom.supervisor import StartError
-from frontend.errors import EngineDeadError, OverloadedError, RequestError, UnavailableError
+from frontend.errors import EngineLostError, OverloadedError, RequestError, UnavailableError
 
 _STATS_S = 0.25
 _FLAGS = (
@@ -108,14 +108,14 @@ class AtomWorker(LLMEngine):
                     yield chunk
         except RequestError as error:
             raise exceptions.InvalidArgument(error.message) from None
-        except (EngineDeadError, UnavailableError) as error:
+        except (EngineLostError, UnavailableError) as error:
             raise exceptions.EngineShutdown(error.message) from None
         except OverloadedError as error:
             raise exceptions.WorkerUnavailable(error.message) from None
 
     async def abort(self, context: Any) -> None:
         """The client is gone: end its request."""
-        with contextlib.suppress(EngineDeadError, UnavailableError):
+        with contextlib.suppress(EngineLostError, UnavailableError):
             await self.host.abort(context.id())
 
     async def cleanup(self) -> None:
