@@ -8,14 +8,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from atom.engine.async_llm_engine import AsyncLLMEngine
     from atom.engine.engine_args import EngineArgs
     from atom.engine.llm_engine import LLMEngine
     from atom.shared.outputs import RequestOutput
     from atom.shared.sampling_params import SamplingParams, StructuredOutputsParams
 
-__all__ = ["EngineArgs", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+    __version__: str
+
+__all__ = [
+    "AsyncLLMEngine",
+    "EngineArgs",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _HOMES = {
+    "AsyncLLMEngine": "atom.engine.async_llm_engine",
     "EngineArgs": "atom.engine.engine_args",
     "LLMEngine": "atom.engine.llm_engine",
     "RequestOutput": "atom.shared.outputs",
@@ -25,6 +36,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("atom.shared.utils.version").atom_version()
     if name not in _HOMES:
         raise AttributeError(f"module 'atom' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -7,7 +7,7 @@ ApiError                 base: an HTTP status and OpenAI's error object
 ├─ InternalError         500: a bug in this program
 ├─ UnavailableError      503 with Retry-After: starting, stopping or without an engine
 └─ EngineError           500: the engine failed this request
-   └─ EngineDeadError    the engine ended while it ran the request; code engine_dead
+   └─ EngineLostError    the engine ended while it ran the request; code engine_dead
 """
 
 from typing import ClassVar
@@ -109,8 +109,8 @@ class EngineError(ApiError):
     """The engine could not finish this request."""
 
 
-class EngineDeadError(EngineError):
-    """The engine process ended."""
+class EngineLostError(EngineError):
+    """The engine ended while it ran the request."""
 
     def __init__(self, reason: str):
         super().__init__(f"the engine is gone: {reason}", code="engine_dead")

@@ -12,6 +12,7 @@ from pathlib import Path
 import zmq
 
 from atom.commands.plan import show_plan
+from atom.engine.engine_host import EngineHost, Prepare
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.cli import (
     CommandLineParser,
@@ -30,7 +31,6 @@ from atom.shared.config.cli import (
 )
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.nodes import NodesConfig, first_device
-from atom.shared.config.resolve import DeviceCapabilities, resolve
 from atom.shared.config.server import ServerConfig
 from atom.shared.config.sources import unknown_variables
 from atom.shared.messages.nodes import NodeInfo
@@ -80,6 +80,7 @@ class Launcher:
         self.nodes = nodes
         self.explicit = explicit
         self.started = time.monotonic()
+        self._host = EngineHost(config, explicit)
         self._logger = setup_logging("launch")
         self._bars = ProgressBars()
         self._stops = 0
@@ -111,17 +112,23 @@ class Launcher:
             check_installed()
         return template
 
-    def _resolve(
-        self, checkpoint: Checkpoint, capabilities: DeviceCapabilities, place: NodePlace
-    ) -> NodePlace:
-        """Resolve the configuration; returns the place, with the GPUs of this node."""
-        resolved = resolve(self.config, checkpoint, self.explicit, capabilities)
-        self.config = resolved.config
-        self._log_notes(resolved.notes, checkpoint, capabilities.rocm)
+    def _prepare(self, prepare: Prepare, place: NodePlace, template: str | None) -> NodePlace:
+        """Prepare the model and resolve the configuration; returns the place, with the GPUs of this node.
+
+        `template` is the path of --chat-template.
+        """
+        host = self._host
+        host.prepare(prepare)
+        self._bars.close()
+        if template is not None:
+            host.checkpoint = replace(host.checkpoint, chat_template_file=template)
+        host.resolve(self._notes(host.checkpoint))
+        self.config = host.config
         if self.config.device.device == "cpu":
             return place
         workers = self.config.parallel.workers_per_node
-        return replace(place, first_device=first_device(self.nodes.local_rank, workers, capabilities.cuda))
+        device = first_device(self.nodes.local_rank, workers, host.capabilities.cuda)
+        return replace(place, first_device=device)
 
     def _run(self) -> None:
         raise_open_files_limit()
@@ -174,27 +181,24 @@ class Launcher:
         admin: AdminSocket | None,
         template: str | None,
     ) -> None:
-        checkpoint, capabilities = supervisor.prepare(self.config.model)
-        if template is not None:
-            checkpoint = replace(checkpoint, chat_template_file=template)
-        place = self._resolve(checkpoint, capabilities, place)
-        supervisor.gather_nodes(self.config, checkpoint, self.server, place)
-        supervisor.start_engines(self.config, checkpoint)
+        place = self._prepare(supervisor.prepare, place, template)
+        supervisor.gather_nodes(self.config, self._host.checkpoint, self.server, place)
+        self._host.start(supervisor)
         supervisor.start_frontends(port, None if admin is None else admin.socket)
         supervisor.wait_ready()
         self._bars.close()
 
-    def _log_notes(self, notes: list[str], checkpoint: Checkpoint, rocm: bool) -> None:
+    def _notes(self, checkpoint: Checkpoint) -> list[str]:
+        """Settings without effect that the engine's configuration does not have."""
+        notes = []
         if self.config.parallel.nnodes == 1:
             given = [field.name for field in fields(NodesConfig) if field.name in self.explicit]
             flags = [f"--{name.replace('_', '-')}" for name in given]
-            notes = notes + [f"{flag} has no effect: there is one node; --nnodes adds more" for flag in flags]
-        notes = notes + envs.startup_notes(self.config.device.device, rocm)
+            notes += [f"{flag} has no effect: there is one node; --nnodes adds more" for flag in flags]
         notes += unknown_variables(all_fields(), os.environ)
         if self.server.chat_template is not None and checkpoint.tokenizer_file is None:
             notes.append("--chat-template has no effect: a checkpoint without a tokenizer serves token ids")
-        for note in notes:
-            self._logger.info(note)
+        return notes
 
     def _print_banner(self, supervisor: Supervisor, port: int, admin: AdminSocket | None) -> None:
         config, details, url = self.config, supervisor.details, self._url(port)
@@ -272,13 +276,13 @@ class NodeLauncher(Launcher):
                 open_things.enter_context(http)
                 admin = open_things.enter_context(_admin_socket(server))
                 self._logger.info("serving HTTP on %s port %d once engines are ready", server.host, http.port)
-            checkpoint, capabilities = prepared(
-                context, run_dir, self.config.model, self._on_progress, lambda: self._on_node_turn(False)
+            place = self._prepare(
+                lambda model: prepared(
+                    context, run_dir, model, self._on_progress, lambda: self._on_node_turn(False)
+                ),
+                place,
+                template,
             )
-            self._bars.close()
-            if template is not None:
-                checkpoint = replace(checkpoint, chat_template_file=template)
-            place = self._resolve(checkpoint, capabilities, place)
             placement = Placement(self.config.parallel, self.nodes.frontend_per_node)
             ports = open_things.enter_context(
                 closing(NodePorts(placement, place.rank, place.address, self.config.parallel.port))
@@ -289,12 +293,12 @@ class NodeLauncher(Launcher):
                 place.interface,
                 str(run_dir),
                 self.config,
-                checkpoint,
+                self._host.checkpoint,
                 self.server,
                 ports.ports,
                 place.first_device,
             )
-            identity = identity_of(self.config, checkpoint, self.server if http else None)
+            identity = identity_of(self.config, self._host.checkpoint, self.server if http else None)
             member = Member(context, info, place, identity, http, None if admin is None else admin.socket)
             self._is_starting, self._phase = False, f"joining the master at {place.master}"
             member.run(lambda: self._stops, self.server.shutdown_timeout + _STOP_MARGIN_S, self._on_node_turn)

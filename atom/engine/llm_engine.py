@@ -19,10 +19,14 @@ from typing import Any
 import msgspec
 import zmq
 
+from atom.engine.client_parts import Chat, ClientParts
+from atom.engine.engine_host import EngineHost, check_one_node
+from atom.engine.errors import EngineDeadError
 from atom.engine.mtp_statistics import mtp_statistics, mtp_text
+from atom.engine.results import logprobs_of, output_of, text_options
 from atom.shared.config.cli import engine_config_from_kwargs
 from atom.shared.config.engine import EngineConfig
-from atom.shared.config.resolve import DeviceCapabilities, resolve
+from atom.shared.config.resolve import DeviceCapabilities
 from atom.shared.messages.engine import (
     AddRequest,
     CoreDead,
@@ -34,22 +38,18 @@ from atom.shared.messages.engine import (
 )
 from atom.shared.messages.grammar import CompiledGrammar, Grammar, GrammarSource
 from atom.shared.messages.profile import Profile, ProfileResult
-from atom.shared.outputs import Logprobs, RequestOutput, Sequence
+from atom.shared.outputs import RequestOutput, Sequence
 from atom.shared.sampling_params import SamplingParams, StructuredOutputsParams
 from atom.shared.utils import envs
 from atom.shared.utils.logger import setup_logging
 from atom.supervisor import Supervisor
 from atom.supervisor.progress import ProgressBars
 from frontend.engine_client.core_links import CoreLinks
-from frontend.engine_client.dp_router import router_for
-from frontend.text.chat_encoder import ChatEncoder
-from frontend.text.chat_template import ChatTemplate
 from frontend.text.constraint import constraint_of
 from frontend.text.grammar_process import GrammarProcess
-from frontend.text.input_processor import InputProcessor
-from frontend.text.output_processor import OutputProcessor, TextOptions, Update
-from frontend.text.token_logprobs import TokenLogprob
-from frontend.text.tokenizer import Tokenizer
+from frontend.text.output_processor import OutputProcessor
+
+__all__ = ["EngineDeadError", "LLMEngine", "Prompt", "StreamCallback"]
 
 Prompt = str | list[int]
 StreamCallback = Callable[[RequestOutput], None]
@@ -59,10 +59,6 @@ _STEP_WAIT_S = 0.2
 _STATS_DEADLINE_S = 30.0
 _CORE_READY_DEADLINE_S = 60.0
 _PROFILE_DEADLINE_S = 330.0
-
-
-class EngineDeadError(RuntimeError):
-    """The engine's processes have ended; the text names the process and the cause."""
 
 
 class LLMEngine:
@@ -87,53 +83,46 @@ class LLMEngine:
         return engine
 
     def _start(self, config: EngineConfig, explicit: set[str]) -> None:
-        if config.parallel.nnodes > 1:
-            raise ValueError(f"nnodes={config.parallel.nnodes}: atom-launch starts engines on several nodes")
-        self._logger = setup_logging("library")
+        check_one_node(config)
+        setup_logging("library")
         self._bars = ProgressBars()
         self._grammar_process: GrammarProcess | None = None
         self._supervisor = Supervisor(self._bars.update)
         self._context = zmq.Context()
         try:
-            self.checkpoint, capabilities = self._supervisor.prepare(config.model)
-            resolved = resolve(config, self.checkpoint, explicit, capabilities)
-            notes = resolved.notes + envs.startup_notes(resolved.config.device.device, capabilities.rocm)
-            if envs.ATOM_DP_SIZE > 1:
-                notes.append(
-                    f"ATOM_DP_SIZE={envs.ATOM_DP_SIZE} has no effect: it is read by atom-launch alone"
-                )
-            for note in notes:
-                self._logger.info(note)
-            self.config = _without_mixed_limit(resolved.config)
-            self.gpu_names = _used_gpus(self.config, capabilities)
-            self._supervisor.start_engines(self.config, self.checkpoint)
+            host = EngineHost(config, explicit)
+            host.prepare(self._supervisor.prepare)
+            host.resolve(_notes())
+            host.config = _without_mixed_limit(host.config)
+            self.checkpoint = host.checkpoint
+            self.config = host.config
+            self.gpu_names = _used_gpus(host.config, host.capabilities)
+            host.start(self._supervisor)
             self._supervisor.wait_ready()
             self._bars.close()
-            self._connect()
+            self._connect(ClientParts.of(host))
         except BaseException:
             self.close()
             raise
 
-    def _connect(self) -> None:
-        router = router_for(self.config, self.config.parallel.data_parallel_size)
-        self._links = CoreLinks(self._context, self._supervisor.engines, router)
+    def _connect(self, parts: ClientParts) -> None:
+        self._grammar_process = parts.grammar_process
+        self._links = CoreLinks(self._context, self._supervisor.engines, parts.router)
         self._links.connect()
         ready = self._wait_for_all(CoreReady, _CORE_READY_DEADLINE_S)
         self.max_model_len: int = min(one.max_model_len for one in ready)
         self.kv_tokens: int = sum(one.kv_tokens for one in ready)
         self.weight_bytes: list[int] = [size for one in ready for size in one.weight_bytes]
-        self.tokenizer = Tokenizer.from_checkpoint(self.checkpoint)
-        policy = self.config.scheduler.scheduling_policy
-        self._input = InputProcessor(self.checkpoint, self.tokenizer, self.max_model_len, policy)
+        self._input = parts.inputs
+        self._input.max_model_len = self.max_model_len
+        self.tokenizer = parts.inputs.tokenizer
         self._output = OutputProcessor(self.tokenizer)
-        self._grammar_process = GrammarProcess(self.checkpoint)
         self._compile = functools.lru_cache(_MAX_GRAMMARS)(
-            functools.partial(_compiled, self._grammar_process)
+            functools.partial(_compiled, parts.grammar_process)
         )
-        template = ChatTemplate.from_checkpoint(self.checkpoint)
-        self._chat = None if template is None else ChatEncoder(template, self._input)
+        self._chat = Chat(self.checkpoint, self._input)
         self._request_ids = itertools.count()
-        self._running: dict[int, tuple[Sequence, StreamCallback | None]] = {}
+        self._running: dict[int, tuple[Sequence, int, StreamCallback | None]] = {}
         self._finished_early: list[Sequence] = []  # returned by the next `step`
 
     def __enter__(self) -> "LLMEngine":
@@ -263,7 +252,7 @@ class LLMEngine:
     @property
     def template_options(self) -> frozenset[str]:
         """Names of the variables that the model's chat template reads; empty without a template."""
-        return frozenset() if self._chat is None else self._chat.template.options
+        return self._chat.options
 
     def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for `generate`.
@@ -271,9 +260,7 @@ class LLMEngine:
         `options` (such as `enable_thinking`) are passed to the template. Raises ValueError for a model
         without a template, and for an option that is not among `template_options`.
         """
-        if self._chat is None:
-            raise ValueError("this model has no chat template: give prompts instead of messages")
-        return self._chat.encode(messages, options).ids
+        return self._chat.prompt(messages, options)
 
     def pids(self) -> dict[str, int]:
         """Process ids by name: core, worker 0, …"""
@@ -315,7 +302,7 @@ class LLMEngine:
         params: SamplingParams,
         callback: StreamCallback | None,
     ) -> None:
-        for request_id in request.request_ids:
+        for index, request_id in enumerate(request.request_ids):
             sequence = Sequence(
                 request_id,
                 prompt_ids,
@@ -323,11 +310,8 @@ class LLMEngine:
                 prompt_logprobs=None if params.prompt_logprobs is None else [],
                 submitted=time.monotonic(),
             )
-            self._running[request_id] = (sequence, callback)
-        text = TextOptions(
-            params.stop_strings or (), params.include_stop_str_in_output, params.skip_special_tokens
-        )
-        self._output.add(request, text)
+            self._running[request_id] = (sequence, index, callback)
+        self._output.add(request, text_options(params))
         self._links.add(request)
 
     def _process_deltas(self, deltas: TokenDeltas) -> list[Sequence]:
@@ -336,18 +320,18 @@ class LLMEngine:
         now = time.monotonic()
         ended = []
         for update in processed.updates:
-            sequence, callback = self._running[update.request_id]
+            sequence, index, callback = self._running[update.request_id]
             if update.token_ids and not sequence.token_ids:
                 sequence.first_token = now
                 sequence.num_cached_tokens = update.cached_tokens
             sequence.token_ids.extend(update.token_ids)
             if update.text:
                 sequence.text += update.text
-            logprobs = [_as_logprobs(entry) for entry in update.logprobs] if update.logprobs else []
+            logprobs = logprobs_of(update.logprobs) if update.logprobs else []
             if sequence.logprobs is not None:
                 sequence.logprobs += logprobs
             if sequence.prompt_logprobs == [] and update.token_ids:
-                sequence.prompt_logprobs = [None, *map(_as_logprobs, update.prompt_logprobs)]
+                sequence.prompt_logprobs = [None, *logprobs_of(update.prompt_logprobs)]
             if update.finished:
                 sequence.finished = now
                 sequence.finish_reason, sequence.error = update.reason, update.error
@@ -355,7 +339,8 @@ class LLMEngine:
                 self._links.end(update.request_id)
                 ended.append(sequence)
             if callback is not None:
-                callback(_as_output(update, logprobs, sequence))
+                cached = sequence.num_cached_tokens
+                callback(output_of(update, update.request_id, index, cached, logprobs))
         return ended
 
     def _receive(self) -> tuple[int, FromCore | None]:
@@ -410,6 +395,13 @@ def _sum_of(values: tuple[Any, ...]) -> Any:
     return sum(values)
 
 
+def _notes() -> list[str]:
+    """Variables that the library does not read."""
+    if envs.ATOM_DP_SIZE > 1:
+        return [f"ATOM_DP_SIZE={envs.ATOM_DP_SIZE} has no effect: it is read by atom-launch alone"]
+    return []
+
+
 def _without_mixed_limit(config: EngineConfig) -> EngineConfig:
     """Unless the user set one: offline no user waits for the next token, and larger steps take less time."""
     scheduler = config.scheduler
@@ -432,19 +424,3 @@ def _one_for_each(
     if len(params) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling parameters")
     return params
-
-
-def _as_output(update: Update, logprobs: list[Logprobs], sequence: Sequence) -> RequestOutput:
-    return RequestOutput(
-        update.request_id,
-        update.token_ids.tolist(),
-        update.text,
-        finished=sequence.finish_reason is not None,
-        finish_reason=sequence.finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-        logprobs=logprobs,
-    )
-
-
-def _as_logprobs(entry: TokenLogprob) -> Logprobs:
-    return {entry.token_id: entry.logprob} | dict(entry.top)

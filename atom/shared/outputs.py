@@ -9,20 +9,23 @@ Logprobs = dict[int, float]
 
 @dataclass(slots=True)
 class RequestOutput:
-    """New output of one sequence, for a stream callback."""
+    """New output of one sequence."""
 
-    request_id: int
+    request_id: int | str
+    """The id that `LLMEngine.add_request` has returned, or the one given to `AsyncLLMEngine.generate`."""
     output_tokens: list[int] = field(default_factory=list)
-    """Ids since the last callback."""
+    """Ids since the last output."""
     text: str = ""
-    """Text since the last callback."""
+    """Text since the last output."""
     finished: bool = False
     finish_reason: str | None = None
     """Raw: eos, stop_<id>, stop_sequence, max_tokens, aborted or error."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
     logprobs: list[Logprobs] = field(default_factory=list)
-    """Of the tokens of `text`, when requested."""
+    """Log probabilities of the tokens of `text`, when requested."""
+    index: int = 0
+    """Number of the sequence among the `n` of its request."""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from atom.shared.utils.logger import get_logger
-from atom.supervisor.node import Process
+from atom.supervisor.process import Process, Role
 
 # Signals of a crash or from outside. Not SIGABRT: NCCL aborts when another rank dies.
 _KILL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
@@ -18,22 +18,18 @@ _KILL_DEADLINE_S = 10.0
 
 @dataclass
 class Child:
-    """`name` is its name in messages and for people, different from that of others in its domain."""
+    """A process that was started."""
 
     name: str
+    """Its name in messages and for people, different from that of others in its domain."""
+    role: Role
     process: Process
+    engine: int = 0
+    """Rank of the engine that a core or a worker belongs to."""
+    worker: int = 0
+    """Number of a worker in its engine."""
     stopping: bool = False
     """Whether it is being stopped: its end is expected."""
-
-    @property
-    def is_core(self) -> bool:
-        """Whether it is an engine core."""
-        return is_core(self.name)
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether it is a worker."""
-        return "worker " in self.name
 
     @property
     def is_alive(self) -> bool:
@@ -55,11 +51,6 @@ class Child:
         """Send SIGTERM; its end is expected from now on."""
         self.stopping = True
         self.process.send_signal(signal.SIGTERM)
-
-
-def is_core(name: str) -> bool:
-    """Whether an engine core has this name."""
-    return name.endswith("core")
 
 
 def how_it_ended(status: int) -> str:

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,7 @@ from atom.shared.utils.endpoint import LINK_SILENCE_MS, bind
 from atom.shared.utils.logger import get_logger
 from atom.supervisor.identity import difference
 from atom.supervisor.node import Node
+from atom.supervisor.process import ProcessSpec
 
 __all__ = ["Cluster", "RemoteNode", "RemoteProcess", "link_name"]
 
@@ -119,22 +120,14 @@ class RemoteNode(Node):
         self._processes: dict[tuple[str, str], RemoteProcess] = {}
         self._lock = threading.Lock()
 
-    def spawn(
-        self,
-        life: str,
-        name: str,
-        module: str,
-        launch: msgspec.Struct,
-        pass_fds: Sequence[int] = (),
-        http: int | None = None,
-    ) -> RemoteProcess:
-        """Raises OSError if the node is lost."""
-        process = RemoteProcess(lambda number: self.send(Signal(life, name, number)))
+    def spawn(self, life: str, spec: ProcessSpec) -> RemoteProcess:
+        process = RemoteProcess(lambda number: self.send(Signal(life, spec.name, number)))
         with self._lock:
             if self.lost:
                 raise OSError(self.lost)
-            self._processes[life, name] = process
-        self.send(Start(life, name, module, msgspec.json.encode(launch), list(pass_fds), http))
+            self._processes[life, spec.name] = process
+        launch = msgspec.json.encode(spec.launch)
+        self.send(Start(life, spec.name, spec.role.value, launch, list(spec.pass_fds), spec.http))
         return process
 
     def deliver(self, endpoint: str, frame: bytes) -> None:

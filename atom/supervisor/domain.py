@@ -76,7 +76,7 @@ class Domain(ABC):
             self.start()
         except (OSError, zmq.ZMQError) as error:
             reason = f"{self.name} cannot be started: {error}"
-            self.fail(Failure("", reason, reason), restart=True)
+            self.fail(Failure(reason, reason), restart=True)
 
     @property
     def is_ready(self) -> bool:

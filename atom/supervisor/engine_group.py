@@ -17,6 +17,7 @@ from atom.supervisor.child import wait_for
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
+from atom.supervisor.process import ProcessSpec, Role
 
 # Time for the cores to send their frontends the cause.
 _NOTIFY_S = 1.0
@@ -115,7 +116,7 @@ class EngineGroup(Domain):
             rank,
         )
         fds = [port.fd for port in ports if port is not None]
-        life.spawn(node, self._core(rank), "engine_core.process", launch, fds)
+        life.spawn(node, ProcessSpec(self._core(rank), Role.CORE, launch, fds, engine=rank))
 
     def _launch_worker(self, life: Life, rank: int, worker: int) -> None:
         """Start worker `worker` of the engine of `rank`."""
@@ -137,7 +138,8 @@ class EngineGroup(Domain):
             waves=self._waves(life, rank, worker),
         )
         fds = [] if place is None else list(place.pass_fds)
-        life.spawn(node, name, "workers.main", launch, fds if wave is None else [*fds, wave.fd])
+        fds += [] if wave is None else [wave.fd]
+        life.spawn(node, ProcessSpec(name, Role.WORKER, launch, fds, engine=rank, worker=worker))
 
     def _waves(self, life: Life, rank: int, worker: int) -> list[str]:
         """The sockets of all workers in lockstep, for this worker, which binds its own."""
@@ -190,10 +192,10 @@ class EngineGroup(Domain):
         """
         cores = [(rank, life.children.get(self._core(rank))) for rank in self._ranks]
         running = [(rank, core) for rank, core in cores if core is not None and core.is_alive]
+        dead = failure.child
         for rank, core in running:
-            worker = failure.process.removeprefix(self._child(rank, "worker "))
-            if worker.isdigit():
-                self._report_dead_worker(life, rank, WorkerFailed(int(worker), failure.reason))
+            if dead is not None and dead.role is Role.WORKER and dead.engine == rank:
+                self._report_dead_worker(life, rank, WorkerFailed(dead.worker, failure.reason))
             else:
                 core.terminate()
         wait_for([core for _, core in running], _NOTIFY_S)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from atom.shared.utils.exit_status import ExitStatus
+from atom.supervisor.child import Child
 
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 30.0
@@ -24,12 +25,12 @@ class StartError(RuntimeError):
 class Failure:
     """The first cause of the end of a failure domain."""
 
-    process: str
-    """The child that failed first, by its name in messages; empty if none is to blame."""
     reason: str
     text: str
     """One line with the process and the reason."""
     status: int = ExitStatus.FAILURE
+    child: Child | None = None
+    """The child that failed first; None if none is to blame."""
 
 
 class Restarts:

@@ -12,6 +12,7 @@ from atom.supervisor.cluster import RemotePort
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
+from atom.supervisor.process import ProcessSpec, Role
 
 _FRONTEND = "frontend"
 NO_FD = -1
@@ -72,7 +73,7 @@ class Frontend(Domain):
         )
         if admin_fd is not None:
             passed.append(admin_fd)
-        life.spawn(node, self.name, "frontend.main", launch, passed, http=self._http)
+        life.spawn(node, ProcessSpec(self.name, Role.FRONTEND, launch, passed, self._http))
 
     def _farewell(self, life: Life, failure: Failure) -> None:
         if self._restarts.in_a_row > 1 and self._num_frontends > 1:

@@ -2,18 +2,18 @@
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from atom.shared.messages.codec import Decoder
 from atom.shared.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
 from atom.shared.utils.liveness import PeerMonitor
-from atom.supervisor.child import Child, is_core, kill, wait_for
+from atom.supervisor.child import Child, kill, wait_for
 from atom.supervisor.failure import Failure
 from atom.supervisor.node import Node
+from atom.supervisor.process import ProcessSpec, Role
 
 START_DEADLINE_S = 3600.0
 # How long the last message of a process may arrive after its end.
@@ -64,21 +64,13 @@ class Life:
         """Of its directory, on every node."""
         return self.directory.name
 
-    def spawn(
-        self,
-        node: Node,
-        name: str,
-        module: str,
-        launch: msgspec.Struct,
-        pass_fds: Sequence[int] = (),
-        http: int | None = None,
-    ) -> None:
-        """Start a child on `node`. `http` is the number of the HTTP socket that it gets there."""
+    def spawn(self, node: Node, spec: ProcessSpec) -> None:
+        """Start a child on `node`. Raises OSError."""
         self._nodes.add(node)
         if node.info.rank:
-            self._places[name] = f" on node {node.info.rank} ({node.info.address})"
-        process = node.spawn(self.name, name, module, launch, pass_fds, http)
-        self.children[name] = Child(name, process)
+            self._places[spec.name] = f" on node {node.info.rank} ({node.info.address})"
+        process = node.spawn(self.name, spec)
+        self.children[spec.name] = Child(spec.name, spec.role, process, spec.engine, spec.worker)
 
     @property
     def is_ready(self) -> bool:
@@ -130,24 +122,24 @@ class Life:
         """The first cause, once a process has ended, hangs or is not ready in time; after `receive`."""
         self._monitor.update()
         if lost := next((node.lost for node in self._nodes if node.lost and not self.is_stopping), ""):
-            return Failure("", lost, lost)
+            return Failure(lost, lost)
         if ended := [child for child in self.children.values() if not (child.stopping or child.is_alive)]:
             self._receive_last()
             return self._first_cause(ended)
         if self.is_stopping:
             return None
         if reason := self._monitor.hung():
-            return Failure("", reason, reason)
+            return Failure(reason, reason)
         if not self.is_ready and time.monotonic() - self.started_at > START_DEADLINE_S:
             names = ", ".join(child.name for child in self.children.values())
             reason = f"not ready after {START_DEADLINE_S:.0f} s: {names}"
-            return Failure("", reason, reason)
+            return Failure(reason, reason)
         return None
 
     def terminate(self) -> None:
         """Send SIGTERM to every process but workers, whose core stops them."""
         for child in self.children.values():
-            if child.is_alive and not child.is_worker:
+            if child.is_alive and child.role is not Role.WORKER:
                 child.terminate()
 
     def wait(self, timeout_s: float) -> None:
@@ -175,16 +167,18 @@ class Life:
         other than a core, a core's report, an exit status alone.
         """
         reports = {dead.process: dead for dead in reversed(self._deaths)}
+        cores = {child.name for child in self.children.values() if child.role is Role.CORE}
         names = [
             *(child.name for child in ended if child.was_killed),
-            *(name for name in reports if not is_core(name)),
-            *(child.name for child in ended if not child.is_core and child.process.returncode),
+            *(name for name in reports if name not in cores),
+            *(child.name for child in ended if child.name not in cores and child.process.returncode),
             *reports,
             *(child.name for child in ended),
         ]
         name = names[0]
         where = name + self._places.get(name, "")
+        child = self.children.get(name)
         if (dead := reports.get(name)) is not None:
-            return Failure(name, dead.reason, f"{where}: {dead.reason}", dead.status)
-        child = self.children[name]
-        return Failure(name, child.end, f"{where}: {child.end}")
+            return Failure(dead.reason, f"{where}: {dead.reason}", dead.status, child)
+        assert child is not None
+        return Failure(child.end, f"{where}: {child.end}", child=child)

@@ -47,15 +47,16 @@ from atom.shared.utils.process import spawn
 from atom.supervisor.child import Child, kill
 from atom.supervisor.control import Control
 from atom.supervisor.failure import StartError
-from atom.supervisor.node import Process, deliver
+from atom.supervisor.node import deliver
 from atom.supervisor.node_place import NodePlace
+from atom.supervisor.process import Process, Role
 
 __all__ = ["Member"]
 
-_MODULES: dict[str, type[msgspec.Struct]] = {
-    "engine_core.process": CoreLaunch,
-    "workers.main": WorkerLaunch,
-    "frontend.main": FrontendLaunch,
+_LAUNCHES: dict[Role, type[msgspec.Struct]] = {
+    Role.CORE: CoreLaunch,
+    Role.WORKER: WorkerLaunch,
+    Role.FRONTEND: FrontendLaunch,
 }
 _POLL_MS = 50
 _NOTICE_S = 10.0
@@ -261,7 +262,8 @@ class Member:
         """Start a process; one that cannot be started has ended at once."""
         try:
             life = self._lives.get(message.life) or self._open(message.life)
-            life.children[message.process] = Child(message.process, self._spawn(message))
+            role = Role(message.module)
+            life.children[message.process] = Child(message.process, role, self._spawn(message, role))
         except (OSError, ValueError, zmq.ZMQError) as error:
             get_logger().error("%s cannot be started: %s", message.process, error)
             self._send(Exited(message.life, message.process, 1))
@@ -277,8 +279,8 @@ class Member:
         self._lives[name] = _Life(directory, reports)
         return self._lives[name]
 
-    def _spawn(self, message: Start) -> Process:
-        kind = _MODULES.get(message.module)
+    def _spawn(self, message: Start, role: Role) -> Process:
+        kind = _LAUNCHES.get(role)
         if kind is None or not self._fds.issuperset(message.pass_fds):
             raise ValueError(f"the master asks for {message.module} with descriptors {message.pass_fds}")
         launch = msgspec.json.decode(message.launch, type=kind)

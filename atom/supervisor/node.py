@@ -1,34 +1,18 @@
 """The nodes of a server, as the supervisor of node 0 starts processes on them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
-import msgspec
 import zmq
 
 from atom.shared.messages.nodes import NodeInfo
 from atom.shared.utils.endpoint import connect
 from atom.shared.utils.process import spawn
+from atom.supervisor.process import Process, ProcessSpec
 
-__all__ = ["LocalNode", "Node", "Process", "deliver"]
+__all__ = ["LocalNode", "Node", "deliver"]
 
 _DELIVERY_MS = 1000
-
-
-class Process(Protocol):
-    """What is used of a subprocess.Popen."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
-
-    def send_signal(self, number: int) -> None: ...
 
 
 class Node(ABC):
@@ -40,16 +24,8 @@ class Node(ABC):
         """Why its processes are gone, in one line; empty while it takes part."""
 
     @abstractmethod
-    def spawn(
-        self,
-        life: str,
-        name: str,
-        module: str,
-        launch: msgspec.Struct,
-        pass_fds: Sequence[int] = (),
-        http: int | None = None,
-    ) -> Process:
-        """Start `python -m module` in a life. `http` is the number of the HTTP socket that it gets."""
+    def spawn(self, life: str, spec: ProcessSpec) -> Process:
+        """Start a process in a life. Raises OSError."""
 
     @abstractmethod
     def deliver(self, endpoint: str, frame: bytes) -> None:
@@ -71,16 +47,8 @@ class LocalNode(Node):
         super().__init__(info)
         self._context = context
 
-    def spawn(
-        self,
-        life: str,
-        name: str,
-        module: str,
-        launch: msgspec.Struct,
-        pass_fds: Sequence[int] = (),
-        http: int | None = None,
-    ) -> Process:
-        return spawn(module, launch, pass_fds)
+    def spawn(self, life: str, spec: ProcessSpec) -> Process:
+        return spawn(spec.role.value, spec.launch, spec.pass_fds)
 
     def deliver(self, endpoint: str, frame: bytes) -> None:
         deliver(self._context, endpoint, frame)

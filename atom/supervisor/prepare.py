@@ -20,6 +20,7 @@ from atom.shared.utils.process import spawn
 from atom.supervisor.child import Child, how_it_ended
 from atom.supervisor.failure import StartError
 from atom.supervisor.life import Life, OnProgress
+from atom.supervisor.process import Role
 
 PREPARE_DEADLINE_S = 3600.0
 _POLL_S = 0.1
@@ -39,8 +40,8 @@ def prepare(
 ) -> tuple[Checkpoint, DeviceCapabilities]:
     """Run the step as a process of `life`, and call `on_turn` meanwhile; raises StartError."""
     launch = PrepareLaunch(config, envs.ATOM_CACHE_DIR, life.endpoint("supervisor"))
-    process = spawn("workers.checkpoint.prepare", launch, stdout=subprocess.PIPE)
-    life.children["prepare"] = Child("prepare", process)
+    process = spawn(Role.PREPARATION.value, launch, stdout=subprocess.PIPE)
+    life.children["prepare"] = Child("prepare", Role.PREPARATION, process)
     task = f"preparing {config.model}"
     output = _output_of(life, process, task, on_turn)
     try:

@@ -305,7 +305,7 @@ class Supervisor:
         """End all engines. A running core first sends `cause` to its frontends."""
         self._stop_restarting()
         for group in self._engines:
-            group.end(Failure("", cause, cause))
+            group.end(Failure(cause, cause))
         self._publish()
 
     def stop_frontends(self, timeout_s: float, hurry: Callable[[], bool]) -> None:

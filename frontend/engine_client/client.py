@@ -48,7 +48,7 @@ from frontend.engine_client.streams import Deadline, Stream, StreamOptions
 from frontend.errors import (
     ApiError,
     DeadlineError,
-    EngineDeadError,
+    EngineLostError,
     InternalError,
     RequestError,
     UnavailableError,
@@ -444,7 +444,7 @@ class EngineClient:
             self._remove(request_id, sequence)
         self._output.remove(request_ids)
         for stream in streams:
-            stream.fail(EngineDeadError(reason))
+            stream.fail(EngineLostError(reason))
             self._abort(sorted(stream.open))
 
     def _lost(self, engine: EngineConnection, reason: str, is_fault: bool = False) -> None:

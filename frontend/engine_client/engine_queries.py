@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from frontend.engine_client.engine_connection import EngineConnection
-from frontend.errors import EngineDeadError, EngineError
+from frontend.errors import EngineError, EngineLostError
 
 __all__ = ["Queries"]
 
@@ -22,7 +22,7 @@ class Queries(Generic[A]):
     async def ask(self, engine: EngineConnection, number: int, message: Any, deadline_s: float) -> A:
         """Send `message`, which contains `number`, and return the answer.
 
-        Raises EngineError when none arrives in time, EngineDeadError when the engine ends before.
+        Raises EngineError when none arrives in time, EngineLostError when the engine ends before.
         """
         answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._waiting[number] = engine, answer
@@ -45,4 +45,4 @@ class Queries(Generic[A]):
         """`engine` has ended: it answers no more."""
         for owner, answer in self._waiting.values():
             if owner is engine and not answer.done():
-                answer.set_exception(EngineDeadError(reason))
+                answer.set_exception(EngineLostError(reason))

@@ -10,6 +10,7 @@ import atom
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.fields import fields_of
 from atom.shared.config.not_yet import REFUSED
+from atom.shared.utils.version import atom_version
 from tests.helpers.source import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -102,7 +103,9 @@ def test_every_documented_flag_of_atom_is_known() -> None:
 
 def test_public_names() -> None:
     assert atom.__all__ == [
-        *("EngineArgs", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOutputsParams")
+        *("AsyncLLMEngine", "EngineArgs", "LLMEngine"),
+        *("RequestOutput", "SamplingParams", "StructuredOutputsParams"),
     ]
     for name in atom.__all__:
         assert getattr(atom, name).__name__ == name
+    assert atom.__version__ == atom_version()

@@ -20,14 +20,20 @@ from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
 from atom.supervisor.node import LocalNode
 from atom.supervisor.placement import Placement
+from atom.supervisor.process import Role
 
 SLEEP = "import time; time.sleep(60)"
 CHECKPOINT = Checkpoint("", "LlamaForCausalLM", "llama", {}, "float32", 64, max_model_len=100)
 
 
+ROLES = {"core": Role.CORE, "frontend": Role.FRONTEND}
+
+
 def add_child(life: Life, name: str, code: str) -> Child:
+    """A child that runs `code`; its name has its role."""
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    life.children[name] = Child(name, process)
+    role = next((ROLES[word] for word in name.split() if word in ROLES), Role.WORKER)
+    life.children[name] = Child(name, role, process)
     return life.children[name]
 
 

@@ -20,7 +20,7 @@ from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.publisher import ComponentSnapshot, ZmqSource
 from dynamo.llm import exceptions
 
-from atom.integrations.dynamo.host import EngineHost
+from atom.integrations.dynamo.engine import DynamoEngine
 from atom.shared.config.cli import (
     CommandLineParser,
     add_engine_args,
@@ -33,7 +33,7 @@ from atom.shared.messages.engine import CoreStats
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.logger import setup_logging
 from atom.supervisor import StartError
-from frontend.errors import EngineDeadError, OverloadedError, RequestError, UnavailableError
+from frontend.errors import EngineLostError, OverloadedError, RequestError, UnavailableError
 
 _STATS_S = 0.25
 _FLAGS = (
@@ -54,7 +54,7 @@ class AtomWorker(LLMEngine):
     """One worker: all data-parallel ranks of one ATOM engine."""
 
     def __init__(self, config: EngineConfig, explicit: set[str]):
-        self.host = EngineHost(config, explicit, self._on_death)
+        self.engine = DynamoEngine(config, explicit, self._on_death)
         self.start_error: Exception | None = None
         self.card = ""
         """Directory with the files that Dynamo's frontend reads."""
@@ -69,18 +69,18 @@ class AtomWorker(LLMEngine):
         place = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, *_ in _FLAGS}
         names = config.model.names
         worker = cls(config, set(explicit_fields(args)))
-        worker.card = str(worker.host.prepare())
+        worker.card = str(worker.engine.prepare())
         return worker, WorkerConfig(model_name=worker.card, served_model_name=names[0], **place)
 
     async def start(self, worker_id: int) -> Registration:
         """Start the engine; what the router and the frontend know of it."""
         try:
-            await self.host.start()
+            await self.engine.start()
         except Exception as error:
             self.start_error = error
             raise
-        config, limits = self.host.config, self.host.client.limits
-        assert limits is not None
+        config = self.engine.config
+        limits = self.engine.limits
         names = config.model.names
         return Registration(
             model=self.card,
@@ -101,40 +101,40 @@ class AtomWorker(LLMEngine):
 
         Where the engine has died, the exception makes Dynamo send the rest of the request to another worker.
         """
-        chunks = self.host.generate(request, context.id())
+        chunks = self.engine.generate(request, context.id())
         try:
             async with contextlib.aclosing(chunks):  # type: ignore[type-var]
                 async for chunk in chunks:
                     yield chunk
         except RequestError as error:
             raise exceptions.InvalidArgument(error.message) from None
-        except (EngineDeadError, UnavailableError) as error:
+        except (EngineLostError, UnavailableError) as error:
             raise exceptions.EngineShutdown(error.message) from None
         except OverloadedError as error:
             raise exceptions.WorkerUnavailable(error.message) from None
 
     async def abort(self, context: Any) -> None:
         """The client is gone: end its request."""
-        with contextlib.suppress(EngineDeadError, UnavailableError):
-            await self.host.abort(context.id())
+        with contextlib.suppress(EngineLostError, UnavailableError):
+            await self.engine.abort(context.id())
 
     async def cleanup(self) -> None:
         """End the engine's processes."""
         if self._publishing is not None:
             self._publishing.cancel()
-        await self.host.close()
+        await self.engine.close()
 
     async def kv_event_sources(self) -> list[ZmqSource]:
         """The PUB socket of each rank."""
-        events = self.host.kv_events
+        events = self.engine.kv_events
         if events is None:
             return []
-        ranks = range(self.host.config.parallel.data_parallel_size)
+        ranks = range(self.engine.config.parallel.data_parallel_size)
         return [ZmqSource(events.of_rank(rank).local_endpoint, events.topic, rank) for rank in ranks]
 
     def component_metrics_dp_ranks(self) -> list[int]:
         """Each rank tells its load."""
-        return list(range(self.host.config.parallel.data_parallel_size))
+        return list(range(self.engine.config.parallel.data_parallel_size))
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
         """Where the load of the ranks goes."""
@@ -152,7 +152,7 @@ class AtomWorker(LLMEngine):
     async def _publish_load(self) -> None:
         while True:
             if self._snapshots is not None:
-                for rank, stats in (await self.host.stats()).items():
+                for rank, stats in (await self.engine.stats()).items():
                     self._snapshots.publish(rank, _snapshot(rank, stats))
             await asyncio.sleep(_STATS_S)
 
@@ -181,7 +181,7 @@ async def _serve(argv: list[str]) -> int:
         return _status_of(cause)
     finally:
         await worker.cleanup()
-    return ExitStatus.FAILURE if worker.host.death else ExitStatus.DONE
+    return ExitStatus.FAILURE if worker.engine.death else ExitStatus.DONE
 
 
 def _status_of(error: Exception) -> int:

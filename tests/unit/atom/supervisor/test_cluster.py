@@ -37,6 +37,7 @@ from atom.shared.utils.endpoint import LINK_SILENCE_MS, connect, endpoint_key, t
 from atom.shared.utils.net import ListenPort
 from atom.supervisor.cluster import Cluster, RemoteNode, Settings
 from atom.supervisor.life import Life
+from atom.supervisor.process import ProcessSpec, Role
 from tests.helpers.domains import CHECKPOINT, zmq_context
 
 IDENTITY = {"ATOM": "1.0", "--max-num-seqs": "8", "config.json's hidden_size": "64"}
@@ -186,7 +187,7 @@ def test_without_the_secret_nothing_arrives(
 
 def test_a_remote_process_is_started_signalled_and_ends(peer: Peer, cluster: Cluster) -> None:
     node = joined(cluster, peer)
-    process = node.spawn("engine-1.0", "core", "engine_core.process", LAUNCH, [5])
+    process = node.spawn("engine-1.0", ProcessSpec("core", Role.CORE, LAUNCH, [5]))
     start = peer.receive()
     assert isinstance(start, Start)
     assert (start.life, start.process, start.module) == ("engine-1.0", "core", "engine_core.process")
@@ -201,12 +202,12 @@ def test_a_remote_process_is_started_signalled_and_ends(peer: Peer, cluster: Clu
 
 def test_the_processes_of_a_lost_node_have_ended(peer: Peer, cluster: Cluster) -> None:
     node = joined(cluster, peer)
-    process = node.spawn("engine-1.0", "core", "engine_core.process", LAUNCH)
+    process = node.spawn("engine-1.0", ProcessSpec("core", Role.CORE, LAUNCH))
     peer.receive()
     peer.socket.close(0)
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
     with pytest.raises(OSError, match="node 1 .* has ended"):
-        node.spawn("engine-1.1", "core", "engine_core.process", LAUNCH)
+        node.spawn("engine-1.1", ProcessSpec("core", Role.CORE, LAUNCH))
 
 
 def test_reports_arrive_at_the_socket_of_their_life(
@@ -225,7 +226,7 @@ def test_a_failure_names_the_node_of_its_process(
 ) -> None:
     node = joined(cluster, peer)
     life = Life(context, tmp_path / "engine-1.0", 60.0)
-    life.spawn(node, "core", "engine_core.process", LAUNCH)
+    life.spawn(node, ProcessSpec("core", Role.CORE, LAUNCH))
     peer.send(Exited("engine-1.0", "core", -signal.SIGKILL))
     until(lambda: not life.is_alive)
     failure = life.failure()

@@ -16,7 +16,7 @@ from atom.supervisor.domain import Setup
 from atom.supervisor.failure import STABLE_S, Failure, Restarts
 from tests.helpers.domains import SLEEP, ScriptDomain, send, setup_in, zmq_context
 
-FAILURE = Failure("core", "out of luck", "core: out of luck")
+FAILURE = Failure("out of luck", "core: out of luck")
 
 
 @pytest.fixture

@@ -38,9 +38,9 @@ def wait_for_ends(life: Life) -> None:
 def test_an_exit_without_a_report_names_process_and_status(life: Life) -> None:
     add_child(life, "core", SLEEP)
     assert life.failure() is None
-    add_child(life, "engine 2 worker 1", "raise SystemExit(3)")
+    worker = add_child(life, "engine 2 worker 1", "raise SystemExit(3)")
     text = "engine 2 worker 1: ended with exit status 3"
-    assert failure_of(life) == Failure("engine 2 worker 1", "ended with exit status 3", text)
+    assert failure_of(life) == Failure("ended with exit status 3", text, child=worker)
 
 
 def test_a_signal_is_reported_by_name(life: Life) -> None:
@@ -56,8 +56,8 @@ def test_a_workers_report_comes_before_the_cores(life: Life) -> None:
 
 def test_a_report_sets_the_exit_status(life: Life) -> None:
     send(life, Dead("core", "no room", ExitStatus.RESOURCES))
-    add_child(life, "core", "raise SystemExit(1)")
-    assert failure_of(life) == Failure("core", "no room", "core: no room", ExitStatus.RESOURCES)
+    core = add_child(life, "core", "raise SystemExit(1)")
+    assert failure_of(life) == Failure("no room", "core: no room", ExitStatus.RESOURCES, core)
 
 
 def test_a_killed_process_comes_before_reports_of_others(life: Life) -> None:

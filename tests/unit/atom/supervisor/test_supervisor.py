@@ -18,11 +18,13 @@ from atom.shared.messages.worker import FromWorker, WorkerFailed
 from atom.shared.utils.exit_status import ExitStatus
 from atom.supervisor import StartError, Supervisor
 from atom.supervisor import failure as failure_module
+from atom.supervisor.child import Child
 from atom.supervisor.control import Control
 from atom.supervisor.engine_group import EngineGroup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
 from atom.supervisor.placement import Placement
+from atom.supervisor.process import Role
 from tests.helpers.domains import SLEEP, add_child, send, setup_in
 
 SHARED_EXPERTS = EngineConfig(
@@ -146,7 +148,7 @@ def test_while_stopping_nothing_is_restarted(supervisor: Supervisor) -> None:
     assert supervisor.fault is None and first.life is not None and second.life is not None
     first.life.children["core"].process.kill()
     check_until(supervisor, lambda: first.is_over)
-    assert supervisor.fault == Failure("core", "killed by SIGKILL", "core: killed by SIGKILL")
+    assert supervisor.fault is not None and supervisor.fault.text == "core: killed by SIGKILL"
     second.life.children["core"].process.kill()
     assert str(failure_of(supervisor)) == "core: killed by SIGKILL"
 
@@ -212,7 +214,8 @@ def test_a_core_receives_why_its_worker_died(supervisor: Supervisor) -> None:
     assert life is not None
     with zmq.Context() as context, context.socket(zmq.ROUTER) as workers:
         workers.bind(life.endpoint("workers"))
-        engine.end(Failure("worker 3", "killed by SIGKILL", "worker 3: killed by SIGKILL"))
+        dead = Child("worker 3", Role.WORKER, life.children["core"].process, worker=3)
+        engine.end(Failure("killed by SIGKILL", "worker 3: killed by SIGKILL", child=dead))
         assert workers.poll(5000)
         _, frame = workers.recv_multipart()
     assert Decoder[FromWorker](FromWorker).decode(frame) == WorkerFailed(3, "killed by SIGKILL")

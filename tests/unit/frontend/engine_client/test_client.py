@@ -12,7 +12,7 @@ from atom.shared.messages.supervisor import EngineEnded
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.client_settings import ClientSettings
 from frontend.engine_client.dp_router import Router
-from frontend.errors import EngineDeadError, RequestError, UnavailableError
+from frontend.errors import EngineLostError, RequestError, UnavailableError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import OutputProcessor, TextOptions
 from tests.helpers.fake_engines import (
@@ -54,7 +54,7 @@ def test_a_death_fails_the_streams_of_that_rank_alone(start: Start) -> None:
             kept, stream = await running(client, 1)
             dying.die("worker 0: killed by SIGKILL")
             for reader, _ in lost:
-                with pytest.raises(EngineDeadError, match="worker 0: killed by SIGKILL") as failure:
+                with pytest.raises(EngineLostError, match="worker 0: killed by SIGKILL") as failure:
                     await reader
                 assert failure.value.code == "engine_dead"
             assert client.is_ready and client.engine_up == {0: False, 1: True}
@@ -81,7 +81,7 @@ def test_a_new_life_takes_requests_and_the_old_one_ends_with_its_reason(start: S
             reader, _ = await running(client, 0)
             new = start(0, life=1)
             client.update([new.address, other.address], [EngineEnded(0, 0, "worker 1: out of memory")])
-            with pytest.raises(EngineDeadError, match="worker 1: out of memory"):
+            with pytest.raises(EngineLostError, match="worker 1: out of memory"):
                 await reader
             await until(lambda: client.engine_up[0])
             assert await generate(client, rank=0) == IDS
@@ -167,7 +167,7 @@ def test_prompts_of_one_request_use_all_ranks_and_fail_together(start: Start) ->
     async def run() -> None:
         async with connected([dying, living]) as client:
             requests = [request(client, n=2) for _ in range(4)]
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(EngineLostError):
                 async with client.open(requests, TextOptions()) as stream:
                     assert [client._router.load(rank)[0] for rank in (0, 1)] == [4, 4]
                     await until(lambda: stream.first_token_at)
@@ -193,7 +193,7 @@ def test_a_slow_reader_delays_no_failure(start: Start) -> None:
                 expected = [*requests[1].request_ids, *requests[3].request_ids]
                 await asyncio.to_thread(living.wait_for, lambda: sorted(living.aborted) == expected)
                 assert len(client) == 0 and client._router.load(1) == (0, 0)
-                with pytest.raises(EngineDeadError):
+                with pytest.raises(EngineLostError):
                     async for _ in stream:
                         await asyncio.sleep(0.02)
             finished = client._metrics.engine(0).finish_reasons, client._metrics.engine(1).finish_reasons
@@ -214,7 +214,7 @@ def test_ten_thousand_random_ends_leave_nothing(start: Start) -> None:
         requests = [request(client, generator.randint(1, 6)) for _ in range(generator.randint(1, 6))]
         sequences += sum(len(each.request_ids) for each in requests)
         rank, every_step = generator.choice((None, 0, 1)), generator.random() < 0.5
-        with suppress(UnavailableError, EngineDeadError):
+        with suppress(UnavailableError, EngineLostError):
             async with client.open(requests, TextOptions(), every_step, rank) as stream:
                 if generator.random() < 0.5:
                     await asyncio.wait_for(anext(stream), generator.uniform(0, 0.02))
@@ -288,7 +288,7 @@ def test_random_deaths_and_new_lives_lose_no_token_of_the_others(start: Start) -
             n = generator.randint(1, 3)
             assert sorted(await generate(client, n=n)) == sorted(IDS * n)
             ends["complete"] += 1
-        except EngineDeadError as error:
+        except EngineLostError as error:
             assert re.search(r"killed \d|closed its connection", error.message)
             ends["failed"] += 1
 

@@ -14,7 +14,7 @@ from atom.shared.messages.engine import AddRequest, FinishReason, TokenDeltas
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.client_settings import ClientSettings
 from frontend.engine_client.dp_router import Router
-from frontend.errors import ApiError, EngineDeadError, UnavailableError
+from frontend.errors import ApiError, EngineLostError, UnavailableError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import OutputProcessor, TextOptions
 from tests.helpers.fake_core import FakeCore, Script
@@ -69,7 +69,7 @@ def test_streams_of_a_hung_core_fail_and_the_link_heals(tmp_path: Path) -> None:
                 await until(lambda: stream.first_token_at)
                 core.frozen.set()
                 await until(lambda: not client.is_ready)
-                with pytest.raises(EngineDeadError, match="has not responded for 3 s"):
+                with pytest.raises(EngineLostError, match="has not responded for 3 s"):
                     await read(stream)
             with pytest.raises(UnavailableError, match="has not responded for 3 s"):
                 client.check_ready()
@@ -87,7 +87,7 @@ def test_after_the_end_of_the_core_the_link_reconnects_to_a_new_one(tmp_path: Pa
             async with client.open([request(client)], TextOptions()) as stream:
                 await until(lambda: stream.first_token_at)
                 await asyncio.to_thread(core.__exit__)
-                with pytest.raises(EngineDeadError, match="closed its connection") as failure:
+                with pytest.raises(EngineLostError, match="closed its connection") as failure:
                     await read(stream)
             assert failure.value.code == "engine_dead"
             with pytest.raises(UnavailableError, match="the engine is gone") as refused:
@@ -108,7 +108,7 @@ def test_a_frontend_that_the_core_dropped_connects_again(tmp_path: Path) -> None
             async with client.open([request(client)], TextOptions()) as stream:
                 await until(lambda: stream.first_token_at)
                 core.drop_frontends("this frontend did not read its tokens in time")
-                with pytest.raises(EngineDeadError, match="did not read"):
+                with pytest.raises(EngineLostError, match="did not read"):
                     await read(stream)
             await until(lambda: client.is_ready)
             assert await generate(client) == IDS
@@ -129,7 +129,7 @@ def test_a_panic_while_tokens_are_processed_fails_the_streams_and_heals(
 
             async with client.open([request(client)], TextOptions()) as stream:
                 monkeypatch.setattr(client._output, "process", process)
-                with pytest.raises(EngineDeadError, match="an internal error of the frontend"):
+                with pytest.raises(EngineLostError, match="an internal error of the frontend"):
                     await read(stream)
             await until(lambda: client.is_ready)
             assert await generate(client) == IDS
@@ -264,7 +264,7 @@ def test_the_submission_ends_with_the_connection(tmp_path: Path, monkeypatch: py
             opening = asyncio.create_task(generate_all())
             await until(lambda: submitted)
             client._lost(client.engines[0], "the engine has ended")
-            with pytest.raises(EngineDeadError, match="the engine has ended"):
+            with pytest.raises(EngineLostError, match="the engine has ended"):
                 await opening
             assert len(submitted) < len(requests)
             assert len(client) == len(client._output) == 0

@@ -15,7 +15,7 @@ from frontend.engine_client.client_settings import ClientSettings
 from frontend.engine_client.dp_router import Router
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.streams import Deadline
-from frontend.errors import ApiError, DeadlineError, EngineDeadError
+from frontend.errors import ApiError, DeadlineError, EngineLostError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import OutputProcessor, TextOptions
 from tests.helpers.fake_core import Script
@@ -114,7 +114,7 @@ def test_prompts_wait_if_the_engine_ends_before_they_are_sent(
             assert len(client._sequences) < 8
             client.update([], [end])
             if not revived:
-                with pytest.raises(EngineDeadError, match="killed"):
+                with pytest.raises(EngineLostError, match="killed"):
                     await stream
             else:
                 await until(lambda: len(client._sequences) == 8)
@@ -206,7 +206,7 @@ def test_without_a_next_life_it_fails_with_the_cause(start: Start, final_first: 
                 core.die("out of memory")
                 await until(lambda: len(client._replays))
             client.update([], ends)
-            with pytest.raises(EngineDeadError, match="out of memory"):
+            with pytest.raises(EngineLostError, match="out of memory"):
                 await reader
             assert len(client) == len(client._replays) == 0
 
@@ -223,7 +223,7 @@ def test_a_rank_that_is_final_fails_its_own_alone(start: Start) -> None:
             await until(lambda: len(client) == 2)
             cores[0].die("killed")
             client.update([cores[1].address], [EngineEnded(0, 0, "killed", is_final=True)])
-            with pytest.raises(EngineDeadError, match="killed"):
+            with pytest.raises(EngineLostError, match="killed"):
                 await bound
             assert [len(ids) for ids in (await free).values()] == [len(LONG)]
 
@@ -269,7 +269,7 @@ def test_a_server_that_stops_ends_what_waits(start: Start) -> None:
             reader, _ = await running(client, 0)
             core.die("killed")
             await until(lambda: len(client._replays))
-        with pytest.raises(EngineDeadError, match="the server is stopping"):
+        with pytest.raises(EngineLostError, match="the server is stopping"):
             await reader
         assert len(client) == 0
 
@@ -419,7 +419,7 @@ def test_a_request_that_ends_engines_fails_alone(start: Start, dies_after: int, 
             others = [asyncio.create_task(by_sequence(client, [long_request(client)])) for _ in range(20)]
             poison = long_request(client, prompt=[666])
             guilty = asyncio.create_task(by_sequence(client, [poison]))
-            with pytest.raises(EngineDeadError, match="replays of the request have ended so"):
+            with pytest.raises(EngineLostError, match="replays of the request have ended so"):
                 async with asyncio.timeout(60):
                     await guilty
             async with asyncio.timeout(60):
@@ -502,7 +502,7 @@ def test_after_a_fault_of_the_frontend_nothing_goes_on(start: Start, monkeypatch
 
             with monkeypatch.context() as patch:
                 patch.setattr(type(client._metrics.engine(0)), "advanced", fail)
-                with pytest.raises(EngineDeadError, match="an internal error of the frontend"):
+                with pytest.raises(EngineLostError, match="an internal error of the frontend"):
                     await reader
             await until(lambda: client.engine_up[0])
             assert len(client) == len(client._replays) == 0
@@ -526,7 +526,7 @@ def test_replays_are_counted_when_waiting_sequences_fail_with_others(
             monkeypatch.setattr(client._replays, "died", lambda lost, rank, life: [*lost, *waiting])
             cores[1].die("killed")
             for failing in (bound, other):
-                with pytest.raises(EngineDeadError):
+                with pytest.raises(EngineLostError):
                     await failing
             assert [client._metrics.engine(rank).replayed for rank in (0, 1)] == [3, 0]
 

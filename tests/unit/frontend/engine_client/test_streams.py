@@ -9,7 +9,7 @@ import pytest
 
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.streams import Stream, StreamOptions
-from frontend.errors import EngineDeadError
+from frontend.errors import EngineLostError
 from frontend.text.output_processor import Update
 
 Seen = list[tuple[str, str]]
@@ -97,9 +97,9 @@ def test_an_error_while_sending_is_raised_in_the_reader_alone() -> None:
 def test_a_failed_stream_sends_nothing_more() -> None:
     async def test(stream: Stream, seen: Seen) -> None:
         stream.send_at_once(lambda one: seen.append(("sent", one.text)) is None)
-        stream.fail(EngineDeadError("the worker has ended"))
+        stream.fail(EngineLostError("the worker has ended"))
         stream.put(update("a"), 1.0)
         assert seen == []
 
-    with pytest.raises(EngineDeadError):
+    with pytest.raises(EngineLostError):
         run(test)

@@ -7,7 +7,7 @@ import pytest
 
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.streams import Stream, StreamOptions
-from frontend.errors import EngineDeadError
+from frontend.errors import EngineLostError
 from frontend.text.output_processor import Update
 
 
@@ -68,10 +68,10 @@ def test_a_failure_comes_after_what_was_pending_and_stays() -> None:
     async def run() -> None:
         stream = made([1], every_step=True)
         stream.put(update(1, "a"), now=1.0)
-        stream.fail(EngineDeadError("gone"))
+        stream.fail(EngineLostError("gone"))
         assert await read(stream) == [(1, "a", False)]
         for _ in range(2):
-            with pytest.raises(EngineDeadError, match="gone"):
+            with pytest.raises(EngineLostError, match="gone"):
                 await read(stream)
 
     asyncio.run(run())

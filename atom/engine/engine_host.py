@@ -1,0 +1,58 @@
+"""The start of an engine, as the server, the library and other programs' workers have it in common."""
+
+from collections.abc import Callable, Iterable
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from atom.shared.config.model import ModelConfig
+from atom.shared.config.resolve import DeviceCapabilities, resolve
+from atom.shared.utils import envs
+from atom.shared.utils.logger import get_logger
+from atom.supervisor import Supervisor
+
+__all__ = ["EngineHost", "Prepare", "check_one_node"]
+
+Prepare = Callable[[ModelConfig], tuple[Checkpoint, DeviceCapabilities]]
+
+
+class EngineHost:
+    """What one run of the engine is started with: `prepare`, then `resolve`, then `start`.
+
+    Between two steps the owner may replace `checkpoint` or `config`.
+    """
+
+    checkpoint: Checkpoint
+    """After `prepare`."""
+    capabilities: DeviceCapabilities
+    """The GPUs and cores of this host, after `prepare`."""
+
+    def __init__(self, config: EngineConfig, explicit: set[str]):
+        """`explicit` names the settings that the user gave."""
+        self.config = config
+        """As given; complete after `resolve`."""
+        self._explicit = explicit
+
+    def prepare(self, prepare: Prepare) -> None:
+        """Read the checkpoint and examine the host with `prepare`. Raises StartError."""
+        self.checkpoint, self.capabilities = prepare(self.config.model)
+
+    def resolve(self, notes: Iterable[str] = ()) -> None:
+        """Complete the configuration, and log what the user should know of it, followed by `notes`.
+
+        Raises ConfigError for settings that exclude one another, the model or the host.
+        """
+        resolved = resolve(self.config, self.checkpoint, self._explicit, self.capabilities)
+        self.config = resolved.config
+        startup = envs.startup_notes(self.config.device.device, self.capabilities.rocm)
+        for note in [*resolved.notes, *startup, *notes]:
+            get_logger().info(note)
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Start the engines; `Supervisor.wait_ready` waits for them. Raises StartError."""
+        supervisor.start_engines(self.config, self.checkpoint)
+
+
+def check_one_node(config: EngineConfig) -> None:
+    """Raises ValueError for an engine on several nodes: a program starts one on its own node alone."""
+    if config.parallel.nnodes > 1:
+        raise ValueError(f"nnodes={config.parallel.nnodes}: atom-launch starts engines on several nodes")
