@@ -156,7 +156,8 @@ class WorstCalls:
             return
         self.call("encode", lambda: encode(batch))
         for new in batch.new_rows:
-            self._known[new.row], self._computed[new.row] = new.num_known, new.computed
+            self._known[new.row] = new.num_known
+            self._computed[new.row] = new.computed
         sampled = 0
         for row, count in zip(batch.rows, batch.counts or [1] * len(batch.rows), strict=True):
             self._computed[row] += count

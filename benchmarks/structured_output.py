@@ -104,7 +104,8 @@ def longest_gap(engine: LLMEngine, prompt: list[int], other: StructuredOutputsPa
 
 def text(result: dict[str, Any]) -> str:
     """The figures in two lines."""
-    seconds, gaps = result["seconds"], result["longest_gap_ms"]
+    seconds = result["seconds"]
+    gaps = result["longest_gap_ms"]
     return (
         f"{result['batch_size']} requests of {result['output_len']} tokens: {seconds['free']:.2f} s free, "
         f"{seconds['structured']:.2f} s structured, {100 * result['cost']:+.1f} %\n"

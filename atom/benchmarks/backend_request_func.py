@@ -141,9 +141,11 @@ async def _read_stream(
     response: aiohttp.ClientResponse, backend: Backend, output: RequestFuncOutput, started: float
 ) -> None:
     """Read a stream to its end."""
-    splitter, read = EventSplitter(), backend.read
+    splitter = EventSplitter()
+    read = backend.read
     texts: list[str] = []
-    last, itl = 0.0, output.itl
+    last = 0.0
+    itl = output.itl
 
     def add(received: list[bytes], now: float) -> None:
         nonlocal last
@@ -178,7 +180,8 @@ async def _read_whole(
     content = await response.read()
     output.latency = time.perf_counter() - started
     part = backend.read(content)
-    output.generated_text, output.output_tokens = part.text or "", part.output_tokens
+    output.generated_text = part.text or ""
+    output.output_tokens = part.output_tokens
     output.error = part.error or ("" if part.text is not None else "the response has no text")
 
 

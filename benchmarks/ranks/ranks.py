@@ -78,7 +78,8 @@ def rank_settings(args: argparse.Namespace, what: str) -> dict[str, Any]:
 
     `what` is between the ranks: "an all-reduce".
     """
-    device, gpus = _device(args.device), torch.cuda.device_count()
+    device = _device(args.device)
+    gpus = torch.cuda.device_count()
     ranks = args.ranks or (gpus if device == "cuda" else 2)
     if ranks < 2:
         raise BenchmarkError(f"{what} is between 2 ranks or more, not {ranks}; --device cpu needs no GPU")

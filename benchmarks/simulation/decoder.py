@@ -35,9 +35,11 @@ class Decoder:
     @classmethod
     def from_config(cls, name: str, config: Mapping[str, Any]) -> "Decoder":
         """From a config.json; KeyError for a missing size."""
-        shape, layers = ModelShape.from_config(config), config["num_hidden_layers"]
+        shape = ModelShape.from_config(config)
+        layers = config["num_hidden_layers"]
         dense = config.get("first_k_dense_replace", 0) if shape.experts else layers
-        shared, tied = config.get("n_shared_experts") or 0, bool(config.get("tie_word_embeddings", False))
+        shared = config.get("n_shared_experts") or 0
+        tied = bool(config.get("tie_word_embeddings", False))
         return cls(name, shape, layers, dense, shared, tied)
 
     @property
@@ -48,7 +50,8 @@ class Decoder:
     @property
     def attention(self) -> int:
         """Parameters of the projections around a layer's attention."""
-        shape, hidden = self.shape, self.shape.hidden
+        shape = self.shape
+        hidden = shape.hidden
         if (latent := shape.latent) is None:
             return hidden * shape.qkv + shape.heads * shape.head_dim * hidden
         query = shape.heads * (latent.nope + latent.rope)
@@ -106,7 +109,8 @@ class Decoder:
 
         Decoding with latent attention works on the latents themselves.
         """
-        shape, latent = self.shape, self.shape.latent
+        shape = self.shape
+        latent = shape.latent
         if latent is None:
             return 4.0 * self.layers * shape.heads * shape.head_dim * (decoded + prefilled)
         decoding = 2.0 * shape.heads * (latent.row + latent.latent) * decoded

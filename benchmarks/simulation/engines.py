@@ -67,7 +67,8 @@ class Engine:
             settings.max_num_batched_tokens,
             max_num_mixed_tokens=settings.max_num_mixed_tokens,
         )
-        specs, blocks = [FullAttentionSpec(settings.block_size, 1)], [settings.num_kv_blocks]
+        specs = [FullAttentionSpec(settings.block_size, 1)]
+        blocks = [settings.num_kv_blocks]
         kv = KVCacheManager(specs, blocks, limits.max_chunk, 1, settings.enable_prefix_caching)
         self._core = EngineCore(limits, kv, settings.max_model_len, clock)
         self._computed = np.zeros(settings.max_num_seqs, np.int64)
@@ -110,7 +111,8 @@ class Engine:
 
     def _step(self, batch: ScheduledBatch) -> _Step:
         for new in batch.new_rows:
-            self._computed[new.row], self._known[new.row] = new.computed, new.num_known
+            self._computed[new.row] = new.computed
+            self._known[new.row] = new.num_known
         rows = np.array(batch.rows)
         before = self._computed[rows]
         if not batch.counts:  # all rows decode
@@ -120,7 +122,9 @@ class Engine:
         counts = np.array(batch.counts)
         after = before + counts
         chunked = before < self._known[rows]
-        decodes, start, end = ~chunked, before[chunked], after[chunked]
+        decodes = ~chunked
+        start = before[chunked]
+        end = after[chunked]
         self._computed[rows] = after
         work = Work(
             rows=int(decodes.sum()),

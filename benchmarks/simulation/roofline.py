@@ -132,7 +132,8 @@ class Roofline:
 
     def weight_bytes(self) -> float:
         """Of one GPU."""
-        model, layout = self.model, self.layout
+        model = self.model
+        layout = self.layout
         experts = model.experts / (layout.expert_ranks if layout.spread else layout.tp)
         return model.value_bytes * ((model.common + model.embedding) / layout.tp + experts)
 
@@ -154,7 +155,8 @@ class Roofline:
         """Of a step; `all_tokens` are those of all engines that share the experts (0: each has as many)."""
         if not work.tokens and not all_tokens:
             return 0.0
-        device, p = self.device, self.device.overlap
+        device = self.device
+        p = device.overlap
         group = all_tokens or work.tokens * (self.layout.engines if self.layout.spread else 1)
         read = self.read_bytes(work, group) / device.bytes_per_s
         multiply = self.operations(work, group) / device.flops
@@ -163,7 +165,8 @@ class Roofline:
 
     def read_bytes(self, work: Work, all_tokens: float) -> float:
         """That a GPU reads in a step: weights of what runs, and KV cache."""
-        model, layout = self.model, self.layout
+        model = self.model
+        layout = self.layout
         tokens = all_tokens if layout.spread else work.tokens
         share = layout.expert_ranks if layout.spread else layout.tp
         experts = model.expert_layers * model.touched(tokens) * model.expert / share
@@ -175,7 +178,8 @@ class Roofline:
 
         The head of a prompt's last token is left out.
         """
-        model, layout = self.model, self.layout
+        model = self.model
+        layout = self.layout
         slower = 1 / self.device.prefill_share
         tokens = work.rows + slower * work.chunk_tokens
         head = model.shape.hidden * model.shape.vocab
@@ -192,7 +196,8 @@ class Roofline:
 
     def ranks_of_a_token(self) -> float:
         """Expected number of other ranks that have an expert of a token."""
-        ranks, shape = self.layout.expert_ranks, self.model.shape
+        ranks = self.layout.expert_ranks
+        shape = self.model.shape
         if ranks == 1 or not shape.experts:
             return 0.0
         elsewhere = shape.experts - shape.experts // ranks
@@ -210,7 +215,9 @@ class Roofline:
 
     def collective_seconds(self, tokens: float) -> float:
         """Of a step with so many tokens on each engine."""
-        model, layout, links = self.model, self.layout, self.links
+        model = self.model
+        layout = self.layout
+        links = self.links
         total = 2 * model.layers * links.all_reduce(layout.tp, tokens * model.row_bytes)
         if layout.spread and layout.engines > 1 and model.shape.experts:
             ranks = layout.expert_ranks

@@ -118,7 +118,8 @@ class _Collector(Collector):
             yield from self._histogram(f"{name}_seconds", f"{text}, in seconds", histograms)
 
     def _server(self) -> Iterator[Metric]:
-        snapshot, metrics = self._snapshot, self._snapshot.metrics
+        snapshot = self._snapshot
+        metrics = snapshot.metrics
         up = {rank: float(up) for rank, up in snapshot.engine_up.items()}
         yield self._family(GaugeMetricFamily, "atom:engine_up", "Whether the engine can generate tokens", up)
         restarts = dict(snapshot.engine_restarts)

@@ -183,7 +183,8 @@ class Metrics(msgspec.Struct):
 def _add(total: msgspec.Struct, other: msgspec.Struct) -> None:
     """Add numbers, counters and histograms, field by field."""
     for name in total.__struct_fields__:
-        own, more = getattr(total, name), getattr(other, name)
+        own = getattr(total, name)
+        more = getattr(other, name)
         match own:
             case Histogram():
                 own.add(more)

@@ -15,7 +15,10 @@ from frontend.status.records import State
 
 __all__ = ["OPERATIONS", "Operation"]
 
-JSON, EVENTS, HTML, TEXT = "application/json", "text/event-stream", "text/html", "text/plain"
+JSON = "application/json"
+EVENTS = "text/event-stream"
+HTML = "text/html"
+TEXT = "text/plain"
 GENERATION_ERRORS = (408, 413, 429, 500, 503)
 
 

@@ -20,7 +20,8 @@ async def open_body(request: web.Request) -> AsyncIterator[bytes]:
 
     Raises RequestError for a late, malformed or too large body, OverloadedError if memory is lacking.
     """
-    limits, memory = request.app[LIMITS], request.app[BODY_MEMORY]
+    limits = request.app[LIMITS]
+    memory = request.app[BODY_MEMORY]
     if (request.content_length or 0) > limits.max_body_bytes:
         raise _too_large(limits.max_body_bytes)
     body = bytearray()

@@ -130,7 +130,8 @@ def write_sweep(args: argparse.Namespace, points: Sequence[Point], date: str) ->
         name = f"{args.result_filename.removesuffix('.json')}-sweep"
     directory = Path(args.result_dir)
     # with_suffix would cut a name at its last dot.
-    text, plot = directory / f"{name}.md", directory / f"{name}.png"
+    text = directory / f"{name}.md"
+    plot = directory / f"{name}.png"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         text.write_text("\n".join(table(points)) + "\n", encoding="utf-8")

@@ -28,7 +28,8 @@ def eplb_config(parallel: ParallelConfig) -> EPLBConfig | None:
     """None without `--enable-eplb`. Raises ConfigError for an `--eplb-config` that is not supported."""
     if not parallel.enable_eplb:
         return None
-    given, names = json_object(parallel.eplb_config or "{}"), [field.name for field in fields(EPLBConfig)]
+    given = json_object(parallel.eplb_config or "{}")
+    names = [field.name for field in fields(EPLBConfig)]
     for name, value in given.items():
         if name not in names:
             raise ConfigError(f"--eplb-config: {name} is not supported; use {', '.join(names)}")

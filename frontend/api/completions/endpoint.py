@@ -85,7 +85,8 @@ class CompletionEndpoint:
             request.stop_token_ids = [*(request.stop_token_ids or ()), *ids]
 
     def _text_prompts(self, request: CompletionRequest, texts: list[str], kept: int | None) -> list[Prompt]:
-        prompts, tokens = [], 0
+        prompts = []
+        tokens = 0
         for text in texts:
             prompts.append(self._text_prompt(request, text, kept))
             tokens += len(prompts[-1].ids)

@@ -41,7 +41,8 @@ class MessagesRenderer:
 
     def begin(self, index: int, update: Update, usage: Usage | None) -> bytes:
         """See Renderer."""
-        prompt, cached = len(self._request.prompt(index).ids), update.cached_tokens
+        prompt = len(self._request.prompt(index).ids)
+        cached = update.cached_tokens
         message = MessagesResponse(
             id=self._request.id,
             model=self._request.model,

@@ -19,7 +19,10 @@ from frontend.text.output_processor import Update
 
 __all__ = ["ResponseEcho", "ResponsesRenderer"]
 
-_IN_PROGRESS, _COMPLETED, _INCOMPLETE, _FAILED = "in_progress", "completed", "incomplete", "failed"
+_IN_PROGRESS = "in_progress"
+_COMPLETED = "completed"
+_INCOMPLETE = "incomplete"
+_FAILED = "failed"
 _ID_PREFIXES = {REASONING: "rs_", CALL: "fc_"}
 _EVENTS = {REASONING: "reasoning_text", CALL: "function_call_arguments"}
 
@@ -126,7 +129,8 @@ class ResponsesRenderer:
         return msgspec.Raw(body)
 
     def _object(self, status: Any, **more: Any) -> Response:
-        request, echo = self._request, self._echo
+        request = self._request
+        echo = self._echo
         return Response(
             id=request.id,
             created_at=request.created,
@@ -169,7 +173,8 @@ class ResponsesRenderer:
     def _close(self, status: str) -> Iterator[bytes]:
         if self._open is None:
             return
-        piece, text = self._open.piece, self._open.text.getvalue()
+        piece = self._open.piece
+        text = self._open.text.getvalue()
         if self._is_custom(piece):
             text = _custom_input(text)
             yield self._item_event("custom_tool_call_input.delta", delta=text)
