@@ -59,7 +59,7 @@ class RequestFuncInput:
     extra_body: dict[str, Any] | None = None
     """Additional fields of the body."""
     multi_modal_content: dict[str, Any] | None = None
-    """A content part beside the prompt, for chat only."""
+    """A content part in addition to the prompt, for chat only."""
     ignore_eos: bool = False
 
     @property

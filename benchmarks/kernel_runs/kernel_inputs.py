@@ -33,7 +33,7 @@ class Inputs:
     device: torch.device
     generator: torch.Generator
     weights: Format = "plain"
-    """Of linear layers."""
+    """Format of the weights of linear layers."""
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, dtype=dtype or self.dtype, device=self.device, generator=self.generator)

@@ -39,7 +39,7 @@ class DecodeStepLaunch(msgspec.Struct, frozen=True):
     config: EngineConfig
     checkpoint: Checkpoint
     rows: list[int]
-    """Of each decode batch, one after another."""
+    """Number of rows of each decode batch, one after another."""
     context: int
     steps: int
     rank: int = 0
@@ -53,7 +53,7 @@ class Kernel:
     name: str
     runs: int
     microseconds: float
-    """Of all its runs, without their wait for previous kernels."""
+    """Sum over all runs of the kernel, without their wait for previous kernels."""
 
 
 @dataclass(frozen=True)

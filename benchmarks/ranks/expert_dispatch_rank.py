@@ -24,7 +24,7 @@ class DispatchLaunch(RankLaunch, frozen=True, kw_only=True):
     """For `python -m benchmarks.ranks.expert_dispatch_rank`."""
 
     tokens: list[int]
-    """Of each rank."""
+    """Numbers of tokens per rank to measure."""
     widths: list[int]
     experts: int
     chosen: int

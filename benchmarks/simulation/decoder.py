@@ -12,7 +12,7 @@ from benchmarks.kernel_runs.kernel_shapes import ModelShape, config_file
 __all__ = ["Decoder", "decoder"]
 
 _ACT_BYTES = 2
-"""Of a weight, an activation and a value in the KV cache: bfloat16."""
+"""Size of a weight, an activation and a value in the KV cache: bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Decoder:
 
     @property
     def kv_copies_share(self) -> int:
-        """Over how many tensor-parallel ranks the KV cache can be split; behind that it is copied."""
+        """Most tensor-parallel ranks that the KV cache can be split over; with more, it is copied."""
         return 1 if self.shape.latent is not None else self.shape.kv_heads
 
     def attention_flops(self, decoded: float, prefilled: float) -> float:
@@ -127,7 +127,7 @@ class Decoder:
 
 
 def decoder(model: str) -> Decoder:
-    """Of a shipped configuration or a directory with config.json. Raises BenchmarkError."""
+    """The decoder of a shipped configuration or of a directory with config.json. Raises BenchmarkError."""
     path = config_file(model)
     try:
         return Decoder.from_config(path.parent.name, json.loads(path.read_text(encoding="utf-8")))

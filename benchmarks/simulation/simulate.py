@@ -33,9 +33,9 @@ class Outcome:
     ttft: dict[str, float]
     """Mean and percentiles of the time to the first token."""
     tpot: dict[str, float]
-    """Of the time for each later token of a request."""
+    """Mean and percentiles of the time for each later token of a request."""
     cached_share: float
-    """Of prompt tokens, those found in prefix caches."""
+    """Share of the prompt tokens that were found in prefix caches."""
     preemptions: int
     steps: int
     busy: float
@@ -64,7 +64,7 @@ class _Times:
 
 
 class Simulation:
-    """`ranks` engines behind `frontends` frontends, each of which routes its own requests."""
+    """`ranks` engines and `frontends` frontends, each of which routes its own requests."""
 
     def __init__(
         self,

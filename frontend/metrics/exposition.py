@@ -36,7 +36,7 @@ class Snapshot:
 
     model: str
     metrics: Metrics
-    """Of all frontends."""
+    """Sum over all frontends."""
     engines: dict[int, CoreStats]
     """By rank; without those that do not respond."""
     engine_up: dict[int, bool]
@@ -210,7 +210,7 @@ class _Collector(Collector):
         return family
 
     def _experts(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
-        """Of the engines that report how evenly their ranks share experts."""
+        """Metrics of the engines that report how evenly their ranks share experts."""
         if not engines:
             return
         moved: dict[int, float] = {rank: stats.experts_moved for rank, stats in engines.items()}
@@ -224,7 +224,7 @@ class _Collector(Collector):
         yield family
 
     def _speculation(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
-        """Of the engines that verify draft tokens."""
+        """Metrics of the engines that verify draft tokens."""
         if not engines:
             return
         accepted = {rank: sum(stats.num_accepted_tokens_per_pos) for rank, stats in engines.items()}

@@ -158,7 +158,7 @@ class Metrics(msgspec.Struct):
     output_limited: int = 0
     """Requests ended because too much of their output waited to be sent."""
     restarts: int = 0
-    """Of frontend processes."""
+    """Restarts of frontend processes."""
     responses: dict[int, int] = msgspec.field(default_factory=_counter)
     """HTTP responses by status."""
     event_loop_lag: Histogram = msgspec.field(default_factory=_fine_seconds)

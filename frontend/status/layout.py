@@ -10,7 +10,7 @@ __all__ = ["layout_of"]
 
 
 def layout_of(launch: FrontendLaunch, model: str) -> Layout:
-    """Of the resolved configuration; `model` is the name in the API."""
+    """The layout of the resolved configuration; `model` is the name in the API."""
     config = launch.config
     checkpoint = launch.checkpoint
     dtype = config.model.dtype

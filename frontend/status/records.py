@@ -29,7 +29,7 @@ class Layout(msgspec.Struct, frozen=True):
     num_speculative_tokens: int
     prefix_caching: bool
     max_num_seqs: int
-    """Of one engine."""
+    """Limit of one engine."""
     max_queued_requests: int
     num_frontends: int
     has_chat: bool
@@ -123,7 +123,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Finished sequences by reason, since the start of the server."""
     refused: int
     events: list[Event]
-    """Of this second."""
+    """Events of this second."""
 
 
 class State(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
     random      random tokens of a given length
     sharegpt    the first two turns of conversations, from the ShareGPT JSON file
     burstgpt    lengths from the BurstGPT CSV file, random tokens
-    sonnet      lines of a poem behind a common prefix, from a text file
+    sonnet      lines of a poem after a common prefix, from a text file
     hf          first turns of a dataset of conversations, on the hub or in a local file
 
 All random numbers come from generators seeded by --seed: the same flags give the same requests.

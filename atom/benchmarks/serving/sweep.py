@@ -123,7 +123,7 @@ def save_plot(points: Sequence[Point], title: str, path: Path) -> None:
 
 
 def write_sweep(args: argparse.Namespace, points: Sequence[Point], date: str) -> list[Path]:
-    """Write the table and the plot beside the files of the runs. Raises BenchmarkError."""
+    """Write the table and the plot next to the files of the runs. Raises BenchmarkError."""
     base_model = args.model.rstrip("/").split("/")[-1]
     name = f"{args.backend}-{args.request_rate}qps-sweep-{base_model}-{date}"
     if args.result_filename:

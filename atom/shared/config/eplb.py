@@ -21,7 +21,7 @@ class EPLBConfig:
     step_interval: int = 3000
     """Steps from one rebalance to the next."""
     num_redundant_experts: int = 0
-    """Replicas of experts beside one of each, in every MoE layer over all ranks."""
+    """Replicas of experts on all ranks of a MoE layer, in addition to one copy of each expert."""
 
 
 def eplb_config(parallel: ParallelConfig) -> EPLBConfig | None:

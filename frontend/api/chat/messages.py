@@ -106,7 +106,7 @@ def _name_reasoning(fields: dict[str, Any], source: TemplateSource) -> None:
     if not reasoning:
         return
     fields["reasoning_content"] = reasoning
-    # GPT-OSS reads it so before tool calls, and then refuses content beside it.
+    # GPT-OSS reads it by this name before tool calls, and then refuses content in the same message.
     if source.reads("thinking") and fields.get("tool_calls") and not fields["content"]:
         fields["thinking"] = reasoning
 

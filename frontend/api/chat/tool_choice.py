@@ -39,7 +39,7 @@ class ToolChoice:
 
     mode: str
     name: str = ""
-    """Of the only function that may be called, if it is named."""
+    """Name of the only function that may be called, if the choice names one."""
 
 
 def read_choice(tool_choice: str | dict[str, Any] | None) -> ToolChoice:
@@ -101,7 +101,7 @@ def optional_calls(
 
 
 def _any_content(functions: Sequence[Function], text: CallText, is_single: bool) -> Format:
-    """Text, and behind each trigger the rest of a call or of a section."""
+    """Text, and after each trigger the rest of a call or of a section."""
     if text.section[0]:
         rest = _calls(_any_call(functions, text), replace(text, section=("", text.section[1])), is_single)
     else:

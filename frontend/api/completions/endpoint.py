@@ -29,7 +29,6 @@ class CompletionEndpoint:
         self._lenient = lenient
 
     def read(self, body: bytes, caller: Caller) -> ParsedRequest:
-        """See Endpoint."""
         request, warnings = COMPLETIONS.decode(body, self._lenient)
         if request.suffix:
             self._check_suffix(request, warnings)

@@ -93,7 +93,6 @@ class ResponsesEndpoint:
         self._lenient = lenient
 
     def read(self, body: bytes, caller: Caller) -> ParsedRequest:
-        """See Endpoint."""
         request, warnings = RESPONSES.decode(body, self._lenient)
         fields = GenerationRequest(**{name: getattr(request, name) for name in _SAME_NAME})
         fields.max_tokens = request.max_output_tokens

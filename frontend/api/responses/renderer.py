@@ -72,14 +72,13 @@ class ResponsesRenderer:
         self._request = request
         self._echo = echo
         self._number = 0
-        """Of the next event."""
+        """Number of the next event."""
         self._items: list[dict[str, Any]] = []
         """Those that are complete."""
         self._open: _OpenItem | None = None
         self._is_incomplete = False
 
     def response(self, results: list[Update], usage: Usage) -> msgspec.Raw:
-        """See Renderer."""
         (result,) = results
         self._is_incomplete = result.reason in INCOMPLETE
         found = list(pieces(result))
@@ -91,26 +90,21 @@ class ResponsesRenderer:
         return self._finished(usage)
 
     def start(self) -> bytes:
-        """See Renderer."""
         created = self._object(_IN_PROGRESS)
         return self._event("created", response=created) + self._event("in_progress", response=created)
 
     def begin(self, index: int, update: Update, usage: Usage | None) -> bytes:
-        """See Renderer."""
         return b""
 
     def update(self, index: int, update: Update, usage: Usage | None) -> bytes:
-        """See Renderer."""
         self._is_incomplete = update.reason in INCOMPLETE
         return b"".join(event for piece in pieces(update) for event in self._piece(piece))
 
     def end(self, usage: Usage) -> bytes:
-        """See Renderer."""
         status = _INCOMPLETE if self._is_incomplete else _COMPLETED
         return b"".join(self._close(status)) + self._event(status, response=self._finished(usage))
 
     def error(self, error: ApiError) -> bytes:
-        """See Renderer."""
         info = {"code": "server_error", "message": error.message}
         return self._event(_FAILED, response=self._object(_FAILED, error=info))
 

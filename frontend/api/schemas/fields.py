@@ -49,7 +49,7 @@ class Schema(Generic[T]):
 
     struct: type[T]
     neutral: Mapping[str, tuple[Any, ...]]
-    """Unsupported fields that get a specific message, with their accepted values beside null."""
+    """Unsupported fields that get a specific message, with the values besides null that are accepted."""
     harmless: frozenset[str]
     nested: Mapping[str, "Schema[Any] | None"] = field(default_factory=dict)
     """Supported fields that hold an object, with its schema; None for any unique names."""
