@@ -117,7 +117,7 @@ def results(shrink: int = 1) -> dict[str, Content]:
     return {"Qwen3-8B": Content(msgspec.structs.replace(SETTINGS, shrink=shrink), rows)}
 
 
-def test_the_document_puts_each_figure_beside_the_recorded_ones() -> None:
+def test_the_document_puts_each_figure_next_to_the_recorded_ones() -> None:
     text = gpu_section(results())
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
     assert list(lines) == ["`batch-1`", "`prefill-64x4096`", "`ready`"]
