@@ -147,7 +147,7 @@ async def _read_stream(
     last = 0.0
     itl = output.itl
 
-    def add(received: list[bytes], now: float) -> None:
+    def record(received: list[bytes], now: float) -> None:
         nonlocal last
         for event in received:
             if event == _DONE:
@@ -165,8 +165,8 @@ async def _read_stream(
             output.error = output.error or part.error
 
     async for chunk in response.content.iter_any():
-        add(splitter.feed(chunk), time.perf_counter())
-    add(splitter.end(), time.perf_counter())
+        record(splitter.feed(chunk), time.perf_counter())
+    record(splitter.end(), time.perf_counter())
     output.generated_text = "".join(texts)
     output.latency = last - started if last else 0.0
     if not last:
