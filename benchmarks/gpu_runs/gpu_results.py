@@ -22,7 +22,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     value: float
     measured: str
-    """Date, UTC."""
+    """Date of the measurement, UTC."""
     seconds: list[float] = []
     prompt_seconds: list[float] = []
 

@@ -60,7 +60,7 @@ class Measured:
 
     value: float
     seconds: list[float]
-    """One for each repetition."""
+    """Time of each repetition."""
     prompt_seconds: list[float]
     """Times with a single generated token, where these are subtracted."""
 

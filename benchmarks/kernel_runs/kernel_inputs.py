@@ -50,7 +50,7 @@ class Inputs:
         return weight
 
     def ids(self, limit: int, *shape: int) -> Tensor:
-        """int64."""
+        """Random ids below `limit`, int64 of `shape`."""
         return torch.randint(0, limit, shape, device=self.device, generator=self.generator)
 
     def rotation(self, tokens: int, width: int, interleaved: bool = False) -> tuple[Tensor, Tensor]:

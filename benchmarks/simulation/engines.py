@@ -1,6 +1,6 @@
 """Engine cores with simulated workers: `EngineCore` as the engine runs it, and a step that only takes time.
 
-A worker here knows of each row how many tokens it has computed and how many are known. That gives the work
+A worker here keeps for each row how many tokens it has and how many of them are computed. That gives the work
 of a step, and the rows that sample in it. The sampled id is always the same, and no request stops early.
 
 Engines that share experts form one group, whose steps begin together and last as long as the longest of them.
@@ -31,7 +31,7 @@ class Cost(Protocol):
     """The time of a step."""
 
     def __call__(self, work: Work, all_tokens: float) -> float:
-        """Seconds; `all_tokens` are those of all engines of the group."""
+        """Seconds of a step; `all_tokens` are those of all engines of the group."""
         ...
 
 
@@ -53,7 +53,7 @@ class EngineSettings:
 class _Step:
     number: int
     sampling: int
-    """Rows that sample."""
+    """Number of rows that sample."""
     work: Work
 
 
@@ -143,7 +143,7 @@ class Group:
         self.engines = engines
         self.is_running = False
         self.busy_s = 0.0
-        """Time in steps."""
+        """Seconds that the group has spent in steps."""
         self._cost = cost
         self._stepping: list[Engine] = []
 

@@ -21,7 +21,7 @@ __all__ = ["H200", "Device", "Layout", "Links", "Roofline", "Work"]
 
 @dataclass(frozen=True)
 class Links:
-    """Between GPUs. Seconds are those of an operation on next to no data, bytes those that a GPU sends."""
+    """Links between GPUs. Seconds are those of an operation on little data, bytes those that a GPU sends."""
 
     gpus_per_node: int = 8
     node_bytes_per_s: float = 317e9
@@ -67,13 +67,13 @@ class Device:
     name: str
     memory_bytes: float
     bytes_per_s: float
-    """A stream of reads."""
+    """Rate of a stream of reads."""
     flops: float
     """Rate of a large GEMM."""
     layer_s: float
     """Additional time of each layer: launches, and kernels too short for their bytes to matter."""
     overlap: float
-    """The p above."""
+    """The exponent p of the module's formula."""
     prefill_share: float = 0.8
     """Share of `flops` that prompts reach: attention is slower than a GEMM."""
     usable: float = 0.85
@@ -110,7 +110,7 @@ class Work:
     context: int = 0
     """Positions that they see, in all."""
     chunk_tokens: int = 0
-    """Prompt tokens."""
+    """Number of prompt tokens."""
     chunk_pairs: int = 0
     """Pairs of a prompt token and a position that it sees."""
     chunk_context: int = 0

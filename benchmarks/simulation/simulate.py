@@ -44,13 +44,13 @@ class Outcome:
     """Tokens computed by the engine that computed most, over the mean."""
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The figures by name, for JSON."""
         return asdict(self)
 
 
 @dataclass
 class _Times:
-    """By request."""
+    """Times and lengths of all requests, by their numbers."""
 
     arrived: NDArray[np.float64]
     first: NDArray[np.float64] = field(init=False)

@@ -7,7 +7,7 @@ __all__ = ["HttpLimits"]
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """In bytes and seconds."""
+    """Limits of the HTTP server, in bytes and seconds."""
 
     max_body_bytes: int = 8 * 1024 * 1024
     max_body_memory: int = 256 * 1024 * 1024

@@ -38,11 +38,11 @@ class Snapshot:
     metrics: Metrics
     """Sum over all frontends."""
     engines: dict[int, CoreStats]
-    """By rank; without those that do not respond."""
+    """Statistics by rank, without ranks that do not respond."""
     engine_up: dict[int, bool]
-    """By rank, for all ranks: whether it can generate tokens."""
+    """Whether each rank can generate tokens; has all ranks."""
     engine_restarts: dict[int, int]
-    """By rank: restarts since the start of the server."""
+    """Restarts of each rank since the start of the server."""
     live: int
     """Unfinished sequences of all frontends."""
     block_size: int = 0

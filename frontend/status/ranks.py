@@ -71,7 +71,7 @@ class Ranks:
         return "starting", ""
 
     def _rates(self, rank: int, seen: _Seen) -> tuple[float, float]:
-        """(prefill, decode) tokens per second since the last counters of the same life."""
+        """(prefill, decode) tokens per second since the last counters; a restart begins anew."""
         before = self._seen.get(rank)
         self._seen[rank] = seen
         if before is None or before.life != seen.life or seen.at <= before.at:

@@ -57,7 +57,7 @@ class KVEventsConfig:
         )
 
     def of_rank(self, rank: int) -> "KVEventsConfig":
-        """That of one data-parallel rank. Raises ConfigError where its port would be too high."""
+        """The settings of one data-parallel rank. Raises ConfigError where its port would be too high."""
         if not rank:
             return self
         values = {each.name: getattr(self, each.name) for each in fields(self)}

@@ -134,9 +134,9 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     prediction_ids: bytes = b""
     """Packed int32: the output that the client expects, from which draft tokens may be taken."""
     name: str = ""
-    """The id that the client knows, for questions about the request."""
+    """The id that the client knows, for queries about the request."""
     tenant: str = ""
-    """Identifies the API key, so that clients of other keys get no answer."""
+    """Identifies the API key, so that clients with other keys learn nothing about the request."""
     grammar: Grammar | None = None
     """What the output must be; None: any text."""
     replays: int = 0
@@ -144,12 +144,12 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
 
     @property
     def num_prompt_ids(self) -> int:
-        """Ids of the prompt, without those of an earlier run."""
+        """Number of ids of the prompt, without those of an earlier run."""
         return self.prompt_length or len(self.prompt_ids) // ID_BYTES
 
 
 MAX_SEQUENCES = 1024
-"""Sequences of one `AddRequest`."""
+"""Most sequences of one `AddRequest`."""
 MAX_ADD_REQUEST_BYTES = 32 * 1024 * 1024
 """A frontend refuses a request whose `AddRequest` has more bytes, so that it fits a frame."""
 
@@ -159,7 +159,7 @@ class Abort(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
 
     request_ids: list[int]
     reason: FinishReason = FinishReason.ABORTED
-    """Kept with what is known of the request."""
+    """The finish reason that `RequestInfos` give for them."""
 
 
 class CoreReady(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
@@ -264,7 +264,7 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     prefix_queries: int
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int
-    """Prompt tokens found there."""
+    """Prompt tokens found in the prefix cache."""
     chunked_prefills: int
     """Prompt chunks that did not finish their prompt."""
     overlapped_steps: int

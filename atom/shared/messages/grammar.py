@@ -23,7 +23,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class CompiledGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The answer of the compile process: `error`, or a grammar."""
+    """The response of the compile process: `error`, or a grammar."""
 
     compiled: bytes = b""
     """xgrammar's JSON, compressed by zlib."""

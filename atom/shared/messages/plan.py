@@ -11,7 +11,7 @@ class PlanLaunch(msgspec.Struct, frozen=True):
     """For `python -m workers.memory.plan_memory`."""
 
     config: EngineConfig
-    """Resolved."""
+    """The resolved configuration."""
     checkpoint: Checkpoint
     sizes: list[int]
     """Tensor-parallel sizes to plan: all ranks of the configured one, rank 0 of the others."""

@@ -195,7 +195,7 @@ class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=Fals
 
 
 class WorkerHeartbeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False):
-    """A sign of life about every second, from a thread of its own: also while a step computes."""
+    """Sent about every second from a thread of its own, so that it arrives while a step computes, too."""
 
     rank: int
 

@@ -60,7 +60,7 @@ class _OpenItem:
     """The item that the model writes."""
 
     piece: Piece
-    """Its first."""
+    """The first piece of the item."""
     id: str
     text: io.StringIO
 
@@ -74,7 +74,7 @@ class ResponsesRenderer:
         self._number = 0
         """Number of the next event."""
         self._items: list[dict[str, Any]] = []
-        """Those that are complete."""
+        """The items that are complete."""
         self._open: _OpenItem | None = None
         self._is_incomplete = False
 

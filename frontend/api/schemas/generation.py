@@ -56,7 +56,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -198,7 +198,7 @@ HARMLESS = frozenset(
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-"""With OpenAI's limits."""
+"""`metadata` with OpenAI's limits."""
 HARMLESS_TYPES = {"metadata": msgspec.json.Decoder(Metadata | None)}
 """Types of harmless fields that OpenAI limits."""
 
