@@ -1,4 +1,4 @@
-"""Microseconds of the all-reduce and norm behind each layer, between the tensor-parallel ranks of this host.
+"""Microseconds of the all-reduce and norm after each layer, between the tensor-parallel ranks of this host.
 
     python -m benchmarks.all_reduce --ranks 2 --tokens 1 16 64 --width 4096
 

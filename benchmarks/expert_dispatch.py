@@ -3,8 +3,8 @@
     python -m benchmarks.expert_dispatch --ranks 8 --tokens 1 64 1024 --widths 2048 7168
 
 Each form is checked first. A figure is the median of rounds that alternate between the forms, without the
-experts' own work. On GPUs a form that graphs can capture is measured as the replay of a graph, and beside
-it launched eagerly; an all-to-all of variable sizes is always eager. In skewed rows every token selects
+experts' own work. On GPUs a form that graphs can capture is measured as the replay of a graph, and also
+launched eagerly; an all-to-all of variable sizes is always eager. In skewed rows every token selects
 experts of rank 0 alone. The figures of ATOM_ALL2ALL_PADDED_TOKENS and ATOM_ALL2ALL_EAGER_TOKENS are read
 off here: they count the tokens of all ranks.
 """

@@ -136,7 +136,8 @@ class Bench:
 
     def line(self) -> str:
         """The device's rates as a line of text."""
-        dtype, threads = str(self._dtype)[6:], torch.get_num_threads()
+        dtype = str(self._dtype)[6:]
+        threads = torch.get_num_threads()
         where = f"CPU, {threads} threads" if self._device.type == "cpu" else torch.cuda.get_device_name()
         return (
             f"{where}: copies {self.roofline.bytes_per_s / 1e9:.1f} GB/s, "

@@ -55,7 +55,7 @@ def _parser() -> CommandLineParser:
 
 
 def measure(engine: LLMEngine, args: argparse.Namespace) -> list[Run]:
-    """The timed iterations."""
+    """Run all iterations; returns the timed ones."""
     rng = np.random.default_rng(args.seed)
     params = [fixed_length(args.output_len, args.n)] * args.batch_size
 

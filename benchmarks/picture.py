@@ -1,4 +1,4 @@
-"""Draws throughput against interactivity beside vLLM, from the kept results.
+"""Draws throughput against interactivity, with vLLM's, from the kept results.
 
     python -m benchmarks.picture
 
@@ -108,7 +108,8 @@ def panels(folder: Path) -> list[Panel]:
 
 
 def _read(folder: Path, hardware: str) -> _Results:
-    gpu, served = {}, []
+    gpu = {}
+    served = []
     for path in sorted(folder.glob("*.json")):
         if "benchmark" in read_json(path):
             record = read_record(path)
@@ -124,10 +125,12 @@ def _read(folder: Path, hardware: str) -> _Results:
 
 def _decode_panels(results: _Results) -> Iterator[Panel]:
     rows = [row for row in TIMED if row.figure is Figure.STEP]
-    for model, beside in recorded().models.items():
-        ours, theirs = [], []
+    for model, comparisons in recorded().models.items():
+        ours = []
+        theirs = []
         for row in rows:
-            value, other = results.gpu.get(model, {}).get(row.name), beside.get(row.name)
+            value = results.gpu.get(model, {}).get(row.name)
+            other = comparisons.get(row.name)
             if value is not None and other is not None and other.vllm is not None:
                 ours.append(_decode_point(row.requests, value))
                 theirs.append(_decode_point(row.requests, other.vllm))

@@ -28,7 +28,7 @@ _TOPICS = ("execmodel", "types", "compound", "assignment", "strings", "specialna
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one format."""
+    """What one format costs."""
 
     format: str
     perplexity: float
@@ -52,9 +52,7 @@ def _parser() -> CommandLineParser:
     parser, group = benchmark_parser("quantization", __doc__)
     add = group.add_argument
     known = [name for name in FORMATS if name not in _ALIASES]
-    add(
-        "--formats", nargs="+", choices=known, default=known, help="formats to measure beside the plain model"
-    )
+    add("--formats", nargs="+", choices=known, default=known, help="formats to compare with the plain model")
     add("--text", type=Path, help="a text file")
     add("--windows", type=positive, default=16, help="windows of the text")
     add("--window-len", type=positive, default=512, help="tokens of each window")

@@ -60,7 +60,7 @@ class SteadyDecode:
             self._core.add(AddRequest([index], prompt, max_tokens, GREEDY, [EOS]), b"frontend")
         self._ids = pack_ids(range(1000, 1000 + width * running))
         self._results = [self._result(offset) for offset in range(width)]
-        """They are used in turn, so that each request accepts 0 to `num_drafts` tokens in turn."""
+        """Results of successive steps: each request accepts 0 to `num_drafts` drafts in turn."""
         self._in_flight = self._prefill()
         for _ in range(WARMUP_STEPS):
             self._step()
@@ -149,14 +149,15 @@ class WorstCalls:
             raise ValueError(refusal.finished[0].message)
 
     def step(self) -> None:
-        """One turn of the core."""
+        """One iteration of the core's loop."""
         batch = self.call("schedule", self.core.schedule)
         self.call("check_integrity_slice", self.core.check_integrity_slice)
         if batch is None:
             return
         self.call("encode", lambda: encode(batch))
         for new in batch.new_rows:
-            self._known[new.row], self._computed[new.row] = new.num_known, new.computed
+            self._known[new.row] = new.num_known
+            self._computed[new.row] = new.computed
         sampled = 0
         for row, count in zip(batch.rows, batch.counts or [1] * len(batch.rows), strict=True):
             self._computed[row] += count
@@ -165,7 +166,7 @@ class WorstCalls:
         self.call("update", lambda: self.core.update(result))
 
     def finish(self) -> None:
-        """Turns until all requests have ended."""
+        """Run steps until all requests have ended."""
         while self.core.num_live or self.core.has_sliced_work:
             self.step()
 

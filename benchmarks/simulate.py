@@ -1,4 +1,4 @@
-"""Simulates many engines behind the router: latencies, throughput and balance of a layout, without a GPU.
+"""Simulates many engines and their router: latencies, throughput and balance of a layout, without a GPU.
 
     python -m benchmarks.simulate --model Qwen3-8B --ranks 64 --requests 50000 --rate 1500
     python -m benchmarks.simulate --prefixes 64 --prefix-len 2048 --dp-load-balance prefix least_tokens

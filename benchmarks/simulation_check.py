@@ -98,7 +98,8 @@ def compare(engine: LLMEngine, count: int, seed: int) -> dict[str, Any]:
 
 def settings_of(engine: LLMEngine) -> EngineSettings:
     """The limits of the real engine."""
-    config, limits = engine.config, engine.config.scheduler
+    config = engine.config
+    limits = config.scheduler
     assert limits.max_num_seqs is not None and limits.max_num_batched_tokens is not None
     assert limits.max_num_mixed_tokens is not None, "LLMEngine sets it"
     return EngineSettings(
@@ -114,7 +115,8 @@ def settings_of(engine: LLMEngine) -> EngineSettings:
 def fit(engine: LLMEngine, settings: EngineSettings, seed: int) -> NDArray[np.float64]:
     """Seconds of a step, of a token and of an attended position, from timed batches; none below 0."""
     rng = np.random.default_rng(seed)
-    counts, times = [], []
+    counts = []
+    times = []
     for number, prompt, output in (_BATCHES[0], *_BATCHES):  # the first one warms up
         prompts = random_prompts(engine, rng, number, prompt)
         times.append(timed(engine, prompts, [fixed_length(output)] * number).seconds)
@@ -180,7 +182,9 @@ def text(one: dict[str, Any]) -> str:
     """A round as text."""
     lines = [f"{one['requests_per_second']:.2f} requests/s"]
     for name in _FIGURES:
-        measured, predicted, error = one["measured"][name], one["predicted"][name], one["error"][name]
+        measured = one["measured"][name]
+        predicted = one["predicted"][name]
+        error = one["error"][name]
         lines.append(f"  {name:26} measured {measured:8.3f}, predicted {predicted:8.3f} ({error:+.0%})")
     return "\n".join(lines)
 

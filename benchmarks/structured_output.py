@@ -1,10 +1,10 @@
-"""Measures structured output: its cost beside free text, and what loading a large grammar costs others.
+"""Measures structured output: its cost against free text, and what loading a large grammar costs others.
 
     python -m benchmarks.structured_output --model PATH
 
 Batches with and without a grammar alternate, of the same requests and lengths; the ratio is that of the
 medians. Then one request generates free text while a grammar that takes long is compiled and loaded, and
-the longest time between two of its tokens stands beside that of a run without.
+the longest time between two of its tokens is compared with that of a run without.
 """
 
 import argparse
@@ -104,7 +104,8 @@ def longest_gap(engine: LLMEngine, prompt: list[int], other: StructuredOutputsPa
 
 def text(result: dict[str, Any]) -> str:
     """The figures in two lines."""
-    seconds, gaps = result["seconds"], result["longest_gap_ms"]
+    seconds = result["seconds"]
+    gaps = result["longest_gap_ms"]
     return (
         f"{result['batch_size']} requests of {result['output_len']} tokens: {seconds['free']:.2f} s free, "
         f"{seconds['structured']:.2f} s structured, {100 * result['cost']:+.1f} %\n"

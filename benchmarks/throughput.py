@@ -29,7 +29,8 @@ from benchmarks.common.offline import (
 )
 from benchmarks.common.report import report, write
 
-RANDOM_INPUT_LEN, RANDOM_OUTPUT_LEN = 1024, 128
+RANDOM_INPUT_LEN = 1024
+RANDOM_OUTPUT_LEN = 128
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The server for administrators, beside the public one: it acts on all frontends and engines."""
+"""The server for administrators, next to the public one: it acts on all frontends and engines."""
 
 from aiohttp import web
 

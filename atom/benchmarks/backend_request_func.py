@@ -59,7 +59,7 @@ class RequestFuncInput:
     extra_body: dict[str, Any] | None = None
     """Additional fields of the body."""
     multi_modal_content: dict[str, Any] | None = None
-    """A content part beside the prompt, for chat only."""
+    """A content part in addition to the prompt, for chat only."""
     ignore_eos: bool = False
 
     @property
@@ -141,11 +141,13 @@ async def _read_stream(
     response: aiohttp.ClientResponse, backend: Backend, output: RequestFuncOutput, started: float
 ) -> None:
     """Read a stream to its end."""
-    splitter, read = EventSplitter(), backend.read
+    splitter = EventSplitter()
+    read = backend.read
     texts: list[str] = []
-    last, itl = 0.0, output.itl
+    last = 0.0
+    itl = output.itl
 
-    def add(received: list[bytes], now: float) -> None:
+    def record(received: list[bytes], now: float) -> None:
         nonlocal last
         for event in received:
             if event == _DONE:
@@ -163,8 +165,8 @@ async def _read_stream(
             output.error = output.error or part.error
 
     async for chunk in response.content.iter_any():
-        add(splitter.feed(chunk), time.perf_counter())
-    add(splitter.end(), time.perf_counter())
+        record(splitter.feed(chunk), time.perf_counter())
+    record(splitter.end(), time.perf_counter())
     output.generated_text = "".join(texts)
     output.latency = last - started if last else 0.0
     if not last:
@@ -178,7 +180,8 @@ async def _read_whole(
     content = await response.read()
     output.latency = time.perf_counter() - started
     part = backend.read(content)
-    output.generated_text, output.output_tokens = part.text or "", part.output_tokens
+    output.generated_text = part.text or ""
+    output.output_tokens = part.output_tokens
     output.error = part.error or ("" if part.text is not None else "the response has no text")
 
 

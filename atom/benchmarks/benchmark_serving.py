@@ -56,7 +56,8 @@ async def _single(args: argparse.Namespace) -> int:
 async def _sweep(args: argparse.Namespace) -> int:
     """Every run has prompts of its own, so that none hits the prefix cache of an earlier run."""
     check_plotting()
-    source, runs = text_source(args), point_args(args)
+    source = text_source(args)
+    runs = point_args(args)
     needed = sum(run.num_prompts for run in runs)
     loaded = load_requests(argparse.Namespace(**vars(args) | {"num_prompts": needed}), source)
     if len(loaded) < needed:

@@ -36,7 +36,7 @@ class Floors(msgspec.Struct, frozen=True):
     derivation: str
 
 
-class Beside(msgspec.Struct, frozen=True):
+class Comparison(msgspec.Struct, frozen=True):
     """What one figure is compared with, in the same unit."""
 
     vllm: float | None = None
@@ -47,11 +47,11 @@ class Beside(msgspec.Struct, frozen=True):
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """recorded.json: `models` maps row names to a Beside."""
+    """recorded.json: `models` maps row names to a Comparison."""
 
     vllm: Peer
     floors: Floors
-    models: dict[str, dict[str, Beside]]
+    models: dict[str, dict[str, Comparison]]
 
 
 @cache
@@ -129,19 +129,27 @@ def _section(model: str, content: Content) -> str:
 def _lines(model: str, content: Content) -> list[list[str]]:
     """Title and the cells of _HEADER for each row."""
     shrunk = content.settings.shrink != 1
-    beside = {} if shrunk else recorded().models.get(model, {})
-    return [_line(row, entry, beside.get(row.name, Beside())) for row, entry in _known(content)]
+    comparisons = {} if shrunk else recorded().models.get(model, {})
+    return [_line(row, entry, comparisons.get(row.name, Comparison())) for row, entry in _known(content)]
 
 
-def _line(row: Row, entry: Entry, beside: Beside) -> list[str]:
+def _line(row: Row, entry: Entry, comparison: Comparison) -> list[str]:
     def cell(value: float | None) -> str:
         return "" if value is None else shown(row, value)
 
-    mark = cell(beside.mark)
-    if beside.aim is not None:
-        mark += f" ({cell(beside.aim)})"
-    ratio = "" if beside.vllm is None else f"{speed_up(row, entry.value, beside.vllm):.2f}x"
-    return [row.title, shown(row, entry.value), unit(row), cell(beside.vllm), ratio, cell(beside.floor), mark]
+    mark = cell(comparison.mark)
+    if comparison.aim is not None:
+        mark += f" ({cell(comparison.aim)})"
+    ratio = "" if comparison.vllm is None else f"{speed_up(row, entry.value, comparison.vllm):.2f}x"
+    return [
+        row.title,
+        shown(row, entry.value),
+        unit(row),
+        cell(comparison.vllm),
+        ratio,
+        cell(comparison.floor),
+        mark,
+    ]
 
 
 def speed_up(row: Row, value: float, other: float) -> float:

@@ -22,7 +22,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     value: float
     measured: str
-    """Date, UTC."""
+    """Date of the measurement, UTC."""
     seconds: list[float] = []
     prompt_seconds: list[float] = []
 
@@ -76,7 +76,8 @@ class ResultFile:
         """Add one row to the file; raises SettingsError for other settings."""
         content = self.read() or Content(settings)
         for field in ("hardware", "software", "options", "shrink"):
-            there, here = getattr(content.settings, field), getattr(settings, field)
+            there = getattr(content.settings, field)
+            here = getattr(settings, field)
             if there != here:
                 raise SettingsError(self._other(field, there, here))
         content.rows[name] = Entry(

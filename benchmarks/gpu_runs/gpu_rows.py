@@ -60,7 +60,7 @@ class Measured:
 
     value: float
     seconds: list[float]
-    """One for each repetition."""
+    """Time of each repetition."""
     prompt_seconds: list[float]
     """Times with a single generated token, where these are subtracted."""
 
@@ -84,7 +84,8 @@ ROWS = {row.name: row for row in (*TIMED, READY_FIRST, READY)}
 def measure(row: Row, seconds: Timer) -> Measured:
     """Run a row: one untimed run of the same shape, then the repetitions."""
     seconds(row.requests, row.input_len, row.output_len)
-    whole, prompts = [], []
+    whole = []
+    prompts = []
     for _ in range(row.repetitions):
         if row.figure is Figure.STEP:
             prompts.append(seconds(row.requests, row.input_len, 1))

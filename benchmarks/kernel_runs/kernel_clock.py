@@ -90,7 +90,8 @@ class Clock:
         taken: list[float] = []
         ends = time.perf_counter() + self._budget_s
         while len(taken) < _FEWEST_ROUNDS or (time.perf_counter() < ends and len(taken) < _MOST_ROUNDS):
-            first, last = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
+            first = torch.Event("cuda", enable_timing=True)
+            last = torch.Event("cuda", enable_timing=True)
             first.record()
             body()
             last.record()

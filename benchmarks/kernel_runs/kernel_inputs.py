@@ -33,7 +33,7 @@ class Inputs:
     device: torch.device
     generator: torch.Generator
     weights: Format = "plain"
-    """Of linear layers."""
+    """Format of the weights of linear layers."""
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, dtype=dtype or self.dtype, device=self.device, generator=self.generator)
@@ -50,7 +50,7 @@ class Inputs:
         return weight
 
     def ids(self, limit: int, *shape: int) -> Tensor:
-        """int64."""
+        """Random ids below `limit`, int64 of `shape`."""
         return torch.randint(0, limit, shape, device=self.device, generator=self.generator)
 
     def rotation(self, tokens: int, width: int, interleaved: bool = False) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,8 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From a config.json; KeyError for a missing size."""
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        heads = config["num_attention_heads"]
+        hidden = config["hidden_size"]
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((config[name] for name in names if config.get(name)), 0)
         return cls(

@@ -91,11 +91,13 @@ def _linear(model: ModelShape, step: StepShape, size: int) -> list[Work]:
 
 
 def _add_norm_linear(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    tokens, hidden = step.tokens, model.hidden
+    tokens = step.tokens
+    hidden = model.hidden
 
     def work(name: str, outputs: int) -> Work:
         def make(inputs: Inputs) -> tuple[Any, ...]:
-            x, residual = inputs.normal(tokens, hidden), inputs.normal(tokens, hidden)
+            x = inputs.normal(tokens, hidden)
+            residual = inputs.normal(tokens, hidden)
             return x, residual, inputs.normal(hidden), _EPS, pack_linear_weight(inputs.layer(outputs, hidden))
 
         return Work(f"{name} {tokens}x{hidden}x{outputs}", make, 2.0 * tokens * hidden * outputs)
@@ -107,7 +109,9 @@ def _add_norm_linear(model: ModelShape, step: StepShape, size: int) -> list[Work
 def _silu_and_mul_linear(model: ModelShape, step: StepShape, size: int) -> list[Work]:
     if model.experts:
         return []
-    tokens, features, hidden = step.tokens, model.features, model.hidden
+    tokens = step.tokens
+    features = model.features
+    hidden = model.hidden
 
     def make(inputs: Inputs) -> tuple[Any, ...]:
         return inputs.normal(tokens, 2 * features), pack_linear_weight(inputs.layer(hidden, features))
@@ -137,7 +141,9 @@ def _silu_and_mul(model: ModelShape, step: StepShape, size: int) -> list[Work]:
 
 
 def _embedding(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    tokens, hidden, vocab = step.tokens, model.hidden, model.vocab
+    tokens = step.tokens
+    hidden = model.hidden
+    vocab = model.vocab
     return [
         Work(
             f"{tokens} of {vocab}x{hidden}",
@@ -148,7 +154,8 @@ def _embedding(model: ModelShape, step: StepShape, size: int) -> list[Work]:
 
 
 def _rotary(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    heads, width = model.heads + model.kv_heads, model.head_dim
+    heads = model.heads + model.kv_heads
+    width = model.head_dim
     return [
         Work(
             f"{step.tokens}x{heads}x{width}",
@@ -158,7 +165,8 @@ def _rotary(model: ModelShape, step: StepShape, size: int) -> list[Work]:
 
 
 def _rotation_at(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    tokens, width = step.tokens, model.latent.rope if model.latent else model.head_dim
+    tokens = step.tokens
+    width = model.latent.rope if model.latent else model.head_dim
     return [
         Work(
             f"{tokens}x{width}",
@@ -249,7 +257,8 @@ def _attend_projection(model: ModelShape, step: StepShape, size: int) -> list[Wo
 
 
 def _decode_inputs(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    rows, width = step.rows, step.blocks_per_row
+    rows = step.rows
+    width = step.blocks_per_row
 
     def make(inputs: Inputs) -> tuple[Any, ...]:
         table = torch.from_numpy(step.block_table()).to(inputs.device)
@@ -281,7 +290,9 @@ def _experts(model: ModelShape, step: StepShape, size: int) -> list[Work]:
     """Tokens choose experts at random; the bytes are those of the expected number of experts."""
     if not model.experts:
         return []
-    tokens, hidden, features = step.tokens, model.hidden, model.expert_features
+    tokens = step.tokens
+    hidden = model.hidden
+    features = model.expert_features
 
     def make(inputs: Inputs) -> tuple[Any, ...]:
         weights = ExpertWeights(
@@ -299,7 +310,8 @@ def _experts(model: ModelShape, step: StepShape, size: int) -> list[Work]:
 
 
 def _sample(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    rows, vocab = step.rows, model.vocab
+    rows = step.rows
+    vocab = model.vocab
 
     def work(name: str, temperature: float, top_p: float) -> Work:
         def make(inputs: Inputs) -> tuple[Any, ...]:
@@ -321,7 +333,8 @@ def _sample(model: ModelShape, step: StepShape, size: int) -> list[Work]:
 
 
 def _token_logprobs(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    rows, vocab = step.rows, model.vocab
+    rows = step.rows
+    vocab = model.vocab
 
     def work(top: int) -> Work:
         def make(inputs: Inputs) -> tuple[Any, ...]:

@@ -18,10 +18,12 @@ Make = Callable[[Inputs], tuple[Any, ...]]
 
 def latent_gemms(model: ModelShape) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of the GEMMs around latent attention, by name; empty for other models."""
-    shape, heads = model.latent, model.heads
+    shape = model.latent
+    heads = model.heads
     if shape is None:
         return {}
-    queries, row = heads * (shape.nope + shape.rope), shape.row
+    queries = heads * (shape.nope + shape.rope)
+    row = shape.row
     out = {"o": (heads * shape.value, model.hidden)}
     if shape.query is None:
         return {"q_kv_a": (model.hidden, queries + row)} | out
@@ -50,10 +52,12 @@ def _cache(shape: LatentShape, step: StepShape, inputs: Inputs) -> LatentLayer:
 
 
 def _norm_and_write_latents(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    shape, tokens = model.latent, step.tokens
+    shape = model.latent
+    tokens = step.tokens
     if shape is None or shape.query is None:
         return []
-    query, row = shape.query, shape.row
+    query = shape.query
+    row = shape.row
 
     def make(inputs: Inputs) -> tuple[Any, ...]:
         norms = LatentNorms(inputs.normal(query), inputs.normal(shape.latent), _EPS)
@@ -66,13 +70,15 @@ def _norm_and_write_latents(model: ModelShape, step: StepShape, size: int) -> li
 
 
 def _write_latent(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    shape, tokens = model.latent, step.tokens
+    shape = model.latent
+    tokens = step.tokens
     if shape is None:
         return []
 
     def make(inputs: Inputs) -> tuple[Any, ...]:
         cos_sin = inputs.rotation(tokens, shape.rope, interleaved=True)
-        rows, weight = inputs.normal(tokens, shape.row), inputs.normal(shape.latent)
+        rows = inputs.normal(tokens, shape.row)
+        weight = inputs.normal(shape.latent)
         return rows, weight, _EPS, *cos_sin, _cache(shape, step, inputs), slots_of(step, inputs), True
 
     moved = 2 * tokens * shape.row * size + tokens * (8 * shape.rope + 8)
@@ -132,7 +138,8 @@ def _prompt_attention(model: ModelShape, step: StepShape, size: int) -> list[Wor
         width = shape.nope + shape.rope
 
         def make(inputs: Inputs) -> tuple[Any, ...]:
-            q, k = inputs.normal(step.tokens, heads, width), inputs.normal(step.tokens, heads, width)
+            q = inputs.normal(step.tokens, heads, width)
+            k = inputs.normal(step.tokens, heads, width)
             v = inputs.normal(step.tokens, heads, shape.value)
             return q, k, v, plan_of(step, inputs), width**-0.5
 

@@ -9,12 +9,19 @@ from html import escape
 __all__ = ["Curve", "Panel", "Point", "svg"]
 
 _COLUMNS = 3
-_WIDTH, _HEIGHT = 310, 250
-"""Of a panel, in pixels."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 18, 30, 42
-"""Margins between a panel's edge and its axes."""
-_LEGEND, _NOTE = 30, 18
-"""Heights of the legend and of a line of notes."""
+_WIDTH = 310
+"""Width of a panel, in pixels, as all sizes here."""
+_HEIGHT = 250
+"""Height of a panel."""
+_LEFT = 52
+_RIGHT = 18
+_TOP = 30
+_BOTTOM = 42
+"""Margins between the edges of a panel and its axes, of which this is the lower one."""
+_LEGEND = 30
+"""Height of the legend."""
+_NOTE = 18
+"""Height of a line of notes."""
 _LETTER = 6
 """Width of a letter, nearly."""
 _TICKS = 5
@@ -64,7 +71,8 @@ def svg(panels: Sequence[Panel], notes: Sequence[str]) -> str:
         *_legend([curve.engine for curve in panels[0].curves]),
     ]
     for i, panel in enumerate(panels):
-        x, y = i % columns * _WIDTH, _LEGEND + i // columns * _HEIGHT
+        x = i % columns * _WIDTH
+        y = _LEGEND + i // columns * _HEIGHT
         lines += [f'<g transform="translate({x},{y})">', *_panel(panel), "</g>"]
     for i, note in enumerate(wrapped):
         lines.append(_text(8, _LEGEND + rows * _HEIGHT + (i + 1) * _NOTE - 4, note, "start"))
@@ -87,7 +95,8 @@ def _panel(panel: Panel) -> list[str]:
     points = [point for curve in panel.curves for point in curve.points]
     xs = _ticks(max(point.interactivity for point in points))
     ys = _ticks(max(point.throughput for point in points))
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    right = _WIDTH - _RIGHT
+    bottom = _HEIGHT - _BOTTOM
 
     def place(point: Point) -> tuple[float, float]:
         x = _LEFT + (right - _LEFT) * point.interactivity / xs[-1]

@@ -28,7 +28,7 @@ _TITLES = {
     ),
     "all_reduce": (
         "All-reduce",
-        "The all-reduce, add and norm behind each layer, between the GPUs of one host: "
+        "The all-reduce, add and norm after each layer, between the GPUs of one host: "
         "`make bench-all-reduce`. *Two calls* are torch.distributed and a norm; layers call the "
         "communicator.",
     ),

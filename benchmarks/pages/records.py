@@ -57,7 +57,8 @@ def completed(result: Mapping[str, Any], said: Mapping[str, str | None], where: 
     wanted = [*FACTS, "server"] if result["benchmark"] == "serving" else list(FACTS)
     facts: dict[str, str] = {}
     for name in wanted:
-        own, given = result.get(name), said.get(name)
+        own = result.get(name)
+        given = said.get(name)
         if own and given and own != given:
             raise BenchmarkError(f"{where} says {name} {own!r}: leave --{name} out")
         if not (own or given):

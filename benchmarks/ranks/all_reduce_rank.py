@@ -41,8 +41,11 @@ class _Comparison:
     """Both ways with one number of tokens."""
 
     def __init__(self, launch: AllReduceLaunch, tokens: int, tp: Communicator, device: torch.device):
-        self._launch, self._tp, self._device = launch, tp, device
-        dtype, sizes = getattr(torch, launch.dtype), (tokens, launch.width)
+        self._launch = launch
+        self._tp = tp
+        self._device = device
+        dtype = getattr(torch, launch.dtype)
+        sizes = (tokens, launch.width)
         shared = torch.Generator(device).manual_seed(1)
         self._residual_TD = torch.randn(sizes, generator=shared, device=device).to(dtype)
         self._weight_D = torch.rand(launch.width, generator=shared, device=device).to(dtype)
@@ -78,7 +81,8 @@ class _Comparison:
         first_TD = torch.zeros_like(self._partial_TD)
 
         def body() -> None:
-            x_TD, residual_TD = first_TD, self._residual_TD
+            x_TD = first_TD
+            residual_TD = self._residual_TD
             for _ in range(self._launch.calls):
                 x_TD, residual_TD = step(x_TD, residual_TD, self._weight_D)
 

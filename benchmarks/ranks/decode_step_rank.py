@@ -39,7 +39,7 @@ class DecodeStepLaunch(msgspec.Struct, frozen=True):
     config: EngineConfig
     checkpoint: Checkpoint
     rows: list[int]
-    """Of each decode batch, one after another."""
+    """Number of rows of each decode batch, one after another."""
     context: int
     steps: int
     rank: int = 0
@@ -53,7 +53,7 @@ class Kernel:
     name: str
     runs: int
     microseconds: float
-    """Of all its runs, without their wait for previous kernels."""
+    """Sum over all runs of the kernel, without their wait for previous kernels."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Steps:
         self._config = config = launch.config
         self._checkpoint = checkpoint = launch.checkpoint
         self.layers = int(checkpoint.hf_config["num_hidden_layers"])
-        parallel, device = config.parallel, worker_device(config, launch.rank)
+        parallel = config.parallel
+        device = worker_device(config, launch.rank)
         shape = MeshShape(tp=parallel.tensor_parallel_size, dcp=parallel.decode_context_parallel_size)
         mesh = join_mesh(shape, launch.rank, launch.where, device, _JOIN_S)
         self._worker = Worker(config, checkpoint, mesh, _say if launch.rank == 0 else _say_nothing)
@@ -126,7 +127,8 @@ class Steps:
 
     def device_ms(self, steps: int) -> float:
         """Milliseconds from step to step while the device always has work."""
-        first, last = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
+        first = torch.Event("cuda", enable_timing=True)
+        last = torch.Event("cuda", enable_timing=True)
         self.launch()  # so that the device is busy when the first event is queued
         first.record()
         for _ in range(steps):

@@ -24,7 +24,7 @@ class DispatchLaunch(RankLaunch, frozen=True, kw_only=True):
     """For `python -m benchmarks.ranks.expert_dispatch_rank`."""
 
     tokens: list[int]
-    """Of each rank."""
+    """Numbers of tokens per rank to measure."""
     widths: list[int]
     experts: int
     chosen: int
@@ -48,8 +48,11 @@ class _Comparison:
 
     def __init__(self, launch: DispatchLaunch, mesh: Mesh, tokens: int, width: int, skewed: bool):
         """`skewed`: all tokens select experts of rank 0."""
-        self._launch, self._mesh, self._skewed = launch, mesh, skewed
-        device, own = mesh.device, torch.Generator(mesh.device).manual_seed(2 + launch.rank)
+        self._launch = launch
+        self._mesh = mesh
+        self._skewed = skewed
+        device = mesh.device
+        own = torch.Generator(mesh.device).manual_seed(2 + launch.rank)
         self._x_TD = torch.randn(tokens, width, generator=own, device=device).to(getattr(torch, launch.dtype))
         reach = launch.experts // launch.ranks if skewed else launch.experts
         scores_TX = torch.rand(tokens, reach, generator=own, device=device)
@@ -58,7 +61,8 @@ class _Comparison:
 
     def row(self) -> dict[str, int | float | bool]:
         """Microseconds of a dispatch and its combine, by each form."""
-        rounds, names = [], []
+        rounds = []
+        names = []
         for name, dispatch, graph in self._forms():
             dispatch.plan([len(self._x_TD)] * self._launch.ranks, eager=not graph)
             self._check(dispatch, name)
@@ -70,7 +74,8 @@ class _Comparison:
     def _forms(self) -> Iterator[tuple[str, ExpertDispatch, bool]]:
         """(name, form, whether it runs in a graph); a CPU has no graphs."""
         mesh = self._mesh
-        gather, padded = GatherDispatch(mesh), PaddedDispatch(mesh)
+        gather = GatherDispatch(mesh)
+        padded = PaddedDispatch(mesh)
         if mesh.device.type == "cuda":
             yield "gather_graph", gather, True
             yield "padded_graph", padded, True
@@ -82,7 +87,8 @@ class _Comparison:
 
     def _check(self, dispatch: ExpertDispatch, name: str) -> None:
         """Each token comes back from every rank that has an expert for it. Raises AssertionError."""
-        experts, ranks = self._launch.experts, self._launch.ranks
+        experts = self._launch.experts
+        ranks = self._launch.ranks
         first, count = dispatch.local_experts(experts)
         x_MD, topk_ids_MJ, _ = dispatch.dispatch(self._x_TD, self._ids_TJ, self._weights_TJ, experts)
         here_M1 = ((topk_ids_MJ >= first) & (topk_ids_MJ < first + count)).any(1, keepdim=True)

@@ -58,7 +58,8 @@ def medians_us(rounds: Sequence[Round], launch: RankLaunch) -> list[float]:
 
 def _gpu_round(body: Callable[[], object]) -> Round:
     def one_round() -> float:
-        first, last = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
+        first = torch.Event("cuda", enable_timing=True)
+        last = torch.Event("cuda", enable_timing=True)
         body()
         first.record()
         body()

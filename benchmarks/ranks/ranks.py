@@ -28,7 +28,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     device: str
     threads: int
-    """Of a rank on a CPU."""
+    """Number of threads of a rank on a CPU."""
     dtype: str
     calls: int
     """Calls in a round."""
@@ -78,7 +78,8 @@ def rank_settings(args: argparse.Namespace, what: str) -> dict[str, Any]:
 
     `what` is between the ranks: "an all-reduce".
     """
-    device, gpus = _device(args.device), torch.cuda.device_count()
+    device = _device(args.device)
+    gpus = torch.cuda.device_count()
     ranks = args.ranks or (gpus if device == "cuda" else 2)
     if ranks < 2:
         raise BenchmarkError(f"{what} is between 2 ranks or more, not {ranks}; --device cpu needs no GPU")
@@ -95,7 +96,7 @@ def rank_settings(args: argparse.Namespace, what: str) -> dict[str, Any]:
 
 
 def gpu_names(launch: RankLaunch) -> list[str]:
-    """Of the GPUs that the ranks use; none on a CPU."""
+    """Names of the GPUs that the ranks use; none on a CPU."""
     if launch.device == "cpu":
         return []
     return [torch.cuda.get_device_name(rank) for rank in range(launch.ranks)]

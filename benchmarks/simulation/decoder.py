@@ -12,7 +12,7 @@ from benchmarks.kernel_runs.kernel_shapes import ModelShape, config_file
 __all__ = ["Decoder", "decoder"]
 
 _ACT_BYTES = 2
-"""Of a weight, an activation and a value in the KV cache: bfloat16."""
+"""Size of a weight, an activation and a value in the KV cache: bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,11 @@ class Decoder:
     @classmethod
     def from_config(cls, name: str, config: Mapping[str, Any]) -> "Decoder":
         """From a config.json; KeyError for a missing size."""
-        shape, layers = ModelShape.from_config(config), config["num_hidden_layers"]
+        shape = ModelShape.from_config(config)
+        layers = config["num_hidden_layers"]
         dense = config.get("first_k_dense_replace", 0) if shape.experts else layers
-        shared, tied = config.get("n_shared_experts") or 0, bool(config.get("tie_word_embeddings", False))
+        shared = config.get("n_shared_experts") or 0
+        tied = bool(config.get("tie_word_embeddings", False))
         return cls(name, shape, layers, dense, shared, tied)
 
     @property
@@ -48,7 +50,8 @@ class Decoder:
     @property
     def attention(self) -> int:
         """Parameters of the projections around a layer's attention."""
-        shape, hidden = self.shape, self.shape.hidden
+        shape = self.shape
+        hidden = shape.hidden
         if (latent := shape.latent) is None:
             return hidden * shape.qkv + shape.heads * shape.head_dim * hidden
         query = shape.heads * (latent.nope + latent.rope)
@@ -98,7 +101,7 @@ class Decoder:
 
     @property
     def kv_copies_share(self) -> int:
-        """Over how many tensor-parallel ranks the KV cache can be split; behind that it is copied."""
+        """Most tensor-parallel ranks that the KV cache can be split over; with more, it is copied."""
         return 1 if self.shape.latent is not None else self.shape.kv_heads
 
     def attention_flops(self, decoded: float, prefilled: float) -> float:
@@ -106,7 +109,8 @@ class Decoder:
 
         Decoding with latent attention works on the latents themselves.
         """
-        shape, latent = self.shape, self.shape.latent
+        shape = self.shape
+        latent = shape.latent
         if latent is None:
             return 4.0 * self.layers * shape.heads * shape.head_dim * (decoded + prefilled)
         decoding = 2.0 * shape.heads * (latent.row + latent.latent) * decoded
@@ -123,7 +127,7 @@ class Decoder:
 
 
 def decoder(model: str) -> Decoder:
-    """Of a shipped configuration or a directory with config.json. Raises BenchmarkError."""
+    """The decoder of a shipped configuration or of a directory with config.json. Raises BenchmarkError."""
     path = config_file(model)
     try:
         return Decoder.from_config(path.parent.name, json.loads(path.read_text(encoding="utf-8")))

@@ -1,6 +1,6 @@
 """Engine cores with simulated workers: `EngineCore` as the engine runs it, and a step that only takes time.
 
-A worker here knows of each row how many tokens it has computed and how many are known. That gives the work
+A worker here keeps for each row how many tokens it has and how many of them are computed. That gives the work
 of a step, and the rows that sample in it. The sampled id is always the same, and no request stops early.
 
 Engines that share experts form one group, whose steps begin together and last as long as the longest of them.
@@ -31,7 +31,7 @@ class Cost(Protocol):
     """The time of a step."""
 
     def __call__(self, work: Work, all_tokens: float) -> float:
-        """Seconds; `all_tokens` are those of all engines of the group."""
+        """Seconds of a step; `all_tokens` are those of all engines of the group."""
         ...
 
 
@@ -53,7 +53,7 @@ class EngineSettings:
 class _Step:
     number: int
     sampling: int
-    """Rows that sample."""
+    """Number of rows that sample."""
     work: Work
 
 
@@ -67,7 +67,8 @@ class Engine:
             settings.max_num_batched_tokens,
             max_num_mixed_tokens=settings.max_num_mixed_tokens,
         )
-        specs, blocks = [FullAttentionSpec(settings.block_size, 1)], [settings.num_kv_blocks]
+        specs = [FullAttentionSpec(settings.block_size, 1)]
+        blocks = [settings.num_kv_blocks]
         kv = KVCacheManager(specs, blocks, limits.max_chunk, 1, settings.enable_prefix_caching)
         self._core = EngineCore(limits, kv, settings.max_model_len, clock)
         self._computed = np.zeros(settings.max_num_seqs, np.int64)
@@ -110,7 +111,8 @@ class Engine:
 
     def _step(self, batch: ScheduledBatch) -> _Step:
         for new in batch.new_rows:
-            self._computed[new.row], self._known[new.row] = new.computed, new.num_known
+            self._computed[new.row] = new.computed
+            self._known[new.row] = new.num_known
         rows = np.array(batch.rows)
         before = self._computed[rows]
         if not batch.counts:  # all rows decode
@@ -120,7 +122,9 @@ class Engine:
         counts = np.array(batch.counts)
         after = before + counts
         chunked = before < self._known[rows]
-        decodes, start, end = ~chunked, before[chunked], after[chunked]
+        decodes = ~chunked
+        start = before[chunked]
+        end = after[chunked]
         self._computed[rows] = after
         work = Work(
             rows=int(decodes.sum()),
@@ -139,7 +143,7 @@ class Group:
         self.engines = engines
         self.is_running = False
         self.busy_s = 0.0
-        """Time in steps."""
+        """Seconds that the group has spent in steps."""
         self._cost = cost
         self._stepping: list[Engine] = []
 

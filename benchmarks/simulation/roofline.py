@@ -3,7 +3,7 @@
     step = layers * launch + (read^p + multiply^p)^(1/p) + collectives
 
 A GPU reads weights and KV cache while it multiplies, but not perfectly: p = 1 would be one after the
-other, p = infinity the longer of both. p and the time that a layer takes beside were chosen for the decode
+other, p = infinity the longer of both. p and the additional time of a layer were chosen for the decode
 steps that were measured on an H200 (docs/operate/scaling.md compares them).
 
 Tensor parallelism has two all-reduces a layer; of R ranks each sends 2 (R - 1) / R of the rows. Experts
@@ -21,15 +21,15 @@ __all__ = ["H200", "Device", "Layout", "Links", "Roofline", "Work"]
 
 @dataclass(frozen=True)
 class Links:
-    """Between GPUs. Seconds are those of an operation on next to no data, bytes those that a GPU sends."""
+    """Links between GPUs. Seconds are those of an operation on little data, bytes those that a GPU sends."""
 
     gpus_per_node: int = 8
     node_bytes_per_s: float = 317e9
-    """Of an all-reduce within a node: NCCL's bus bandwidth with two H200 (347e9 with four)."""
+    """Rate of an all-reduce within a node: NCCL's bus bandwidth with two H200 (347e9 with four)."""
     exchange_bytes_per_s: float = 296e9
-    """Of an all-to-all within a node: 4,096 tokens to 8 experts each on four H200, in 340 µs."""
+    """Rate of an all-to-all within a node: 4,096 tokens to 8 experts each on four H200, in 340 µs."""
     all_reduce_s: float = 5.1e-6
-    """Of two ranks, in a decode step, waiting included: 0.37 ms for the 72 of Qwen3-8B."""
+    """Time for two ranks in a decode step, waiting included: 0.37 ms for the 72 of Qwen3-8B."""
     all_to_all_s: float = 13e-6
     """NCCL's, of 16 tokens between four ranks."""
     network_bytes_per_s: float = 50e9
@@ -67,15 +67,15 @@ class Device:
     name: str
     memory_bytes: float
     bytes_per_s: float
-    """A stream of reads."""
+    """Rate of a stream of reads."""
     flops: float
-    """Of a large matrix product."""
+    """Rate of a large GEMM."""
     layer_s: float
-    """What each layer takes beside: launches, and kernels too short for their bytes to matter."""
+    """Additional time of each layer: launches, and kernels too short for their bytes to matter."""
     overlap: float
-    """The p above."""
+    """The exponent p of the module's formula."""
     prefill_share: float = 0.8
-    """Of `flops`, what prompts reach: attention is slower than a matrix product."""
+    """Share of `flops` that prompts reach: attention is slower than a GEMM."""
     usable: float = 0.85
     """The share of the memory for weights and KV cache."""
 
@@ -110,7 +110,7 @@ class Work:
     context: int = 0
     """Positions that they see, in all."""
     chunk_tokens: int = 0
-    """Prompt tokens."""
+    """Number of prompt tokens."""
     chunk_pairs: int = 0
     """Pairs of a prompt token and a position that it sees."""
     chunk_context: int = 0
@@ -131,8 +131,9 @@ class Roofline:
     links: Links = Links()
 
     def weight_bytes(self) -> float:
-        """Of one GPU."""
-        model, layout = self.model, self.layout
+        """Bytes of the weights on one GPU."""
+        model = self.model
+        layout = self.layout
         experts = model.experts / (layout.expert_ranks if layout.spread else layout.tp)
         return model.value_bytes * ((model.common + model.embedding) / layout.tp + experts)
 
@@ -151,10 +152,11 @@ class Roofline:
         return min(self.layout.tp, self.model.kv_copies_share)
 
     def seconds(self, work: Work, all_tokens: float = 0.0) -> float:
-        """Of a step; `all_tokens` are those of all engines that share the experts (0: each has as many)."""
+        """Duration of a step; `all_tokens`: of all engines that share the experts (0: each has as many)."""
         if not work.tokens and not all_tokens:
             return 0.0
-        device, p = self.device, self.device.overlap
+        device = self.device
+        p = device.overlap
         group = all_tokens or work.tokens * (self.layout.engines if self.layout.spread else 1)
         read = self.read_bytes(work, group) / device.bytes_per_s
         multiply = self.operations(work, group) / device.flops
@@ -163,7 +165,8 @@ class Roofline:
 
     def read_bytes(self, work: Work, all_tokens: float) -> float:
         """That a GPU reads in a step: weights of what runs, and KV cache."""
-        model, layout = self.model, self.layout
+        model = self.model
+        layout = self.layout
         tokens = all_tokens if layout.spread else work.tokens
         share = layout.expert_ranks if layout.spread else layout.tp
         experts = model.expert_layers * model.touched(tokens) * model.expert / share
@@ -171,11 +174,12 @@ class Roofline:
         return weights + (work.context + work.chunk_context) * model.kv_bytes / self._kv_split
 
     def operations(self, work: Work, all_tokens: float) -> float:
-        """Of a GPU in a step, those of prompts counted as more for being slower.
+        """Floating-point operations of a GPU in a step, without the head of a prompt's last token.
 
-        The head of a prompt's last token is left out.
+        Those of prompts count as more, because they are slower.
         """
-        model, layout = self.model, self.layout
+        model = self.model
+        layout = self.layout
         slower = 1 / self.device.prefill_share
         tokens = work.rows + slower * work.chunk_tokens
         head = model.shape.hidden * model.shape.vocab
@@ -192,7 +196,8 @@ class Roofline:
 
     def ranks_of_a_token(self) -> float:
         """Expected number of other ranks that have an expert of a token."""
-        ranks, shape = self.layout.expert_ranks, self.model.shape
+        ranks = self.layout.expert_ranks
+        shape = self.model.shape
         if ranks == 1 or not shape.experts:
             return 0.0
         elsewhere = shape.experts - shape.experts // ranks
@@ -209,8 +214,10 @@ class Roofline:
         return self.ranks_of_a_token() * (dispatched + self.model.row_bytes) / self.layout.tp
 
     def collective_seconds(self, tokens: float) -> float:
-        """Of a step with so many tokens on each engine."""
-        model, layout, links = self.model, self.layout, self.links
+        """Time of the collectives in a step with `tokens` on each engine."""
+        model = self.model
+        layout = self.layout
+        links = self.links
         total = 2 * model.layers * links.all_reduce(layout.tp, tokens * model.row_bytes)
         if layout.spread and layout.engines > 1 and model.shape.experts:
             ranks = layout.expert_ranks

@@ -33,9 +33,9 @@ class Outcome:
     ttft: dict[str, float]
     """Mean and percentiles of the time to the first token."""
     tpot: dict[str, float]
-    """Of the time for each later token of a request."""
+    """Mean and percentiles of the time for each later token of a request."""
     cached_share: float
-    """Of prompt tokens, those found in prefix caches."""
+    """Share of the prompt tokens that were found in prefix caches."""
     preemptions: int
     steps: int
     busy: float
@@ -44,13 +44,13 @@ class Outcome:
     """Tokens computed by the engine that computed most, over the mean."""
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The figures by name, for JSON."""
         return asdict(self)
 
 
 @dataclass
 class _Times:
-    """By request."""
+    """Times and lengths of all requests, by their numbers."""
 
     arrived: NDArray[np.float64]
     first: NDArray[np.float64] = field(init=False)
@@ -58,12 +58,13 @@ class _Times:
     outputs: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.first, self.finished = np.zeros_like(self.arrived), np.zeros_like(self.arrived)
+        self.first = np.zeros_like(self.arrived)
+        self.finished = np.zeros_like(self.arrived)
         self.outputs = np.zeros(len(self.arrived), np.int64)
 
 
 class Simulation:
-    """`ranks` engines behind `frontends` frontends, each of which routes its own requests."""
+    """`ranks` engines and `frontends` frontends, each of which routes its own requests."""
 
     def __init__(
         self,
@@ -94,7 +95,8 @@ class Simulation:
             while self._ends and self._ends[0][0] <= request.at:
                 self._finish_step(times)
             self.now = request.at
-            times.arrived[number], times.outputs[number] = request.at, request.max_tokens
+            times.arrived[number] = request.at
+            times.outputs[number] = request.max_tokens
             self._arrive(number, request)
         if number + 1 != count:
             raise ValueError(f"{count} requests were announced, and {number + 1} arrived")
@@ -106,7 +108,8 @@ class Simulation:
         router = self._routers[number % len(self._routers)]
         charge = router.route(RoutedPrompt(request.prompt, request.max_tokens), self._ready)
         self._charges[number] = router, charge
-        engine, group = self.engines[charge.rank], self._group_of[charge.rank]
+        engine = self.engines[charge.rank]
+        group = self._group_of[charge.rank]
         engine.add(number, request.prompt, request.max_tokens)
         engine.schedule()
         if not group.is_running:

@@ -14,7 +14,7 @@ class BodyMemory:
         self.used = 0
         self._limit = limit
 
-    def add(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Reserve `size` bytes; raises OverloadedError above the limit."""
         if self.used + size > self._limit:
             raise OverloadedError(
@@ -23,6 +23,6 @@ class BodyMemory:
             )
         self.used += size
 
-    def remove(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Release `size` bytes."""
         self.used -= size

@@ -23,7 +23,8 @@ _PIECE = 32 * 1024
 _TLS_CLOSE_S = 2.0
 # Intervals of probes of a half-closed connection: short at first, since the second probe fails if the
 # client is gone.
-_FIRST_PROBE_S, _LAST_PROBE_S = 0.01, 15.0
+_FIRST_PROBE_S = 0.01
+_LAST_PROBE_S = 15.0
 
 
 class Connection(web.RequestHandler):
@@ -95,7 +96,8 @@ class Connection(web.RequestHandler):
         self._is_parsing = False
         if self._reading_paused or self.transport is None:  # until `resume_reading`
             return
-        piece, self._unparsed = self._unparsed[:_PIECE], self._unparsed[_PIECE:]
+        piece = self._unparsed[:_PIECE]
+        self._unparsed = self._unparsed[_PIECE:]
         super().data_received(piece)
         if self._unparsed:
             self._parse_soon()

@@ -31,7 +31,8 @@ class CorsPolicy:
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Raises RequestError (403) if the request announced by a preflight with `headers` is not allowed."""
-        origin, method = headers["Origin"], headers[METHOD]
+        origin = headers["Origin"]
+        method = headers[METHOD]
         if not self._allows(self._origins, origin):
             raise _refusal(f"the origin {origin}", "--allowed-origins")
         if not self._allows(self._methods, method.upper()):

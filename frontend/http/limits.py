@@ -7,15 +7,15 @@ __all__ = ["HttpLimits"]
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """In bytes and seconds."""
+    """Limits of the HTTP server, in bytes and seconds."""
 
     max_body_bytes: int = 8 * 1024 * 1024
     max_body_memory: int = 256 * 1024 * 1024
-    """Of all bodies that are being received or parsed."""
+    """Size of all bodies that are being received or parsed."""
     max_output_memory: int | None = None
-    """Of all output that was generated and is not sent yet; None: see `default_output_memory`."""
+    """Size of all output that was generated and is not sent yet; None: see `default_output_memory`."""
     max_line_bytes: int = 8190
-    """Of the request line and of each header."""
+    """Size of the request line and of each header."""
     max_headers: int = 128
     body_deadline_s: float = 60.0
     """For receiving a request's whole body."""

@@ -36,13 +36,13 @@ class Snapshot:
 
     model: str
     metrics: Metrics
-    """Of all frontends."""
+    """Sum over all frontends."""
     engines: dict[int, CoreStats]
-    """By rank; without those that do not respond."""
+    """Statistics by rank, without ranks that do not respond."""
     engine_up: dict[int, bool]
-    """By rank, for all ranks: whether it can generate tokens."""
+    """Whether each rank can generate tokens; has all ranks."""
     engine_restarts: dict[int, int]
-    """By rank: restarts since the start of the server."""
+    """Restarts of each rank since the start of the server."""
     live: int
     """Unfinished sequences of all frontends."""
     block_size: int = 0
@@ -118,7 +118,8 @@ class _Collector(Collector):
             yield from self._histogram(f"{name}_seconds", f"{text}, in seconds", histograms)
 
     def _server(self) -> Iterator[Metric]:
-        snapshot, metrics = self._snapshot, self._snapshot.metrics
+        snapshot = self._snapshot
+        metrics = snapshot.metrics
         up = {rank: float(up) for rank, up in snapshot.engine_up.items()}
         yield self._family(GaugeMetricFamily, "atom:engine_up", "Whether the engine can generate tokens", up)
         restarts = dict(snapshot.engine_restarts)
@@ -209,7 +210,7 @@ class _Collector(Collector):
         return family
 
     def _experts(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
-        """Of the engines that report how evenly their ranks share experts."""
+        """Metrics of the engines that report how evenly their ranks share experts."""
         if not engines:
             return
         moved: dict[int, float] = {rank: stats.experts_moved for rank, stats in engines.items()}
@@ -223,7 +224,7 @@ class _Collector(Collector):
         yield family
 
     def _speculation(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
-        """Of the engines that verify draft tokens."""
+        """Metrics of the engines that verify draft tokens."""
         if not engines:
             return
         accepted = {rank: sum(stats.num_accepted_tokens_per_pos) for rank, stats in engines.items()}

@@ -24,7 +24,7 @@ class Histogram(msgspec.Struct):
     """Counts values in buckets with inclusive upper bounds."""
 
     bounds: list[float]
-    """Ascending."""
+    """Upper bounds of the buckets, ascending."""
     counts: list[int] = []
     """One more than bounds: the last counts the values above all bounds."""
     sum: float = 0.0
@@ -32,7 +32,7 @@ class Histogram(msgspec.Struct):
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
-    def add(self, other: "Histogram") -> None:
+    def merge(self, other: "Histogram") -> None:
         """Add the values of a histogram with the same bounds."""
         self.counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
@@ -62,9 +62,9 @@ class RunningRequest(msgspec.Struct, array_like=True, frozen=True):
     rank: int
     prompt_tokens: int
     tokens: int
-    """Generated so far."""
+    """Tokens generated so far."""
     arrived_at: float
-    """Monotonic clock, which all processes of a host share."""
+    """Time of the monotonic clock, which all processes of a host share."""
 
 
 def _series(steps: tuple[float, ...], first: int, last: int) -> list[float]:
@@ -90,7 +90,7 @@ def _counter() -> Any:
 
 
 class EngineMetrics(msgspec.Struct):
-    """The sequences that were sent to the engine of one rank, over all its lives."""
+    """The sequences that were sent to the engine of one rank, its restarts included."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -141,9 +141,9 @@ class EngineMetrics(msgspec.Struct):
         """Count sequences that fail because the engine or this process ends."""
         self.finish_reasons["error"] += count
 
-    def add(self, other: "EngineMetrics") -> None:
+    def merge(self, other: "EngineMetrics") -> None:
         """Add the figures of another frontend."""
-        _add(self, other)
+        _merge(self, other)
 
 
 class Metrics(msgspec.Struct):
@@ -158,13 +158,13 @@ class Metrics(msgspec.Struct):
     output_limited: int = 0
     """Requests ended because too much of their output waited to be sent."""
     restarts: int = 0
-    """Of frontend processes."""
+    """Restarts of frontend processes."""
     responses: dict[int, int] = msgspec.field(default_factory=_counter)
     """HTTP responses by status."""
     event_loop_lag: Histogram = msgspec.field(default_factory=_fine_seconds)
     """Lateness of a timer of the event loop."""
     engines: dict[int, EngineMetrics] = {}
-    """By rank."""
+    """Figures by rank."""
 
     def engine(self, rank: int) -> EngineMetrics:
         """The figures of a rank."""
@@ -173,20 +173,21 @@ class Metrics(msgspec.Struct):
             found = self.engines[rank] = EngineMetrics()
         return found
 
-    def add(self, other: "Metrics") -> None:
+    def merge(self, other: "Metrics") -> None:
         """Add the figures of another frontend."""
         for rank, engine in other.engines.items():
-            self.engine(rank).add(engine)
-        _add(self, other)
+            self.engine(rank).merge(engine)
+        _merge(self, other)
 
 
-def _add(total: msgspec.Struct, other: msgspec.Struct) -> None:
+def _merge(total: msgspec.Struct, other: msgspec.Struct) -> None:
     """Add numbers, counters and histograms, field by field."""
     for name in total.__struct_fields__:
-        own, more = getattr(total, name), getattr(other, name)
+        own = getattr(total, name)
+        more = getattr(other, name)
         match own:
             case Histogram():
-                own.add(more)
+                own.merge(more)
             case Counter():
                 own.update(more)
             case int():

@@ -67,7 +67,7 @@ class SharedMetrics:
         live: Callable[[], int],
         oldest: Callable[[int], list[RunningRequest]],
     ):
-        """Adds what earlier lives of frontend `index` have counted to `metrics`."""
+        """Adds to `metrics` what frontend `index` had counted before it was restarted."""
         self._directory = Path(directory) if directory else None
         self._name = f"frontend-{index}.metrics"
         self._metrics = metrics
@@ -77,7 +77,7 @@ class SharedMetrics:
         self._writing = asyncio.Lock()
         self._error = ""
         if self._directory is not None and (earlier := self._read(self._directory / self._name)):
-            metrics.add(earlier.metrics)
+            metrics.merge(earlier.metrics)
         metrics.restarts = life  # also those that ended before they wrote their file
 
     async def keep(self) -> None:
@@ -110,7 +110,7 @@ class SharedMetrics:
         records = [own, *self._read_others()]
         total = Metrics()
         for record in records:
-            total.add(record.metrics)
+            total.merge(record.metrics)
         running = [record for record in records if own.at - record.at < _FRESH_S]
         oldest = sorted(
             (each for record in running for each in record.oldest), key=lambda each: each.arrived_at

@@ -46,7 +46,7 @@ class RequestTrace:
     queue_s: float
     prefill_s: float
     first_token_at: float
-    """0: it had none."""
+    """Time of the first token; 0: there was none."""
     last_token_at: float
     input_tokens: int
     output_tokens: int

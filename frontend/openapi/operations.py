@@ -15,7 +15,10 @@ from frontend.status.records import State
 
 __all__ = ["OPERATIONS", "Operation"]
 
-JSON, EVENTS, HTML, TEXT = "application/json", "text/event-stream", "text/html", "text/plain"
+JSON = "application/json"
+EVENTS = "text/event-stream"
+HTML = "text/html"
+TEXT = "text/plain"
 GENERATION_ERRORS = (408, 413, 429, 500, 503)
 
 
@@ -36,9 +39,9 @@ class Operation:
     """Statuses besides 400, 401 and 404."""
     needs_key: bool = True
     parameters: dict[str, str] = field(default_factory=dict)
-    """Of the path, with what each is."""
+    """Parameters of the path, with their descriptions."""
     headers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of the request, with description and schema."""
+    """Headers of the request, with description and schema."""
     is_refused: bool = False
     """Whether it never succeeds."""
     anthropic: bool = False

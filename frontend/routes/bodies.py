@@ -20,7 +20,8 @@ async def open_body(request: web.Request) -> AsyncIterator[bytes]:
 
     Raises RequestError for a late, malformed or too large body, OverloadedError if memory is lacking.
     """
-    limits, memory = request.app[LIMITS], request.app[BODY_MEMORY]
+    limits = request.app[LIMITS]
+    memory = request.app[BODY_MEMORY]
     if (request.content_length or 0) > limits.max_body_bytes:
         raise _too_large(limits.max_body_bytes)
     body = bytearray()
@@ -31,7 +32,7 @@ async def open_body(request: web.Request) -> AsyncIterator[bytes]:
                 async for chunk in request.content.iter_any():
                     if len(body) + len(chunk) > limits.max_body_bytes:
                         raise _too_large(limits.max_body_bytes)
-                    memory.add(len(chunk))
+                    memory.reserve(len(chunk))
                     body += chunk
                     if len(chunk) >= _LARGE_CHUNK_BYTES:
                         await asyncio.sleep(0)  # the next chunk may be decompressed without any wait
@@ -45,7 +46,7 @@ async def open_body(request: web.Request) -> AsyncIterator[bytes]:
             ) from None
         yield bytes(body)
     finally:
-        memory.remove(len(body))
+        memory.release(len(body))
 
 
 def _too_large(limit: int) -> RequestError:

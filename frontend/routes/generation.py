@@ -83,7 +83,8 @@ async def _respond(request: web.Request, endpoint: Endpoint, slot: AdmissionSlot
 
 def _caller(request: web.Request) -> Caller:
     """Raises RequestError for an invalid header."""
-    parent, state = request.headers.get("traceparent"), request.headers.get("tracestate", "")
+    parent = request.headers.get("traceparent")
+    state = request.headers.get("tracestate", "")
     return Caller(
         request[TENANT],
         client_request_id(request),

@@ -29,7 +29,8 @@ async def show_version(request: web.Request) -> web.Response:
 @routes.get("/server_info")
 async def server_info(request: web.Request) -> web.Response:
     """The resolved configuration, without API keys."""
-    launch, ready = request.app[LAUNCH], request.app[CLIENT].limits
+    launch = request.app[LAUNCH]
+    ready = request.app[CLIENT].limits
     checkpoint = launch.checkpoint
     info = {
         "version": _VERSION,
@@ -51,7 +52,8 @@ async def server_info(request: web.Request) -> web.Response:
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     """Prometheus text: the sums over all frontends, and the counters of the engines that respond."""
-    client, deadline_s = request.app[CLIENT], request.app[LIMITS].stats_deadline_s
+    client = request.app[CLIENT]
+    deadline_s = request.app[LIMITS].stats_deadline_s
     stats, totals = await asyncio.gather(
         client.control.stats(deadline_s), request.app[SHARED_METRICS].totals(deadline_s)
     )

@@ -38,7 +38,8 @@ class EventLog:
 
     def _of_counts(self, at: float, metrics: Metrics) -> Iterator[Event]:
         counts = {field: getattr(metrics, field) for field, _, _ in _COUNTED}
-        before, self._counts = self._counts, counts
+        before = self._counts
+        self._counts = counts
         if before is None:
             return
         for field, kind, text in _COUNTED:

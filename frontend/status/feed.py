@@ -60,7 +60,8 @@ class StatusFeed:
         self._lifecycle = lifecycle
         self._ranks = Ranks(client)
         self._log = EventLog()
-        self._ttft, self._inter_token = Window(_WINDOW), Window(_WINDOW)
+        self._ttft = Window(_WINDOW)
+        self._inter_token = Window(_WINDOW)
         self._history: deque[Point] = deque(maxlen=_HISTORY)
         self._events: deque[Event] = deque(maxlen=_EVENTS)
         self._number = 0  # of the last tick
@@ -73,7 +74,8 @@ class StatusFeed:
     async def run(self) -> None:
         """Look at the server every second, until cancelled."""
         loop = asyncio.get_running_loop()
-        due, problem = loop.time(), ""
+        due = loop.time()
+        problem = ""
         while True:
             try:
                 await self._look()
@@ -133,13 +135,15 @@ class StatusFeed:
             self._client.control.stats(_STATS_DEADLINE_S),
             self._metrics.totals(_TOTALS_DEADLINE_S, publish=False),
         )
-        now, at = time.monotonic(), time.time()
+        now = time.monotonic()
+        at = time.time()
         ranks = self._ranks.read(stats, now)
         events = self._log.changes(at, ranks, totals.metrics)
         point = self._point(at, ranks, totals)
         self._history.append(point)
         self._events.extend(events)
-        metrics, limits = totals.metrics, self._client.limits
+        metrics = totals.metrics
+        limits = self._client.limits
         finished: Counter[str] = Counter()
         for engine in metrics.engines.values():
             finished.update(engine.finish_reasons)
@@ -171,18 +175,21 @@ class StatusFeed:
         )
 
     def _publish(self, tick: Tick) -> None:
-        self._tick, self._state = tick, b""
+        self._tick = tick
+        self._state = b""
         self._frame = b"event: tick\ndata: %b\n\n" % _encode(tick) if self.num_listeners else b""
         self._number += 1
         self._wake()
 
     def _wake(self) -> None:
-        waited, self._next = self._next, asyncio.Event()
+        waited = self._next
+        self._next = asyncio.Event()
         waited.set()
 
 
 def _row(request: RunningRequest, now: float) -> RequestRow:
-    frontend, number = request.number >> ID_BITS, request.number & ((1 << ID_BITS) - 1)
+    frontend = request.number >> ID_BITS
+    number = request.number & ((1 << ID_BITS) - 1)
     return RequestRow(
         f"{frontend}-{number}", request.rank, request.prompt_tokens, request.tokens, now - request.arrived_at
     )

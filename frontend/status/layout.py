@@ -10,8 +10,9 @@ __all__ = ["layout_of"]
 
 
 def layout_of(launch: FrontendLaunch, model: str) -> Layout:
-    """Of the resolved configuration; `model` is the name in the API."""
-    config, checkpoint = launch.config, launch.checkpoint
+    """The layout of the resolved configuration; `model` is the name in the API."""
+    config = launch.config
+    checkpoint = launch.checkpoint
     dtype = config.model.dtype
     return Layout(
         version=atom_version(),

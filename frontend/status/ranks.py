@@ -71,10 +71,13 @@ class Ranks:
         return "starting", ""
 
     def _rates(self, rank: int, seen: _Seen) -> tuple[float, float]:
-        """(prefill, decode) tokens per second since the last counters of the same life."""
-        before, self._seen[rank] = self._seen.get(rank), seen
+        """(prefill, decode) tokens per second since the last counters; a restart begins anew."""
+        before = self._seen.get(rank)
+        self._seen[rank] = seen
         if before is None or before.life != seen.life or seen.at <= before.at:
             return 0.0, 0.0
-        elapsed, now, then = seen.at - before.at, seen.stats, before.stats
+        elapsed = seen.at - before.at
+        now = seen.stats
+        then = before.stats
         prefill = (now.prefill_tokens - then.prefill_tokens) / elapsed
         return prefill, (now.generated_tokens - then.generated_tokens) / elapsed

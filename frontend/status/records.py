@@ -29,7 +29,7 @@ class Layout(msgspec.Struct, frozen=True):
     num_speculative_tokens: int
     prefix_caching: bool
     max_num_seqs: int
-    """Of one engine."""
+    """Limit of one engine."""
     max_queued_requests: int
     num_frontends: int
     has_chat: bool
@@ -45,7 +45,7 @@ class Rank(msgspec.Struct, frozen=True):
     state: str
     """starting, ready, stalled, restarting or down."""
     reason: str
-    """Why it is not ready, as far as known."""
+    """Why the rank is not ready, as far as known."""
     running: int = 0
     waiting: int = 0
     kv_used: int = 0
@@ -57,13 +57,13 @@ class Rank(msgspec.Struct, frozen=True):
     """Tokens per second, over the last second."""
     decode: float = 0.0
     prefix_hits: int = 0
-    """Since the start of this life, as the counters below: prompt tokens found in the prefix cache,"""
+    """Prompt tokens found in the prefix cache, since the last restart, as all counters below."""
     prefix_queries: int = 0
-    """and those looked up there."""
+    """Prompt tokens looked up in the prefix cache."""
     accepted_tokens: int = 0
-    """Draft tokens that were accepted,"""
+    """Draft tokens that were accepted."""
     draft_tokens: int = 0
-    """and all draft tokens."""
+    """All draft tokens."""
     preemptions: int = 0
 
 
@@ -74,7 +74,7 @@ class RequestRow(msgspec.Struct, frozen=True):
     rank: int
     prompt_tokens: int
     tokens: int
-    """Generated so far."""
+    """Tokens generated so far."""
     age: float
     """Seconds since its arrival."""
 
@@ -110,20 +110,20 @@ class Tick(msgspec.Struct, frozen=True):
 
     point: Point
     uptime: float
-    """Seconds."""
+    """Seconds since the start of the server."""
     stopping: bool
     max_model_len: int | None
     """None before an engine was ready."""
     ranks: list[Rank]
     requests: list[RequestRow]
-    """The oldest ones."""
+    """The oldest requests."""
     num_requests: int
-    """All of them."""
+    """Number of all requests in progress."""
     finished: dict[str, int]
     """Finished sequences by reason, since the start of the server."""
     refused: int
     events: list[Event]
-    """Of this second."""
+    """Events of this second."""
 
 
 class State(msgspec.Struct, frozen=True):
@@ -132,6 +132,6 @@ class State(msgspec.Struct, frozen=True):
     layout: Layout
     tick: Tick
     history: list[Point]
-    """The oldest first; the last one is the tick's."""
+    """Points of the last minutes, the oldest first; the last one is the tick's."""
     events: list[Event]
-    """The oldest first, those of the tick included."""
+    """The latest events, the oldest first, those of the tick included."""

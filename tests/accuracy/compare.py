@@ -1,4 +1,4 @@
-"""lm-eval's numbers for a server, beside those of its own transformers backend on the same model.
+"""lm-eval's numbers for a server, and those of its own transformers backend on the same model.
 
     python -m tests.accuracy.compare --lm-eval path/to/lm_eval
 

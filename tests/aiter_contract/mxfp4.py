@@ -32,7 +32,7 @@ def numbers(codes: Tensor, exponents: Tensor) -> Tensor:
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """Of 2, from exponents plus 127."""
+    """Powers of 2, from exponents plus 127."""
     return (exponents.int() << 23).view(torch.float32)
 
 

@@ -80,7 +80,7 @@ QUANTIZED: dict[str, Callable[..., Any]] = {
     "aiter.ops.quant.per_group_quant_hip": rounding.per_group_quant_hip,
     "aiter.ops.quant.per_tensor_quant_hip": rounding.per_tensor_quant_hip,
 }
-"""What models with quantized weights, or with groups of experts, call beside `SEMANTICS`."""
+"""What models with quantized weights, or with groups of experts, call in addition to `SEMANTICS`."""
 _MODULES = (
     *("aiter", "aiter.tuned_gemm", "aiter.fused_moe", "aiter.ops", "aiter.ops.shuffle", "aiter.ops.triton"),
     *("aiter.ops.triton.unified_attention", "aiter.ops.triton.fused_kv_cache", "aiter.mla"),

@@ -11,7 +11,7 @@ def topk_softmax(
     gating_output: Tensor,
     need_renorm: bool,
 ) -> None:
-    """Of the softmax over all experts."""
+    """Top-k of the softmax over all experts."""
     _check(topk_weights, topk_indices, gating_output)
     assert token_expert_indices.dtype == torch.int32 and token_expert_indices.shape == topk_indices.shape
     token_expert_indices.fill_(-1)
@@ -29,7 +29,7 @@ def grouped_topk(
     is_softmax: bool,
     routed_scaling_factor: float,
 ) -> None:
-    """Of the groups with the best experts."""
+    """Top-k of the groups with the best experts."""
     _check(topk_weights, topk_ids, gating_output)
     assert gating_output.shape[1] % 4 == 0
     logits = gating_output.float()
@@ -48,7 +48,7 @@ def biased_grouped_topk(
     need_renorm: bool,
     routed_scaling_factor: float,
 ) -> None:
-    """Of sigmoids with a bias, which does not count in the weights."""
+    """Top-k of sigmoids with a bias, which does not count in the weights."""
     _check(topk_weights, topk_ids, gating_output)
     assert correction_bias.dtype == gating_output.dtype and need_renorm and gating_output.shape[1] % 4 == 0
     assert correction_bias.shape == gating_output.shape[1:]

@@ -16,7 +16,7 @@ TORCH_FREE = ("frontend", "engine_core", "atom.shared", "atom.launch", "atom.eng
 HEAVY = ("torch", "transformers", "numpy")
 
 # Loads what others wrote once, then imports each of our modules in a fork that has none of ours:
-# as good as a new interpreter for finding cycles, and much faster beside torch.
+# as good as a new interpreter for finding cycles, and much faster once torch is loaded.
 IMPORT_EACH_ALONE = """
 import importlib, json, os, sys, traceback
 import torch, numpy, transformers, zmq.asyncio, aiohttp.web, msgspec, tokenizers

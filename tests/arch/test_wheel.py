@@ -22,7 +22,7 @@ def sources() -> set[str]:
 
 
 def test_the_wheel_is_the_source(tmp_path: Path) -> None:
-    # In a copy: setuptools leaves folders beside the sources, and takes old ones into the wheel.
+    # In a copy: setuptools leaves folders next to the sources, and takes old ones into the wheel.
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))

@@ -269,7 +269,7 @@ def is_control(node: dict[str, Any]) -> bool:
     return not node.get("ignored") and node.get("role", {}).get("value") in roles
 
 
-# Texts whose colour differs too little from what is behind them (WCAG AA: 4.5).
+# Texts whose colour differs too little from their background (WCAG AA: 4.5).
 CONTRASTS = """() => {
   const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
   const rgb = (color) => {
@@ -281,7 +281,7 @@ CONTRASTS = """() => {
   const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
     .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = (element) => {
+  const background = (element) => {
     for (let at = element; at; at = at.parentElement) {
       const color = rgb(getComputedStyle(at).backgroundColor);
       if (color[3] === 255) return color;
@@ -291,7 +291,7 @@ CONTRASTS = """() => {
   for (const element of document.querySelectorAll('main *, header *')) {
     const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
     if (!own || !element.checkVisibility()) continue;
-    const pair = [light(rgb(getComputedStyle(element).color)), light(behind(element))];
+    const pair = [light(rgb(getComputedStyle(element).color)), light(background(element))];
     const [a, b] = pair.sort((x, y) => y - x);
     const contrast = (a + 0.05) / (b + 0.05);
     if (contrast < 4.5) poor.push(`${element.className || element.tagName}: ${contrast.toFixed(2)}`);

@@ -144,7 +144,7 @@ CHECKS: list[tuple[str, str, Callable[[Target], None]]] = [
 
 
 def version(commands: Path, package: str) -> str:
-    """Of an installed package."""
+    """Version of an installed package."""
     code = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
     return subprocess.check_output([commands / "python", "-c", code], text=True).strip()
 

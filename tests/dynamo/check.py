@@ -2,7 +2,7 @@
 
 Two workers with the same random weights. Prints what each check has found, and fails if one does not hold:
     options   every option of a request is honoured or refused
-    cache     cached tokens of 300 requests, half with shared prefixes, behind the KV router and round robin
+    cache     cached tokens of 300 requests, half with shared prefixes, by the KV router and round robin
     kills     an engine core, then a whole worker, under load: every request goes on, with the same ids
     drain     SIGTERM: running streams finish
 """

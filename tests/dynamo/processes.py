@@ -80,7 +80,7 @@ def frontend(mode: str, directory: Path, port: int) -> Process:
     arguments = ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
     arguments += ["--router-mode", mode, "--kv-cache-block-size", str(BLOCK_SIZE), "--migration-limit", "3"]
     if mode == "kv":
-        # By its blocks, one running request would outweigh any prefix: they are long beside the outputs.
+        # By its blocks, one running request would outweigh any prefix: prompts are long, outputs short.
         arguments.append("--no-router-track-active-blocks")
     return Process(f"frontend-{mode}", arguments, directory)
 

@@ -27,7 +27,7 @@ def run_directories(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def shared_memory_is_left_as_it_was() -> Iterator[None]:
-    """Nothing new lies in it that no process maps: other tests run beside this one."""
+    """Nothing new lies in it that no process maps; other tests run at the same time."""
     before = set(os.listdir("/dev/shm"))
     yield
     new = set(os.listdir("/dev/shm")) - before

@@ -81,7 +81,7 @@ def test_preemption(expected: list[Reference], sampled_alone: list[int]) -> None
     """A cache that holds the longest request and little more."""
     blocks = 112
     with engine(1728, num_kv_blocks=blocks, max_num_batched_tokens=128) as made:
-        # The long prompt gets in beside six short ones, and their growth pushes it out again.
+        # The long prompt is admitted with six short ones, and their growth pushes it out again.
         rows = [*expected[:6], expected[-1], *expected[6:12]]
         assert greedy_ids(made, rows) == [row.greedy_ids for row in rows]
         greedy = made.stats()

@@ -106,7 +106,7 @@ def _pytest(name: str, *chosen: str) -> Part:
 
 
 def _benchmarks(options: Options) -> Iterator[Part]:
-    """Of every provider of each op; and of engines and decode steps with AITER, and where it is hidden."""
+    """Benchmarks of every provider of each op, and of engines and decode steps with AITER and without it."""
     on_cpu = options.device == "cpu"
     kernels = ["-m", "benchmarks.kernels", "--device", options.device]
     kernels += ["--ops", "rms_norm", "--shapes", "decode-1", "--seconds", "0.01"] if on_cpu else []

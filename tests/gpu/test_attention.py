@@ -313,7 +313,7 @@ def test_prompts_of_a_padded_step_without_host_rows(
 
 @pytest.mark.usefixtures("prompt_kernel")
 def test_one_graph_runs_other_prompts() -> None:
-    """Of a captured step only the numbers are fixed; one replay has no prompts."""
+    """A captured step fixes the numbers alone; one replay has no prompts."""
     rows, tokens, width = 8, 1600, 300
     table = torch.zeros(rows, width, dtype=torch.int32, device=GPU)
     contexts = torch.zeros(rows, dtype=torch.int32, device=GPU)

@@ -1,4 +1,4 @@
-"""The gated delta rule on a GPU, at the sizes of Qwen3-Next: prompts in chunks, beside single tokens."""
+"""The gated delta rule on a GPU, at the sizes of Qwen3-Next: prompts in chunks, and single tokens."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 KEY_HEADS, HEADS, KEY, VALUE = 16, 32, 128, 128
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of outputs, as parts of the largest; states are float32 in all dtypes."""
+"""Tolerance of outputs, as parts of the largest; states are float32 in all dtypes."""
 
 pytestmark = [
     pytest.mark.gpu,

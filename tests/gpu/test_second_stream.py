@@ -1,4 +1,4 @@
-"""Shared experts beside the routed ones: the same tokens, two streams up to the threshold, one beyond."""
+"""Shared experts next to the routed ones: the same tokens, two streams up to the threshold, one beyond."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

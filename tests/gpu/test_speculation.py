@@ -60,7 +60,7 @@ def worker(checkpoint: Checkpoint, sizes: str, num_drafts: int) -> tuple[Worker,
 
 
 def prompts() -> list[list[int]]:
-    """Of different lengths; half of them repeat a pattern."""
+    """Prompts of different lengths; half of them repeat a pattern."""
     return [prompt_of(3 + 5 * row, seed=row) if row % 2 else prompt_of(4, seed=row) * 5 for row in range(7)]
 
 
@@ -122,7 +122,7 @@ def test_drafts_change_no_token(checkpoints: dict[str, Checkpoint], name: str, s
 @pytest.mark.parametrize("sizes", ["[]", "[1,4,16]"])
 @pytest.mark.parametrize("setting", list(SETTINGS))
 def test_no_step_synchronises(checkpoints: dict[str, Checkpoint], sizes: str, setting: str) -> None:
-    """Prompt chunks beside rows with drafts, then steps with drafts alone."""
+    """Prompt chunks next to rows with drafts, then steps with drafts alone."""
     made, groups = worker(checkpoints["qwen3"], sizes, 3)
     steps = [{0: 20, 1: 8}, {0: 1, 1: 12, 2: 3}, {0: 1, 1: 1, 2: 19}, *[{0: 1, 1: 1, 2: 1}] * 8, {0: 1, 2: 1}]
 

@@ -116,12 +116,12 @@ SHAPES = [
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_dummy_steps_write_nothing(name: str, tmp_path: Path) -> None:
-    """Beside real steps, padded ones too: in float32 every token stays the same."""
+    """Between real steps, and padded ones too: in float32 every token stays the same."""
     made = worker(save_tiny(tiny(name), tmp_path)[1], "[1,4]", "float32")
     specs = kv_specs(made._model.kv_groups, BLOCK_SIZE, torch.float32)
     prompts = [prompt_of(5 + 30 * row, seed=row) for row in range(3)]
 
-    def run_beside(shapes: list[StepShape]) -> list[list[int]]:
+    def run_with_dummies(shapes: list[StepShape]) -> list[list[int]]:
         def execute(batch: ScheduledBatch) -> bytes:
             before = state_of(made._runner)
             for shape in shapes:
@@ -132,9 +132,9 @@ def test_dummy_steps_write_nothing(name: str, tmp_path: Path) -> None:
 
         return generate(CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE), execute, prompts, 20, 16, 3)
 
-    plain = run_beside([])
-    assert run_beside(SHAPES) == plain
+    plain = run_with_dummies([])
+    assert run_with_dummies(SHAPES) == plain
     for shape in (StepShape(StepMode.PROMPT_GRAPH, 64, 16), StepShape(StepMode.EAGER, 90, 7)):
         made._runner._agree = Agreement(made._runner._sizes, shape)
-        assert run_beside([shape]) == plain
+        assert run_with_dummies([shape]) == plain
     backend.resolve(CPU)

@@ -81,7 +81,7 @@ def distributions(model: Path, layout: dict[str, Any]) -> Distributions:
 
 
 def divergence(expected: dict[int, float], found: dict[int, float]) -> float:
-    """Of the ids in both, and of all others as one."""
+    """Divergence of the ids in both, and of all others as one."""
     both = sorted(expected.keys() & found.keys())
     pairs = [(math.exp(expected[token]), math.exp(found[token])) for token in both]
     rest = [max(1 - sum(each), 1e-9) for each in zip(*pairs, strict=True)]
@@ -101,7 +101,7 @@ def test_distributions(
     assert middle < MOST_NATS and mean < 30 * MOST_NATS
 
 
-def test_all_reduces_beside_gemms(
+def test_all_reduces_during_gemms(
     on_one_gpu: Callable[[str], tuple[Path, Distributions]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step of several tokens in parts, within graphs and without."""

@@ -67,7 +67,7 @@ def save_wide(model_type: str, directory: Path, **sizes: Any) -> None:
 
 
 def logits_of(directory: Path, device: torch.device = GPU) -> torch.Tensor:
-    """Of every position of a text in two chunks and a last token alone, [tokens, V] in float32."""
+    """Logits of every position of a text in two chunks and a last token alone, [tokens, V] in float32."""
     config = engine_config(block_size=BLOCK_SIZE, load_dummy=True, dtype="bfloat16")
     config = replace(config, device=DeviceConfig(device=device.type, cudagraph_capture_sizes="[]"))
     checkpoint = checkpoint_of(directory)

@@ -138,10 +138,10 @@ def _attended(x_TD: Tensor, own: dict[str, Tensor], heads: Heads) -> Tensor:
     group = heads.queries // heads.keys
     k_HTE, v_HTE = (x.repeat_interleave(group, 0) for x in (_turned(k_KTE), v_KTE))
     scores_HTT = _turned(q_HTE) @ k_HTE.mT * heads.width**-0.5
-    behind_TT = torch.arange(len(x_TD))[:, None] - torch.arange(len(x_TD))
-    hidden_TT = behind_TT < 0
+    distance_TT = torch.arange(len(x_TD))[:, None] - torch.arange(len(x_TD))
+    hidden_TT = distance_TT < 0
     if heads.window:
-        hidden_TT |= behind_TT >= heads.window
+        hidden_TT |= distance_TT >= heads.window
     scores_HTT = scores_HTT.masked_fill(hidden_TT, -torch.inf)
     if "sinks" in own:
         sinks_HT1 = own["sinks"][:, None, None].expand(-1, len(x_TD), 1)

@@ -1,4 +1,4 @@
-"""What rounding the KV cache to FP8 costs: scales of each token and head beside those of a checkpoint.
+"""What rounding the KV cache to FP8 costs: scales of each token and head against those of a checkpoint.
 
     python -m tests.helpers.cache_scales [WINDOWS]
 

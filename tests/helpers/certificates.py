@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def make_authority(directory: Path) -> Path:
-    """The certificate of an authority (`authority.pem`); its key is beside it."""
+    """The certificate of an authority (`authority.pem`); its key is next to it."""
     certificate = directory / "authority.pem"
     _request(directory, "authority", "-x509", "-days", "2", "-out", certificate)
     return certificate

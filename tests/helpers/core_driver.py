@@ -90,7 +90,7 @@ class CoreDriver:
         self.worker = SimulatedWorker(specs, num_blocks, VOCABULARY, sizes, self._known_ids, draft)
         self.results: deque[BatchResult] = deque()
         self.failing: deque[set[int]] = deque()
-        """Of each step in `results`: the requests whose rows failed."""
+        """For each step in `results`, the requests whose rows failed."""
         self.failed: dict[int, Sent] = {}
         self.num_recomputed = 0
         """Times that a request was recomputed because a step failed whose blocks it shared."""

@@ -34,14 +34,14 @@ class CoreSide:
         states: Sequence[int] = (),
         num_drafts: int = 0,
     ):
-        """Of the `groups`, those numbered `states` keep one slot a request.
+        """Groups whose numbers are in `states` keep one slot a request.
 
         With `num_drafts`, every decoding row has that many drafts; `add_result` takes its tokens.
         """
         self._block_size = block_size
         self._num_drafts = num_drafts
         self._in_flight: deque[list[tuple[int, int]]] = deque()
-        """Of each step: its sampling rows, and the tokens that each may turn out to have sampled."""
+        """For each step, its sampling rows and the tokens that each may turn out to have sampled."""
         shuffled = random.Random(seed)
         self._free = [shuffled.sample(range(num_blocks), num_blocks) for _ in range(groups)]
         self._states = states
@@ -169,7 +169,7 @@ def generate(
 ) -> list[list[int]]:
     """`count` tokens for each prompt, in chunks of `chunk`; row i joins at step i * stagger.
 
-    With a stagger, prompt chunks run beside the decodes of earlier rows.
+    With a stagger, prompt chunks run in the same steps as the decodes of earlier rows.
     """
     step = 0
     while True:

@@ -52,7 +52,7 @@ def setup_in(
     config: EngineConfig,
     server: ServerConfig | None = None,
 ) -> Setup:
-    """Of one node."""
+    """The setup of one node."""
     info = NodeInfo(0, "127.0.0.1", "lo", str(directory), config, CHECKPOINT, server or ServerConfig(), {})
     nodes = {0: LocalNode(info, context)}
     return Setup(context, nodes, Placement(config.parallel), config, lambda progress: None)

@@ -26,7 +26,7 @@ _SCALES_AT = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model."""
+    """Sizes of a model."""
 
     heads: int = 4
     kv_heads: int = 2

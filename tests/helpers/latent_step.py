@@ -17,7 +17,7 @@ _STALE = 1e4
 class LatentStep:
     """Rows with contexts of any length, written to the cache by `write_latent`.
 
-    What no query sees is poisoned: table entries behind a context, and memory that no row owns.
+    What no query sees is poisoned: table entries after a context, and memory that no row owns.
     """
 
     def __init__(

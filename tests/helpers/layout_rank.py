@@ -43,7 +43,7 @@ class Job(msgspec.Struct, frozen=True):
     """One model in one layout."""
 
     config: EngineConfig
-    """Of the layout."""
+    """The configuration of the layout."""
     checkpoint: Checkpoint
     layout: Layout
     prompts: list[list[int]]
@@ -57,7 +57,7 @@ class Outcome(msgspec.Struct, frozen=True):
     steps: int
     """Dummy steps, too."""
     sampled_steps: int
-    """Of these, the steps that sampled."""
+    """Those of the steps that sampled."""
     cached_steps: int
     """The steps that read the KV cache: in the others every row begins."""
     dummy_steps: int
@@ -66,7 +66,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """Calls of each kind in these steps."""
     weight_bytes: int
     expert_bytes: int
-    """Of these, weights of experts."""
+    """The part of the weights that are experts'."""
     load: ExpertLoad | None = None
     """The last window's, on rank 0."""
 

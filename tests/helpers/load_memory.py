@@ -1,4 +1,4 @@
-"""The memory that loading needs beside the weights.
+"""The memory that loading needs in addition to the weights.
 
     python -m tests.helpers.load_memory {dense,online,experts,mxfp4} DIRECTORY MEGABYTES_PER_FILE LAYERS
 
@@ -159,7 +159,7 @@ def measured(kind: str, layers: int, directory: Path, mapped: bool) -> dict[str,
 
 
 def resident(kind: str, layers: int, directory: Path) -> dict[str, int]:
-    """Bytes of the weights, and the peak of resident bytes beside them: with and without mapped pages."""
+    """Bytes of the weights, and the peak of other resident bytes: with and without mapped pages."""
     torch.set_num_threads(1)
     backend.resolve(torch.device("cpu"))
     (Path("/proc/self/clear_refs")).write_text("5")  # resets the peak
@@ -175,8 +175,8 @@ def resident(kind: str, layers: int, directory: Path) -> dict[str, int]:
     weights = weight_bytes(model)
     return {
         "weights": weights,
-        "beside": _status("VmHWM") - before - weights,
-        "beside_unmapped": peak_own - own - weights,
+        "other": _status("VmHWM") - before - weights,
+        "other_unmapped": peak_own - own - weights,
     }
 
 

@@ -40,7 +40,7 @@ class Saved:
     reference: torch.nn.Module
     """transformers' model of the dequantized numbers, float32."""
     packed_bytes: int
-    """Of the experts' matrices."""
+    """Bytes of the experts' matrices."""
     plain_bytes: int
 
 

@@ -83,7 +83,7 @@ class NodeProcess:
         return time.monotonic() - begun
 
     def http_url(self) -> str:
-        """Of its own frontends, with --frontend-per-node."""
+        """URL of its own frontends, with --frontend-per-node."""
         found = re.search(r"serving HTTP on (\S+) port (\d+)", self.text())
         assert found is not None, self.text()
         return f"http://{found[1]}:{found[2]}"

@@ -30,14 +30,14 @@ class StoredFormat:
     scheme: str
     """As the server names it."""
     store: Callable[[torch.Tensor], Stored]
-    """Of a matrix [O, I]."""
+    """Quantizes a matrix [O, I]."""
     settings: dict[str, Any]
     """quantization_config without its exclusions."""
     exclusions: str
     """Key of the list of modules that are not quantized."""
     experts: str = "re:.*mlp.experts.*"
     """In that list: the experts of GPT-OSS, which are stacked."""
-    beside: Callable[[str], Tensors] = field(default=lambda module: {})
+    additional: Callable[[str], Tensors] = field(default=lambda module: {})
     """More tensors of an attention module: scales of its KV cache."""
 
     def config(self, model_type: str) -> dict[str, Any]:
@@ -129,10 +129,10 @@ FORMATS = [
                  {"weight_block_size": None, "activation_scheme": "static"}, "modules_to_not_convert"),
     StoredFormat("fp8, dynamic", "fp8", _TENSOR, _tensor(("weight_scale", None), [1], F32),
                  {"activation_scheme": "dynamic"}, "ignored_layers",
-                 beside=_scales_of_cache("k_scale", "v_scale")),
+                 additional=_scales_of_cache("k_scale", "v_scale")),
     StoredFormat("fp8, static", "fp8", _STATIC, _tensor(("weight_scale", "input_scale"), [], F32),
                  {"activation_scheme": "static"}, "ignored_layers",
-                 beside=_scales_of_cache("attn.k_scale", "attn.v_scale")),
+                 additional=_scales_of_cache("attn.k_scale", "attn.v_scale")),
     StoredFormat("fbgemm_fp8", "fbgemm_fp8", "FP8 per channel, inputs up to 1200", _channel([1], F32),
                  {"activation_scale_ub": 1200.0}, "modules_to_not_convert"),
     StoredFormat("compressed-tensors, blocks", "compressed-tensors", _BLOCK,
@@ -141,7 +141,7 @@ FORMATS = [
     StoredFormat("compressed-tensors, tensor", "compressed-tensors", _STATIC,
                  _tensor(("weight_scale", "input_scale"), [1], BF16),
                  _compressed("float-quantized", "tensor", False), "ignore",
-                 beside=_scales_of_cache("k_scale", "v_scale")),
+                 additional=_scales_of_cache("k_scale", "v_scale")),
     StoredFormat("compressed-tensors, channel", "compressed-tensors", _CHANNEL, _channel([1], BF16),
                  _compressed("float-quantized", "channel", True), "ignore"),
     StoredFormat("compressed-tensors, INT8", "compressed-tensors", "INT8 per channel",
@@ -152,14 +152,14 @@ FORMATS = [
                  _compressed("int-quantized", "channel", False, "int"), "ignore"),
     StoredFormat("quark, tensor", "quark", _STATIC, _tensor(("weight_scale", "input_scale"), [], F32),
                  _quark("per_tensor", "fp8_e4m3", False), "exclude",
-                 beside=_scales_of_cache("k_proj.output_scale", "v_proj.output_scale")),
+                 additional=_scales_of_cache("k_proj.output_scale", "v_proj.output_scale")),
     StoredFormat("quark, channel", "quark", _CHANNEL, _channel([], BF16),
                  _quark("per_channel", "fp8_e4m3", True), "exclude"),
     StoredFormat("quark, INT8", "quark", "INT8 per channel", _channel([], F32, 127),
                  _quark("per_channel", "int8", True), "exclude"),
     StoredFormat("modelopt FP8", "modelopt", _STATIC, _tensor(("weight_scale", "input_scale"), [], F32),
                  {"quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.47"}}, "ignore",
-                 beside=_scales_of_cache("k_proj.k_scale", "v_proj.v_scale")),
+                 additional=_scales_of_cache("k_proj.k_scale", "v_proj.v_scale")),
     StoredFormat("modelopt FP8_PER_CHANNEL_PER_TOKEN", "modelopt", _CHANNEL, _channel([], F32),
                  {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "ignore"),
     StoredFormat("modelopt FP8_PB_WO", "modelopt", _BLOCK,
@@ -195,7 +195,7 @@ def save_quantized(model: Tiny, format: StoredFormat, directory: Path) -> torch.
     if model.model_type != "deepseek_v3":
         layers = json.loads(settings.read_text())["num_hidden_layers"]
         for layer in range(layers):
-            stored |= format.beside(f"model.layers.{layer}.self_attn")
+            stored |= format.additional(f"model.layers.{layer}.self_attn")
     save_file(plain, path, metadata={"format": "pt"})
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     reference.config._experts_implementation = "eager"

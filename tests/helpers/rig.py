@@ -37,7 +37,7 @@ class Ran:
     requests: list[AddRequest]
     response: dict[str, Any]
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Of a stream, whose first event is `response`."""
+    """Events of a stream, whose first is `response`."""
 
     @property
     def sent(self) -> AddRequest:

@@ -46,7 +46,7 @@ def sample(prefix: int, vocabulary: int) -> int:
 
 
 def scores(prefix: int, token_id: int, width: int, vocabulary: int) -> Scores:
-    """Log probabilities of a token behind a prefix; the numbers mean nothing, but differ for each prefix."""
+    """Log probabilities of a token after a prefix; the numbers mean nothing, but differ for each prefix."""
     ids = [token_id, *((sample(prefix, vocabulary) + place) % vocabulary for place in range(width - 1))]
     values = [-(extend_prefix(prefix, one) % 4096) / 64 for one in ids]  # exact in float32
     return ids, values, 1 + prefix % 1000
@@ -116,12 +116,12 @@ class Work:
     written: list[int]
     """The prefixes of its positions from `row.computed` on."""
     num_right: int
-    """How many of these are the row's own: all but those behind the accepted drafts."""
+    """How many of these are the row's own: all but those after the accepted drafts."""
     num_proposed: int = 0
 
     @property
     def end(self) -> int:
-        """Behind the last position whose token is the row's own and has a slot."""
+        """End of the positions whose tokens are the row's own and have a slot."""
         return min(self.row.computed + self.num_right, self.row.new.max_length)
 
     def prefix(self, position: int) -> int:
@@ -209,7 +209,7 @@ class SimulatedWorker:
         if not row.decodes:
             return Work(row, count, row.prefixes[start : start + count], count)
         assert count == 1 + num_drafts, "a decoding row has the wrong number of tokens"
-        assert start < row.new.max_length + num_drafts, "a row runs on behind its limit"
+        assert start < row.new.max_length + num_drafts, "a row runs on beyond its limit"
         num_proposed, num_accepted = self._draft(num_drafts) if num_drafts else (0, 0)
         assert 0 <= num_accepted <= num_proposed <= num_drafts
         written = [row.prefixes[start]]
@@ -320,7 +320,7 @@ class SimulatedWorker:
         return num_sampled
 
     def _sampled_logprobs(self, places: list[tuple[Row, int]]) -> SampledLogprobs | None:
-        """Of the tokens at these positions; as wide as the widest that a row wants."""
+        """Log probabilities of the tokens at `places`, as wide as the widest that a row wants."""
         wanted = [row.new.sampling.logprobs for row, _ in places]
         indices = [index for index, most_likely in enumerate(wanted) if most_likely >= 0]
         if not indices:
@@ -330,7 +330,7 @@ class SimulatedWorker:
         return SampledLogprobs(indices, pack_scores(rows, width))
 
     def _prompt_logprobs(self, numbers: list[int], counts: list[int]) -> list[PromptLogprobs]:
-        """Of the tokens that follow those computed, as far as the prompt goes."""
+        """Log probabilities of the tokens after those computed, as far as the prompt goes."""
         chunks = []
         for number, count in zip(numbers, counts, strict=True):
             row = self._rows[number]

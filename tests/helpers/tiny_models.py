@@ -38,7 +38,7 @@ class Tiny:
     seed: int
     config: dict[str, Any] = field(default_factory=dict)
     scale: float = 1.5
-    """Of the matrices: below 1 tokens repeat, far above 1 they depend on rounding."""
+    """Scale of the matrices: below 1 tokens repeat, far above 1 they depend on rounding."""
 
 
 _COMMON = {

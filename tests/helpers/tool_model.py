@@ -1,4 +1,4 @@
-"""A model that reasons and calls tools, behind the real frontend."""
+"""A model that reasons and calls tools, served by the real frontend."""
 
 import contextlib
 from collections.abc import Iterator

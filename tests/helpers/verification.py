@@ -28,7 +28,7 @@ class Part:
 
     name: str
     arguments: tuple[str, ...]
-    """Of python; `{tests}` stands for the file of test results that the command writes."""
+    """Arguments of python; `{tests}` stands for the file of test results that the command writes."""
     deadline_s: float
     environment: dict[str, str] = field(default_factory=dict)
     """Added to that of this process."""
@@ -52,7 +52,7 @@ class Outcome:
     seconds: float
     output: str
     counts: dict[str, int] | None = None
-    """Of tests that passed, failed and were skipped; None: the command wrote no results."""
+    """Numbers of tests that passed, failed and were skipped; None: the command wrote no results."""
     failures: tuple[Failure, ...] = ()
     skipped: tuple[str, ...] = ()
     """Reasons, each once."""

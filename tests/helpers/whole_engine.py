@@ -22,9 +22,9 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     prompt_logprobs: dict[int, float] = field(default_factory=dict)
-    """Of the prompt's own tokens, by position."""
+    """Log probabilities of the prompt's own tokens, by position."""
     logprobs: dict[int, float] = field(default_factory=dict)
-    """Of the sampled tokens, by their place among them."""
+    """Log probabilities of the sampled tokens, by their place among them."""
     error: str = ""
 
 
@@ -48,7 +48,7 @@ class WholeEngine:
         self.core = EngineCore(limits, self.kv, MAX_MODEL_LEN)
         self.outputs: dict[int, Output] = {}
         self.most_used = [0] * len(specs)
-        """Of each group's blocks."""
+        """Most blocks in use at once, for each group."""
         self._worker = worker
         self._results: deque[BatchResult] = deque()
 

@@ -123,7 +123,7 @@ def _messages() -> list[Case]:
 
 
 def _items() -> list[Case]:
-    """Of the routes with typed items; counts keep within the most objects and strings of a body."""
+    """Bodies for the routes with typed items; counts keep within the most objects and strings of a body."""
 
     def body(**fields: object) -> bytes:
         return json.dumps(fields).encode()

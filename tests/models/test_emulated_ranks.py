@@ -70,7 +70,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 def found(
     checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory
 ) -> list[list[tuple[Outcome, dict[str, int]]]]:
-    """Of each case, what each rank found, and its calls of the libraries."""
+    """What each rank found in each case, and its calls of the libraries."""
     path, base = tmp_path_factory.mktemp("jobs") / "jobs.json", engine_config()
     jobs = [Job(layout.config(base), checkpoints[name], layout, PROMPTS) for name, layout in CASES]
     path.write_bytes(msgspec.json.encode(jobs))

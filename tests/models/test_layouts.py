@@ -120,7 +120,7 @@ def test_ranks_sample_the_tokens_of_one(
     for first in range(0, layout.ranks, layout.tp):
         engine = found[first : first + layout.tp]
         shares = [(each.weight_bytes - each.expert_bytes * (layout.dp > 1)) / rest for each in engine]
-        # Beside the experts the replicated weights are a larger part.
+        # Without the experts the replicated weights are a larger part.
         replicated = REPLICATED.get(family, 0.02) * whole.weight_bytes / rest
         assert 1 <= sum(shares) <= 1 + replicated * (layout.tp - 1)
         assert max(shares) < 1 / layout.tp + replicated + 0.1, "rank 0 has at most a group of heads more"

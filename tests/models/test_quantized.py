@@ -31,7 +31,7 @@ ROWS = [
 
 
 def logits(directory: Path, size: int) -> list[torch.Tensor]:
-    """Of every position, on each rank."""
+    """Logits of every position, on each rank."""
 
     def run(tp: Communicator) -> torch.Tensor:
         ours = TinyWorker(directory, tp=tp)

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.tiny_models import save_tiny, tiny
 
 _DEADLINE_S = 300.0
-"""Of one process; the test starts six, most of which compile."""
+"""Deadline of one process; the test starts six, most of which compile."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(6 * _DEADLINE_S)]
 
 Start = Callable[[Path, int, Path], subprocess.Popen[str]]

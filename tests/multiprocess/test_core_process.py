@@ -256,7 +256,7 @@ def test_abort_stops_the_tokens(engine: Engine) -> None:
 
 
 def stats_after_tokens_of_one(frontend: Peer) -> CoreStats:
-    """Tokens that were ready before may still come first, or right behind the abort."""
+    """Tokens that were ready before may still come first, or right after the abort."""
     frontend.send(GetStats())
     while not isinstance(message := frontend.receive(), CoreStats):
         assert message.request_ids == [1]

@@ -89,7 +89,7 @@ def attack(host: Host, ports: list[int]) -> int:
 
 
 def memory(node: NodeProcess) -> dict[int, int]:
-    """Of each process but workers, which keep kernels of every size of step, in bytes."""
+    """Memory of each process in bytes, without workers, which keep kernels of every size of step."""
     pids = [pid for pid, line in node.children().items() if "workers.main" not in line]
     return {pid: psutil.Process(pid).memory_info().rss for pid in [node.process.pid, *pids]}
 

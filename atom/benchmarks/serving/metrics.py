@@ -29,7 +29,7 @@ SLO_METRICS = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Distribution:
-    """Milliseconds."""
+    """Figures of one latency, in milliseconds."""
 
     mean: float
     median: float

@@ -59,7 +59,8 @@ def exact_texts(
         plain = tokenizer.decode_all([bodies[i] for i in remaining])
         wrapped = [wrap(text) for text in plain]
         for i, text, found in zip(remaining, wrapped, tokenizer.encode_all(wrapped), strict=True):
-            texts[i], lengths[i] = text, len(found)
+            texts[i] = text
+            lengths[i] = len(found)
         remaining = [i for i in remaining if lengths[i] != wanted[i]]
         if not remaining:
             break

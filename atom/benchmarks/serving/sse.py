@@ -17,7 +17,7 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self._rest = b""
-        """An incomplete line."""
+        """The incomplete line at the end of what was received."""
         self._data: list[bytes] = []
         """The data lines of an incomplete event."""
 

@@ -123,14 +123,15 @@ def save_plot(points: Sequence[Point], title: str, path: Path) -> None:
 
 
 def write_sweep(args: argparse.Namespace, points: Sequence[Point], date: str) -> list[Path]:
-    """Write the table and the plot beside the files of the runs. Raises BenchmarkError."""
+    """Write the table and the plot next to the files of the runs. Raises BenchmarkError."""
     base_model = args.model.rstrip("/").split("/")[-1]
     name = f"{args.backend}-{args.request_rate}qps-sweep-{base_model}-{date}"
     if args.result_filename:
         name = f"{args.result_filename.removesuffix('.json')}-sweep"
     directory = Path(args.result_dir)
     # with_suffix would cut a name at its last dot.
-    text, plot = directory / f"{name}.md", directory / f"{name}.png"
+    text = directory / f"{name}.md"
+    plot = directory / f"{name}.png"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         text.write_text("\n".join(table(points)) + "\n", encoding="utf-8")

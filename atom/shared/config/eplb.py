@@ -21,14 +21,15 @@ class EPLBConfig:
     step_interval: int = 3000
     """Steps from one rebalance to the next."""
     num_redundant_experts: int = 0
-    """Replicas of experts beside one of each, in every MoE layer over all ranks."""
+    """Replicas of experts on all ranks of a MoE layer, in addition to one copy of each expert."""
 
 
 def eplb_config(parallel: ParallelConfig) -> EPLBConfig | None:
     """None without `--enable-eplb`. Raises ConfigError for an `--eplb-config` that is not supported."""
     if not parallel.enable_eplb:
         return None
-    given, names = json_object(parallel.eplb_config or "{}"), [field.name for field in fields(EPLBConfig)]
+    given = json_object(parallel.eplb_config or "{}")
+    names = [field.name for field in fields(EPLBConfig)]
     for name, value in given.items():
         if name not in names:
             raise ConfigError(f"--eplb-config: {name} is not supported; use {', '.join(names)}")

@@ -204,7 +204,8 @@ def _describe(name: str, hint: Any, default: Any, texts: dict[str, str]) -> Fiel
         hint, limits = get_args(hint)
     choices: tuple[str, ...] = ()
     if get_origin(hint) is Literal:
-        hint, choices = str, get_args(hint)
+        choices = get_args(hint)
+        hint = str
     if name not in texts:
         raise TypeError(f"configuration field {name} has no docstring")
     return Field(name, hint, default, texts[name], optional, choices, limits)

@@ -57,7 +57,7 @@ class KVEventsConfig:
         )
 
     def of_rank(self, rank: int) -> "KVEventsConfig":
-        """That of one data-parallel rank. Raises ConfigError where its port would be too high."""
+        """The settings of one data-parallel rank. Raises ConfigError where its port would be too high."""
         if not rank:
             return self
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -71,7 +71,8 @@ def kv_events_config(cache: CacheConfig, num_ranks: int = 1) -> KVEventsConfig |
     if cache.kv_events_config is None:
         return None
     given = json_object(cache.kv_events_config)
-    enabled, publisher = given.pop("enable_kv_cache_events", False), given.pop("publisher", None)
+    enabled = given.pop("enable_kv_cache_events", False)
+    publisher = given.pop("publisher", None)
     if type(enabled) is not bool:
         raise ConfigError(f"--kv-events-config: enable_kv_cache_events is {enabled!r}: use true or false")
     if publisher not in (None, "null", "zmq"):
@@ -103,9 +104,11 @@ def _check(name: str, value: Any) -> None:
         good = type(value) is int and 1 <= value <= _LIMITS[name]
         wanted = f"a whole number from 1 to {_LIMITS[name]}"
     elif name == "bind":
-        good, wanted = value is None or type(value) is bool, "true, false or null"
+        good = value is None or type(value) is bool
+        wanted = "true, false or null"
     elif name == "event_format":
-        good, wanted = value in FORMATS, " or ".join(FORMATS)
+        good = value in FORMATS
+        wanted = " or ".join(FORMATS)
     elif name == "topic":
         good = isinstance(value, str) and value.isprintable() and len(value.encode()) <= _MAX_TOPIC
         wanted = f"a printable text of at most {_MAX_TOPIC} bytes"

@@ -33,7 +33,8 @@ def kv_format(stated: Any) -> str | None:
 
 
 def _of_scheme(scheme: Mapping[str, Any]) -> str:
-    kind, bits = scheme.get("type", "int"), scheme.get("num_bits", 8)
+    kind = scheme.get("type", "int")
+    bits = scheme.get("num_bits", 8)
     if kind not in ("float", "int") or type(bits) is not int:
         raise _contradiction("kv_cache_scheme", scheme, "the type and num_bits of a format")
     return f"{'FP' if kind == 'float' else 'INT'}{bits}"

@@ -20,7 +20,7 @@ class _Given(NamedTuple):
 
 
 def launcher_settings(environ: Mapping[str, str], given: set[str]) -> dict[str, Any]:
-    """Values by field name, without those `given` otherwise; empty under no launcher, or for one node.
+    """Values by field name, without those `given` otherwise; empty without a launcher, or for one node.
 
     Raises ConfigError with the variable.
     """

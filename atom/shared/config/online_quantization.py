@@ -25,7 +25,7 @@ class OnlineQuantization:
     """Which format each layer is quantized to; layers that nothing names stay plain."""
 
     global_quant_config: str | None
-    """Of all layers that no pattern names; None: they stay plain."""
+    """Format of all layers that no pattern names; None: they stay plain."""
     layer_quant_config: tuple[tuple[str, str], ...]
     """(pattern, format) in order: the first pattern that matches a layer's path applies."""
     exclude_layer: tuple[str, ...]

@@ -66,7 +66,8 @@ class ParallelConfig:
 
     def layout(self, device: str) -> str:
         """The engines and their workers in words; `device` is what each worker runs on."""
-        engines, one = self.data_parallel_size, f"{self.tensor_parallel_size} x {device}"
+        engines = self.data_parallel_size
+        one = f"{self.tensor_parallel_size} x {device}"
         if self.decode_context_parallel_size > 1:
             one += f" (each {self.decode_context_parallel_size} split the KV cache by tokens)"
         text = one if engines == 1 else f"{engines} engines of {one}"

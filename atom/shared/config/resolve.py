@@ -161,7 +161,8 @@ def _check_nodes(parallel: ParallelConfig) -> None:
 
 
 def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[str]) -> Device:
-    wanted, parallel = config.device.device, config.parallel
+    wanted = config.device.device
+    parallel = config.parallel
     needed = parallel.workers_per_node
     if wanted == "cpu":
         return "cpu"
@@ -220,10 +221,12 @@ def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:
 
 
 def _check_context_parallel(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
-    size, ranks = parallel.decode_context_parallel_size, parallel.tensor_parallel_size
+    size = parallel.decode_context_parallel_size
+    ranks = parallel.tensor_parallel_size
     if size == 1:
         return
-    flag, model = f"--decode-context-parallel-size {size}", checkpoint.hf_config
+    flag = f"--decode-context-parallel-size {size}"
+    model = checkpoint.hf_config
     if ranks % size:
         raise ConfigError(f"{flag} does not divide --tensor-parallel-size {ranks}")
     if not model.get("kv_lora_rank"):
@@ -346,7 +349,9 @@ def _speculative(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Spec
 
 def _scheduler(scheduler: SchedulerConfig, defaults: _DeviceDefaults, num_drafts: int) -> SchedulerConfig:
     """A step has room for the drafts of all sequences: unset limits adapt to one another."""
-    each, tokens, rows = 1 + num_drafts, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    each = 1 + num_drafts
+    tokens = scheduler.max_num_batched_tokens
+    rows = scheduler.max_num_seqs
     if num_drafts and tokens is not None and (rows or 1) * each > tokens:
         raise ConfigError(
             f"--max-num-batched-tokens {tokens} has no room for {rows or 1} sequences with "
@@ -376,7 +381,8 @@ def _check_mixed(mixed: int | None, tokens: int, decodes: int) -> None:
 
 def _check_level(config: EngineConfig) -> None:
     """Raise ConfigError for settings that a compiled pass, or one in pieces, cannot honour."""
-    device, traced = config.device, config.observability.mark_trace
+    device = config.device
+    traced = config.observability.mark_trace
     if traced and device.cudagraph_mode in ("PIECEWISE", "FULL_AND_PIECEWISE"):
         raise ConfigError(
             f"--mark-trace names the modules of whole graphs: with --cudagraph-mode {device.cudagraph_mode} "

@@ -15,7 +15,7 @@ class SchedulerConfig:
     --max-num-batched-tokens, which is no limit. If unset: on a GPU 2048, with at most 2 GiB of weights 4096,
     on a CPU 512, and at least twice the tokens of all sequences that may generate; LLMEngine: no limit."""
     long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
-    """Most tokens of one prompt computed in a step, so that short prompts are not behind it; 0: no limit."""
+    """Most tokens of one prompt computed in a step, so that it does not delay short ones; 0: no limit."""
     max_num_seqs: Annotated[int, Meta(ge=1)] | None = None
     """Most sequences running at once. If unset: 512 on a GPU, 256 on a CPU."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"

@@ -66,7 +66,8 @@ def file_values(path: str, fields: Iterable[Field]) -> dict[str, Any]:
     by_name = {field.name: field for field in fields}
     values: dict[str, Any] = {}
     for key, value in _read(path).items():
-        name, where = key.replace("-", "_"), f"{path}: {key}"
+        name = key.replace("-", "_")
+        where = f"{path}: {key}"
         if name in values:
             raise ConfigError(f"{where} is given twice")
         if name in REFUSED:

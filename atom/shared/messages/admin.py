@@ -1,6 +1,6 @@
-"""Messages about what runs in an engine core: questions and commands of frontends, and the answers.
+"""Messages about what runs in an engine core: queries and commands of frontends, and the responses.
 
-A frontend chooses the `number` of a question or command, and the answer repeats it.
+A frontend chooses the `number` of a query or command, and the response repeats it.
 """
 
 from enum import IntEnum
@@ -96,13 +96,13 @@ class ResetPrefixCache(msgspec.Struct, tag=32, array_like=True, frozen=True, gc=
 
 
 class SetLogLevel(msgspec.Struct, tag=33, array_like=True, frozen=True, gc=False):
-    """Log from this level on, in the core and its workers. There is no answer."""
+    """Log from this level on, in the core and its workers. There is no response."""
 
     level: LogLevel
 
 
 class RequestInfos(msgspec.Struct, tag=40, array_like=True, frozen=True, gc=False):
-    """The answer to `GetRequests`: at most MAX_INFOS sequences, finished ones first."""
+    """The response to `GetRequests`: at most MAX_INFOS sequences, finished ones first."""
 
     number: int
     total: int
@@ -117,7 +117,7 @@ class Done(msgspec.Struct, tag=41, array_like=True, frozen=True, gc=False):
 
 
 MAX_INFOS = 1024
-"""Sequences in one answer."""
+"""Most sequences in one response."""
 
 Question = GetRequests | AbortNamed | ResetPrefixCache
 Answer = RequestInfos | Done

@@ -46,7 +46,7 @@ class AmdGpu(msgspec.Struct, frozen=True):
 
     name: str
     architecture: str
-    """As gfx942."""
+    """Name of the architecture, such as gfx942."""
     total_bytes: int
     free_bytes: int
 
@@ -58,7 +58,7 @@ class AmdGpus(msgspec.Struct, frozen=True):
     """Why it finds nothing, in one line."""
     gpus: list[AmdGpu] = []
     driver: str = ""
-    """Name and version."""
+    """Name and version of the driver."""
     rocm: str = ""
     """ROCm's version on this host, which may be another than that of torch; empty: not found."""
     links: list[str] = []

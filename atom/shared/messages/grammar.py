@@ -23,7 +23,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class CompiledGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The answer of the compile process: `error`, or a grammar."""
+    """The response of the compile process: `error`, or a grammar."""
 
     compiled: bytes = b""
     """xgrammar's JSON, compressed by zlib."""
@@ -53,7 +53,7 @@ class RowGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
     stop_ids: list[int]
     """Ids that may be sampled where the text is complete; they end it."""
     in_reasoning: bool = False
-    """Whether the output begins inside of reasoning: the grammar begins behind `reasoning_end`."""
+    """Whether the output begins inside of reasoning: the grammar begins after `reasoning_end`."""
     reasoning_begin: int = -1
     """The id with which an output may begin its reasoning; -1: it cannot."""
     reasoning_end: int = -1

@@ -13,7 +13,7 @@ from atom.shared.messages.admin import ServerState
 
 
 class EngineAddress(msgspec.Struct, frozen=True, array_like=True):
-    """One life of the engine of a data-parallel rank."""
+    """One life of the engine of a data-parallel rank: from a start of its processes to their end."""
 
     rank: int
     life: int
@@ -48,7 +48,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     config: EngineConfig
     checkpoint: Checkpoint
     rank: int
-    """Among the engine's workers: the tensor-parallel rank."""
+    """Tensor-parallel rank: the number of the worker within its engine."""
     core: str
     """ZMQ endpoint of the core's worker socket."""
     supervisor: str
@@ -61,7 +61,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     label: str = "worker 0"
     """Name in log lines, and in messages to the supervisor."""
     data_parallel_rank: int = 0
-    """The engine."""
+    """Rank of the engine among the data-parallel ranks."""
     waves: list[str] = []
     """ZMQ endpoints for `WaveStart` of every worker of engines in lockstep, by rank; else empty."""
 
@@ -83,7 +83,7 @@ class CoreLaunch(msgspec.Struct, frozen=True):
     num_blocks: list[int] = []
     """KV blocks of each group in an earlier life of the engine, to have as many again; empty: none."""
     data_parallel_rank: int = 0
-    """The engine."""
+    """Rank of the engine among the data-parallel ranks."""
 
 
 class FrontendLaunch(msgspec.Struct, frozen=True):

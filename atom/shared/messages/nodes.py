@@ -26,7 +26,7 @@ class Port(msgspec.Struct, array_like=True, frozen=True):
     address: str
     port: int
     fd: int
-    """In that supervisor, which its children inherit."""
+    """File descriptor in that supervisor, which its children inherit."""
 
 
 class NodeInfo(msgspec.Struct, array_like=True, frozen=True):
@@ -44,7 +44,7 @@ class NodeInfo(msgspec.Struct, array_like=True, frozen=True):
     """As prepared on that node: its paths are that node's."""
     server: ServerConfig
     ports: dict[str, Port]
-    """By the names of `atom.supervisor.placement`."""
+    """Sockets by the names of `atom.supervisor.placement`."""
     first_device: int = 0
     """Index of the first worker's GPU among those that the node sees."""
 
@@ -76,7 +76,7 @@ class Exited(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
     life: str
     process: str
     status: int
-    """As subprocess's return code."""
+    """Return code as subprocess gives it: negative for a signal."""
 
 
 class SetState(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
@@ -100,7 +100,7 @@ class Refused(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
     """The node cannot join."""
 
     reason: str
-    """One line."""
+    """Why the node is refused, in one line."""
     is_final: bool
     """Whether it would be refused again."""
 
@@ -146,13 +146,13 @@ class RefuseConnections(msgspec.Struct, tag=26, array_like=True, frozen=True, gc
 
 
 class SetEngines(msgspec.Struct, tag=27, array_like=True, frozen=True, gc=False):
-    """The engines that live, for the node's frontends."""
+    """The engines that run, for the node's frontends."""
 
     engines: Engines
 
 
 class Beat(msgspec.Struct, tag=28, array_like=True, frozen=True, gc=False):
-    """The master lives."""
+    """The master is alive."""
 
 
 class Stop(msgspec.Struct, tag=29, array_like=True, frozen=True, gc=False):

@@ -11,7 +11,7 @@ class PlanLaunch(msgspec.Struct, frozen=True):
     """For `python -m workers.memory.plan_memory`."""
 
     config: EngineConfig
-    """Resolved."""
+    """The resolved configuration."""
     checkpoint: Checkpoint
     sizes: list[int]
     """Tensor-parallel sizes to plan: all ranks of the configured one, rank 0 of the others."""
@@ -29,10 +29,11 @@ class RankPlan(msgspec.Struct, frozen=True):
     """Bytes of each type of weight."""
     kv_specs: list[KVSpec]
     kv_bytes: int
-    """Configured for the KV cache, else what is left for it: on a GPU beside `buffer_bytes`, `dispatch_bytes`
-    and the logits of a step, and at most, because the other activations are measured at start."""
+    """Configured size of the KV cache; if unset, what is left for it. On a GPU that is an upper bound: what
+    `buffer_bytes`, `dispatch_bytes` and the logits of a step leave; other activations are measured at
+    start."""
     left_bytes: int
-    """What is left beside the weights for everything else; negative if the weights do not fit."""
+    """What the weights leave for everything else; negative if they do not fit."""
     buffer_bytes: int = 0
     """For experts on their way between ranks, with --enable-eplb."""
     dispatch_bytes: int = 0

@@ -35,7 +35,7 @@ class ProfileResult(msgspec.Struct, tag=19, array_like=True, frozen=True, gc=Fal
     number: int
     on: bool
     traces: list[RankTrace] = []
-    """By rank."""
+    """Traces in the order of the ranks."""
     refusal: str = ""
     """Why the request was refused; nothing was done."""
     error: str = ""

@@ -44,7 +44,7 @@ class Dead(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
 
 
 class Heartbeat(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
-    """A sign of life of `process` about every second, from its main loop."""
+    """Sent about every second from the main loop of `process`, which is alive."""
 
     process: str
 
@@ -79,12 +79,12 @@ ToControl = GetEngines | SetServerState
 
 
 class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
-    """All engines that live or start now; every other life has ended."""
+    """All engines that run or start now; every other life has ended."""
 
     engines: list[EngineAddress]
     """At most one for each rank."""
     ended: list[EngineEnded] = []
-    """The last ended life of each rank that has one."""
+    """The latest life that has ended, for each rank that has one."""
     state: ServerState = ServerState()
 
 

@@ -28,7 +28,7 @@ class FullAttentionSpec(msgspec.Struct, tag="full", array_like=True, frozen=True
 
 
 class SlidingWindowSpec(msgspec.Struct, tag="window", array_like=True, frozen=True, gc=False):
-    """KV of layers that attend to the last `window` tokens; blocks behind it are freed."""
+    """KV of layers that attend to the last `window` tokens; blocks that leave the window are freed."""
 
     block_size: int
     bytes_per_block: int
@@ -195,7 +195,7 @@ class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=Fals
 
 
 class WorkerHeartbeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False):
-    """A sign of life about every second, from a thread of its own: also while a step computes."""
+    """Sent about every second from a thread of its own, so that it arrives while a step computes, too."""
 
     rank: int
 
@@ -204,7 +204,7 @@ class ExpertLoad(msgspec.Struct, tag=17, array_like=True, frozen=True, gc=False)
     """How evenly the last window's tokens were spread over the ranks that share experts; from one of them."""
 
     imbalance: list[float]
-    """Of each MoE layer: tokens of the fullest rank over the mean of the ranks."""
+    """For each MoE layer, tokens of the fullest rank over the mean of the ranks."""
     moved: int
     """Experts copied to another slot since the start, on all ranks."""
 

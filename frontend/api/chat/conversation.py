@@ -16,7 +16,7 @@ class Conversation:
 
     turns: Sequence[Turn]
     functions: Sequence[Function] = ()
-    """Those that the model may call."""
+    """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
     """In the form of chat completions."""
     parallel: bool = True
@@ -25,8 +25,8 @@ class Conversation:
     effort: str | None = None
     """`reasoning_effort`."""
     option_fields: Mapping[str, str] | None = None
-    """Where the two before come from fields of other names, these names. Those that the template does not
-    read are then left out with a warning: clients of such endpoints send them to every model."""
+    """Names of the body's fields that the two settings before come from, if they differ. A setting that the
+    template does not read is then left out with a warning: such clients send it to every model."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False

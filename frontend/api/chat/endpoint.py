@@ -34,7 +34,6 @@ class ChatEndpoint:
         self._lenient = lenient
 
     def read(self, body: bytes, caller: Caller) -> ParsedRequest:
-        """See Endpoint."""
         request, warnings = CHAT.decode(body, self._lenient)
         return ParsedRequest(
             fields=request,

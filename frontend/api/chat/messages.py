@@ -14,7 +14,8 @@ from frontend.text.template_source import TemplateSource
 __all__ = ["ASSISTANT", "Turn", "decode_messages", "template_messages"]
 
 ASSISTANT = "assistant"
-_SYSTEM, _DEVELOPER = "system", "developer"
+_SYSTEM = "system"
+_DEVELOPER = "developer"
 _COMMON_ROLES = frozenset({_SYSTEM, "user", ASSISTANT})
 _TOOL_ROLES = frozenset({"tool", "function"})
 # Refused where the template does not read them. Reasoning is not among them:
@@ -105,7 +106,7 @@ def _name_reasoning(fields: dict[str, Any], source: TemplateSource) -> None:
     if not reasoning:
         return
     fields["reasoning_content"] = reasoning
-    # GPT-OSS reads it so before tool calls, and then refuses content beside it.
+    # GPT-OSS reads it by this name before tool calls, and then refuses content in the same message.
     if source.reads("thinking") and fields.get("tool_calls") and not fields["content"]:
         fields["thinking"] = reasoning
 
@@ -122,7 +123,8 @@ def _plain_text(message: Message, where: str) -> str:
 
 
 def _part_text(part: dict[str, Any], where: str) -> str:
-    kind, text = part.get("type"), part.get("text")
+    kind = part.get("type")
+    text = part.get("text")
     if kind != "text":
         raise RequestError(
             f"'{where}' has type {kind!r:.40}; this model takes parts of type 'text' only", param=where
@@ -140,7 +142,8 @@ def _template_call(call: dict[str, Any], source: TemplateSource, where: str) -> 
         raise RequestError(
             f"'{where}.function' must be an object with a name and arguments", param=f"{where}.function"
         )
-    given, field = function.get("arguments"), f"{where}.function.arguments"
+    given = function.get("arguments")
+    field = f"{where}.function.arguments"
     arguments = _parsed(given, field) if isinstance(given, str) else {} if given is None else given
     if source.joins_arguments:
         is_text = isinstance(given, str) and given.strip()

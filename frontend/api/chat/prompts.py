@@ -32,7 +32,8 @@ class ChatPrompts:
                 "or use /v1/completions",
                 param="messages",
             )
-        template, lenient = encoder.template, self._lenient
+        template = encoder.template
+        lenient = self._lenient
         try:
             messages = template_messages(conversation.turns, template.source, lenient, warnings)
             options = template_options(conversation, template, self._format, lenient, warnings)

@@ -30,7 +30,9 @@ class _ChatForm:
         self._request = request
 
     def response(self, results: list[Update], usage: Usage) -> ChatResponse:
-        request, options, first = self._request, self._request.options, results[0]
+        request = self._request
+        options = request.options
+        first = results[0]
         response = ChatResponse(
             id=request.id,
             created=request.created,

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _PART_FIELDS = frozenset({"type", "text", "annotations", "cache_control"})
-"""Of text parts; the last two cannot change the output."""
+"""Fields of text parts; the last two cannot change the output."""
 
 
 class ChatRequest(GenerationRequest, kw_only=True):

@@ -37,7 +37,8 @@ def template_options(
             f"'chat_template_kwargs' has {size} bytes, at most {_MAX_BYTES} are allowed",
             param="chat_template_kwargs",
         )
-    options, unread = {}, []
+    options = {}
+    unread = []
     switch = next((name for name in _SWITCHES if name in template.options), None)
     for name, value in given.items():
         if name in template.options:
@@ -56,7 +57,8 @@ def template_options(
         elif _EFFORT not in template.options and (effort != _OFF or _reasons(reply_format)):
             unread.append(_EFFORT)
     if (names := conversation.option_fields) is not None:
-        unread, lenient = [names.get(field, field) for field in unread], True
+        unread = [names.get(field, field) for field in unread]
+        lenient = True
     _refuse(unread, template, lenient, warnings)
     return options
 

@@ -24,7 +24,10 @@ __all__ = [
     "read_choice",
 ]
 
-AUTO, NONE, REQUIRED, NAMED = "auto", "none", "required", "named"
+AUTO = "auto"
+NONE = "none"
+REQUIRED = "required"
+NAMED = "named"
 
 _ANY_ARGUMENTS: Format = {"type": "object", "additionalProperties": True}
 _NO_ARGUMENTS: Format = {"type": "object", "properties": {}}
@@ -36,7 +39,7 @@ class ToolChoice:
 
     mode: str
     name: str = ""
-    """Of the only function that may be called, if it is named."""
+    """Name of the only function that may be called, if the choice names one."""
 
 
 def read_choice(tool_choice: str | dict[str, Any] | None) -> ToolChoice:
@@ -72,11 +75,14 @@ def call_constraint(
     named = [function for function in functions if choice.mode != NAMED or function.name == choice.name]
     is_single = choice.mode == NAMED or not parallel or frame is not None
     if choice.mode != AUTO:
-        reply, field = _calls(_any_call(named, text, strict=True), text, is_single), "tool_choice"
+        reply = _calls(_any_call(named, text, strict=True), text, is_single)
+        field = "tool_choice"
     elif frame is not None:
-        reply, field = any_of(_any_call(named, text), as_content({"type": "any_text"}, frame)), "tools"
+        reply = any_of(_any_call(named, text), as_content({"type": "any_text"}, frame))
+        field = "tools"
     else:
-        reply, field = _any_content(named, text, is_single), "tools"
+        reply = _any_content(named, text, is_single)
+        field = "tools"
     tag = msgspec.json.encode({"type": "structural_tag", "format": in_frame(reply, frame)}).decode()
     return Constraint(GrammarSource("structural_tag" if is_strict else "tool_calls", tag), field)
 
@@ -95,13 +101,14 @@ def optional_calls(
 
 
 def _any_content(functions: Sequence[Function], text: CallText, is_single: bool) -> Format:
-    """Text, and behind each trigger the rest of a call or of a section."""
+    """Text, and after each trigger the rest of a call or of a section."""
     if text.section[0]:
         rest = _calls(_any_call(functions, text), replace(text, section=("", text.section[1])), is_single)
     else:
         rest = _any_call(functions, replace(text, before_name=text.before_name.removeprefix(text.trigger)))
     if not text.tokens:
-        rules, excludes = [(text.trigger, rest)], text.no_content
+        rules = [(text.trigger, rest)]
+        excludes = text.no_content
         return {"type": "dispatch", "rules": rules, "loop": not is_single, "excludes": excludes}
     token_rules = [(text.tokens[text.trigger], rest)]
     others = [token_id for marker, token_id in text.tokens.items() if marker != text.trigger]

@@ -60,7 +60,8 @@ def read_tools(
     warnings: list[str],
 ) -> Tools:
     """The tools of `conversation`. Raises RequestError naming the field at fault."""
-    choice, functions = read_choice(conversation.tool_choice), conversation.functions
+    choice = read_choice(conversation.tool_choice)
+    functions = conversation.functions
     if not functions:
         _check_offered(choice, functions)
         return NO_TOOLS

@@ -29,7 +29,6 @@ class CompletionEndpoint:
         self._lenient = lenient
 
     def read(self, body: bytes, caller: Caller) -> ParsedRequest:
-        """See Endpoint."""
         request, warnings = COMPLETIONS.decode(body, self._lenient)
         if request.suffix:
             self._check_suffix(request, warnings)
@@ -85,7 +84,8 @@ class CompletionEndpoint:
             request.stop_token_ids = [*(request.stop_token_ids or ()), *ids]
 
     def _text_prompts(self, request: CompletionRequest, texts: list[str], kept: int | None) -> list[Prompt]:
-        prompts, tokens = [], 0
+        prompts = []
+        tokens = 0
         for text in texts:
             prompts.append(self._text_prompt(request, text, kept))
             tokens += len(prompts[-1].ids)

@@ -90,5 +90,6 @@ class _CompletionForm:
 
     def _echoed_logprobs(self, index: int, update: Update) -> CompletionLogprobs:
         options = self._request.options
-        prompt, top = self._request.prompt(index), options.logprobs or 0
+        prompt = self._request.prompt(index)
+        top = options.logprobs or 0
         return echoed_logprobs(options.tokens, prompt, update.prompt_logprobs, top)

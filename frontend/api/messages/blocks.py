@@ -8,7 +8,9 @@ from frontend.text.reply_formats.base import CallDelta
 
 __all__ = ["CALL", "REASONING", "TEXT", "Piece", "pieces"]
 
-REASONING, TEXT, CALL = "reasoning", "text", "call"
+REASONING = "reasoning"
+TEXT = "text"
+CALL = "call"
 
 
 class Piece(NamedTuple):

@@ -56,7 +56,6 @@ class MessagesEndpoint:
         self._lenient = lenient
 
     def read(self, body: bytes, caller: Caller) -> ParsedRequest:
-        """See Endpoint."""
         request, warnings = MESSAGES.decode(body, self._lenient)
         _check_budget(request)
         fields = GenerationRequest(**{name: getattr(request, name) for name in _SAME_NAME})

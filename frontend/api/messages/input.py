@@ -119,7 +119,8 @@ class MessagesReader:
 
     def _block(self, raw: msgspec.Raw, where: str, *kinds: str) -> Any:
         """A content block of one of `kinds`."""
-        field, kind = where.rstrip("."), type_of(raw, where)
+        field = where.rstrip(".")
+        kind = type_of(raw, where)
         if kind not in kinds:
             raise RequestError(
                 f"'{field}' has type {kind!r:.60}; here this server takes {', '.join(kinds)}",
@@ -164,7 +165,9 @@ _ASSISTANT = ("text", "tool_use", "thinking", "redacted_thinking")
 
 
 def _assistant(blocks: Iterator[Any]) -> Message:
-    texts, calls, thoughts = [], [], []
+    texts = []
+    calls = []
+    thoughts = []
     for block in blocks:
         match block:
             case TextBlock(text=text):

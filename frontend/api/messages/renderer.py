@@ -25,23 +25,21 @@ class MessagesRenderer:
     def __init__(self, request: GenerateRequest):
         self._request = request
         self._index = -1
-        """Of the content block that is open."""
+        """Index of the open content block."""
         self._kind: str | None = None
         """Its kind; None if none is open."""
         self._last: Update | None = None
 
     def response(self, results: list[Update], usage: Usage) -> MessagesResponse:
-        """See Renderer."""
         (result,) = results
         return self._message([_block(piece) for piece in pieces(result)], result, _total(usage))
 
     def start(self) -> bytes:
-        """See Renderer."""
         return b""
 
     def begin(self, index: int, update: Update, usage: Usage | None) -> bytes:
-        """See Renderer."""
-        prompt, cached = len(self._request.prompt(index).ids), update.cached_tokens
+        prompt = len(self._request.prompt(index).ids)
+        cached = update.cached_tokens
         message = MessagesResponse(
             id=self._request.id,
             model=self._request.model,
@@ -56,12 +54,10 @@ class MessagesRenderer:
         return _event("message_start", message=message) + _event("ping")
 
     def update(self, index: int, update: Update, usage: Usage | None) -> bytes:
-        """See Renderer."""
         self._last = update
         return b"".join(event for piece in pieces(update) for event in self._piece(piece))
 
     def end(self, usage: Usage) -> bytes:
-        """See Renderer."""
         assert self._last is not None
         delta = {"stop_reason": _stop_reason(self._last), "stop_sequence": _stop_sequence(self._last)}
         ends = [
@@ -72,7 +68,6 @@ class MessagesRenderer:
         return b"".join(ends)
 
     def error(self, error: ApiError) -> bytes:
-        """See Renderer."""
         return b"event: error\ndata: %b\n\n" % anthropic_error(error)
 
     def _message(

@@ -93,7 +93,6 @@ class ResponsesEndpoint:
         self._lenient = lenient
 
     def read(self, body: bytes, caller: Caller) -> ParsedRequest:
-        """See Endpoint."""
         request, warnings = RESPONSES.decode(body, self._lenient)
         fields = GenerationRequest(**{name: getattr(request, name) for name in _SAME_NAME})
         fields.max_tokens = request.max_output_tokens
@@ -122,7 +121,8 @@ class ResponsesEndpoint:
         references: ItemReferences,
         warnings: list[str],
     ) -> list[Prompt]:
-        earlier_items, given = _items.decode(earlier), references.resolved()
+        earlier_items = _items.decode(earlier)
+        given = references.resolved()
         count = len(earlier_items) + len(given) + bool(request.instructions)
         check_message_count(count, self._inputs.max_model_len, "input")
         self._check_size(len(earlier) + sum(len(memoryview(raw)) for raw in given))
@@ -166,7 +166,8 @@ def _given_items(given: str | list[msgspec.Raw] | None) -> list[msgspec.Raw]:
 
 
 def _echo(request: ResponsesRequest, keeps: bool) -> ResponseEcho:
-    reasoning, text = request.reasoning, request.text
+    reasoning = request.reasoning
+    text = request.text
     return ResponseEcho(
         instructions=msgspec.Raw(_encode(request.instructions)),
         max_output_tokens=request.max_output_tokens,

@@ -126,7 +126,8 @@ class ItemReader:
 
     def _part(self, raw: msgspec.Raw, where: str, kinds: tuple[str, ...]) -> str:
         """The text of a part of one of `kinds`."""
-        field, kind = where.rstrip("."), type_of(raw, where)
+        field = where.rstrip(".")
+        kind = type_of(raw, where)
         if kind not in kinds:
             raise RequestError(
                 f"'{field}' has type {kind!r:.60}; here this server takes {', '.join(kinds)}",

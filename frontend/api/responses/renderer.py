@@ -19,7 +19,10 @@ from frontend.text.output_processor import Update
 
 __all__ = ["ResponseEcho", "ResponsesRenderer"]
 
-_IN_PROGRESS, _COMPLETED, _INCOMPLETE, _FAILED = "in_progress", "completed", "incomplete", "failed"
+_IN_PROGRESS = "in_progress"
+_COMPLETED = "completed"
+_INCOMPLETE = "incomplete"
+_FAILED = "failed"
 _ID_PREFIXES = {REASONING: "rs_", CALL: "fc_"}
 _EVENTS = {REASONING: "reasoning_text", CALL: "function_call_arguments"}
 
@@ -57,7 +60,7 @@ class _OpenItem:
     """The item that the model writes."""
 
     piece: Piece
-    """Its first."""
+    """The first piece of the item."""
     id: str
     text: io.StringIO
 
@@ -69,14 +72,13 @@ class ResponsesRenderer:
         self._request = request
         self._echo = echo
         self._number = 0
-        """Of the next event."""
+        """Number of the next event."""
         self._items: list[dict[str, Any]] = []
-        """Those that are complete."""
+        """The items that are complete."""
         self._open: _OpenItem | None = None
         self._is_incomplete = False
 
     def response(self, results: list[Update], usage: Usage) -> msgspec.Raw:
-        """See Renderer."""
         (result,) = results
         self._is_incomplete = result.reason in INCOMPLETE
         found = list(pieces(result))
@@ -88,26 +90,21 @@ class ResponsesRenderer:
         return self._finished(usage)
 
     def start(self) -> bytes:
-        """See Renderer."""
         created = self._object(_IN_PROGRESS)
         return self._event("created", response=created) + self._event("in_progress", response=created)
 
     def begin(self, index: int, update: Update, usage: Usage | None) -> bytes:
-        """See Renderer."""
         return b""
 
     def update(self, index: int, update: Update, usage: Usage | None) -> bytes:
-        """See Renderer."""
         self._is_incomplete = update.reason in INCOMPLETE
         return b"".join(event for piece in pieces(update) for event in self._piece(piece))
 
     def end(self, usage: Usage) -> bytes:
-        """See Renderer."""
         status = _INCOMPLETE if self._is_incomplete else _COMPLETED
         return b"".join(self._close(status)) + self._event(status, response=self._finished(usage))
 
     def error(self, error: ApiError) -> bytes:
-        """See Renderer."""
         info = {"code": "server_error", "message": error.message}
         return self._event(_FAILED, response=self._object(_FAILED, error=info))
 
@@ -126,7 +123,8 @@ class ResponsesRenderer:
         return msgspec.Raw(body)
 
     def _object(self, status: Any, **more: Any) -> Response:
-        request, echo = self._request, self._echo
+        request = self._request
+        echo = self._echo
         return Response(
             id=request.id,
             created_at=request.created,
@@ -169,7 +167,8 @@ class ResponsesRenderer:
     def _close(self, status: str) -> Iterator[bytes]:
         if self._open is None:
             return
-        piece, text = self._open.piece, self._open.text.getvalue()
+        piece = self._open.piece
+        text = self._open.text.getvalue()
         if self._is_custom(piece):
             text = _custom_input(text)
             yield self._item_event("custom_tool_call_input.delta", delta=text)

@@ -8,7 +8,7 @@ from frontend.errors import RequestError
 
 __all__ = ["ResponseStore", "StoredResponse", "joined_lists"]
 
-# About what the objects of an entry take beside its bytes.
+# About what the objects of an entry take in addition to its bytes.
 _ENTRY_BYTES = 1024
 
 

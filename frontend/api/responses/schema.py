@@ -173,7 +173,7 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, prompt: int, cached: int, output: int, reasoning: int) -> "ResponseUsage":
-        """From the counts."""
+        """The usage of a response with these numbers of tokens."""
         return cls(prompt, CachedTokens(cached), output, ReasoningTokens(reasoning), prompt + output)
 
 

@@ -49,7 +49,7 @@ class Schema(Generic[T]):
 
     struct: type[T]
     neutral: Mapping[str, tuple[Any, ...]]
-    """Unsupported fields that get a specific message, with their accepted values beside null."""
+    """Unsupported fields that get a specific message, with the values besides null that are accepted."""
     harmless: frozenset[str]
     nested: Mapping[str, "Schema[Any] | None"] = field(default_factory=dict)
     """Supported fields that hold an object, with its schema; None for any unique names."""
@@ -100,10 +100,12 @@ class Schema(Generic[T]):
             except msgspec.ValidationError as error:
                 raise _type_error(error, where + name) from None
         for name in self.nested.keys() & raw.keys():
-            value, schema = bytes(raw[name]), self.nested[name]
+            value = bytes(raw[name])
+            schema = self.nested[name]
             if not value.startswith(b"{"):
                 continue  # null, or of a wrong type: decoding refuses it
-            inner, path = _raw_object.decode(value), f"{where}{name}."
+            inner = _raw_object.decode(value)
+            path = f"{where}{name}."
             if schema is None:
                 check_unique(value, inner, path)
             else:
@@ -178,9 +180,12 @@ def check_unique(body: bytes, raw: dict[str, msgspec.Raw], where: str) -> None:
             )
     if len(body) <= _SMALL and b"\\" not in body and all(body.count(b'"%b"' % n.encode()) == 1 for n in raw):
         return  # without escapes, each name is written in one way
-    name, position, seen = "", 0, set[str]()
+    name = ""
+    position = 0
+    seen = set[str]()
     while (match := _NAME.match(body, position)) is not None:
-        name, position = _text.decode(match[1]), match.end()
+        name = _text.decode(match[1])
+        position = match.end()
         value = bytes(raw[name])
         if name in seen or not body.startswith(value, position):
             raise _duplicate(where + name)
@@ -198,7 +203,8 @@ def _type_error(error: msgspec.ValidationError, where: str) -> RequestError:
     """msgspec's "Expected `int`, got `str` - at `$.max_tokens`" with the field as `param`."""
     text, _, path = str(error).rpartition(" - at ")
     if not text:  # the object itself, or a missing field
-        text, path = path, ""
+        text = path
+        path = ""
     path = path.removeprefix("`key` in ")
     field = path.strip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
     name = (where + field).rstrip(".")

@@ -56,7 +56,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -105,7 +105,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Logprobs identify tokens as `token_id:<id>`."""
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    """Keep at most this many prompt tokens; -1 keeps what fits beside the generated tokens."""
+    """Keep at most this many prompt tokens; -1 keeps what leaves room for the generated tokens."""
     truncation_side: Literal["left", "right"] | None = None
     """The side that is cut; defaults to left, which keeps the end of the prompt."""
     cache_salt: str | None = None
@@ -198,7 +198,7 @@ HARMLESS = frozenset(
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-"""With OpenAI's limits."""
+"""`metadata` with OpenAI's limits."""
 HARMLESS_TYPES = {"metadata": msgspec.json.Decoder(Metadata | None)}
 """Types of harmless fields that OpenAI limits."""
 
@@ -224,4 +224,4 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
-"""Unsupported options of OpenAI, vLLM and SGLang, with their accepted neutral values beside null."""
+"""Unsupported options of OpenAI, vLLM and SGLang, with the neutral values besides null that are accepted."""

@@ -12,7 +12,7 @@ class CacheMiss(msgspec.Struct, frozen=True, kw_only=True):
 
     block: int
     position: int
-    """Of its first token in the prompt."""
+    """Position of its first token in the prompt."""
     reason: Literal["never_cached", "evicted", "other_salt", "cache_off"]
 
 

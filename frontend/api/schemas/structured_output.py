@@ -25,9 +25,9 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     type: str
     json_schema: JsonSchemaFormat | None = None
     format: dict[str, Any] | None = None
-    """Of a structural tag."""
+    """The structural tag."""
     structures: list[dict[str, Any]] | None = None
-    """Of a structural tag in its older form, with `triggers`."""
+    """The structural tag in its older form, with `triggers`."""
     triggers: list[str] | None = None
 
 

@@ -73,7 +73,8 @@ class TokenizationService:
     def _detokenize(self, body: bytes) -> bytes:
         request, _ = DETOKENIZE.decode(body, lenient=False)
         self._models.check(request.model)
-        tokenizer, limit = self._tokenizer(), self._inputs.max_model_len + MAX_EXCESS_TOKENS
+        tokenizer = self._tokenizer()
+        limit = self._inputs.max_model_len + MAX_EXCESS_TOKENS
         if len(request.tokens) > limit:
             raise RequestError(
                 f"'tokens' has {len(request.tokens)} ids, at most {limit} are allowed", param="tokens"

@@ -117,7 +117,7 @@ def results(shrink: int = 1) -> dict[str, Content]:
     return {"Qwen3-8B": Content(msgspec.structs.replace(SETTINGS, shrink=shrink), rows)}
 
 
-def test_the_document_puts_each_figure_beside_the_recorded_ones() -> None:
+def test_the_document_puts_each_figure_next_to_the_recorded_ones() -> None:
     text = gpu_section(results())
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
     assert list(lines) == ["`batch-1`", "`prefill-64x4096`", "`ready`"]
@@ -152,10 +152,10 @@ def test_recorded_figures_are_of_known_rows_and_possible() -> None:
     assert set(gpu._MODELS) <= set(recorded().models) <= {path.name for path in MODELS.iterdir()}
     for model, rows in recorded().models.items():
         assert set(rows) == set(ROWS) if model in gpu._MODELS else set(rows) <= set(ROWS)
-        for name, beside in rows.items():
-            for value in (beside.vllm, beside.mark, beside.aim):
-                if value is not None and beside.floor is not None:
-                    assert speed_up(ROWS[name], beside.floor, value) > 1
+        for name, comparison in rows.items():
+            for value in (comparison.vllm, comparison.mark, comparison.aim):
+                if value is not None and comparison.floor is not None:
+                    assert speed_up(ROWS[name], comparison.floor, value) > 1
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_a_thousand_requests_with_large_parameters_are_admitted_over_several_ste
 
 @pytest.mark.parametrize("budget", [8192, 1 << 19])
 def test_prompt_log_probabilities_of_long_prompts(budget: int) -> None:
-    """Of half a million tokens in one step they would be 90 MB."""
+    """For half a million tokens in one step they would be 90 MB."""
     engine = Engine(rows=8, budget=budget, blocks=100_000)
     sampling = replace(GREEDY, logprobs=MAX_LOGPROBS)
     for number in range(4):
@@ -208,7 +208,7 @@ def test_prompt_log_probabilities_of_long_prompts(budget: int) -> None:
     assert engine.largest_result < 172 * (MAX_PROMPT_LOGPROB_TOKENS + 64)
 
 
-def test_other_requests_run_beside_prompts_with_log_probabilities() -> None:
+def test_other_requests_run_with_prompts_that_have_log_probabilities() -> None:
     engine = Engine(rows=8, budget=4 * MAX_PROMPT_LOGPROB_TOKENS, blocks=100_000)
     engine.add([1], prompt_of(LONG), prompt_logprobs=0)
     engine.add([2], prompt_of(100, 5))

@@ -148,7 +148,7 @@ def test_prompt_logprobs_of_a_step_without_sampled_tokens_are_sent() -> None:
     _, deltas = one_step(run)
     (chunk,) = deltas[b"a"].prompt_logprobs
     assert (deltas[b"a"].request_ids, chunk.owner, chunk.start) == ([], 7, 1)
-    assert len(unpack_scores(chunk.table)) == 4  # tokens 1 .. 4, behind 0 .. 3
+    assert len(unpack_scores(chunk.table)) == 4  # tokens 1 .. 4, after 0 .. 3
     _, deltas = one_step(run)
     (chunk,) = deltas[b"a"].prompt_logprobs
     assert (deltas[b"a"].request_ids, chunk.start, len(unpack_scores(chunk.table))) == ([7], 5, 1)

@@ -136,7 +136,7 @@ def test_only_accepted_tokens_are_cached() -> None:
     assert run.done[2].cached_tokens == 16  # of 18, the last of which was never computed
 
 
-def test_blocks_behind_a_window_are_freed_by_the_fewest_computed_tokens() -> None:
+def test_blocks_that_leave_a_window_are_freed_by_the_fewest_computed_tokens() -> None:
     limits = Limits(1, 8, num_drafts=7)
     assert (limits.max_uncertain, limits.max_chunk) == (14, 15)
     for accepted in range(8):

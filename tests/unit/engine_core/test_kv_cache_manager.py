@@ -204,7 +204,7 @@ def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
     assert cached(kv, *range(17)) == 8
 
 
-def test_blocks_behind_the_window_are_freed() -> None:
+def test_blocks_that_leave_the_window_are_freed() -> None:
     kv = manager([FULL, WINDOW])
     blocks = new(kv)
     kv.extend(blocks, 0, 12)

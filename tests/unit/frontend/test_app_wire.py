@@ -145,7 +145,7 @@ def test_any_content_type_is_read_as_json(client: Client) -> None:
         assert client.exchange("POST", "/v1/completions", {"prompt": "x"}, headers=headers)[0] == 200
 
 
-def test_garbage_behind_a_request_affects_only_its_connection(client: Client) -> None:
+def test_garbage_after_a_request_affects_only_its_connection(client: Client) -> None:
     body = b'{"prompt": "x"}'
     status, _, response = raw_response(client, post_head(len(body)) + body + b"\x00\xff garbage\r\n\r\n" * 50)
     assert status == 400  # what came together is refused together

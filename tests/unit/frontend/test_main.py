@@ -27,7 +27,7 @@ OUTPUT = tiny_tokenizer.tokenizer().encode("one two three four five", add_specia
 
 
 class Process:
-    """`python -m frontend.main` with a fake core behind it."""
+    """`python -m frontend.main`, connected to a fake core."""
 
     def __init__(self, core: FakeCore, process: subprocess.Popen[bytes], port: int, message: ToSupervisor):
         self.core = core

@@ -54,7 +54,7 @@ def test_every_function_that_is_called_is_emulated() -> None:
 
 
 def test_a_confusion_of_arguments_of_every_call_is_found() -> None:
-    """Of each call with two arguments or more, some of these are swapped in a test."""
+    """A test swaps some arguments of each call with two or more."""
     swapped: dict[str, set[str]] = {}
     for name, first, second in swaps():
         swapped.setdefault(name, set()).update((first, second))

@@ -168,9 +168,9 @@ def overlapping_steps(trace: HandMadeTrace) -> None:
     """Two streams, each busy for 50 of the first step's microseconds; the second step is placed early."""
     norm = partial(trace.place, ("norm", 0.0, 10.0))
     products = partial(trace.place, ("gemm", 2.0, 30.0), ("inside", 5.0, 25.0), ("gemm", 28.0, 45.0))
-    beside = partial(trace.place, ("expert", 0.0, 40.0), ("expert", 30.0, 50.0), stream=8)
+    overlapping = partial(trace.place, ("expert", 0.0, 40.0), ("expert", 30.0, 50.0), stream=8)
     after_a_gap = partial(trace.place, ("draw", 60.0, 65.0))
-    layer = partial(trace.range, "model.layers.0.mlp", norm, products, beside)
+    layer = partial(trace.range, "model.layers.0.mlp", norm, products, overlapping)
     trace.range("decode[bs=1 tok=1 d=1]", layer, after_a_gap)
     trace.range("decode[bs=1 tok=1 d=1]", partial(trace.place, ("norm", 62.0, 73.0)))
 

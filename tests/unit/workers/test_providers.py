@@ -1,4 +1,4 @@
-"""The switches that separate a norm or an activation from the quantized layer behind it."""
+"""The switches that separate a norm or an activation from the quantized layer after it."""
 
 from collections import Counter
 from dataclasses import replace

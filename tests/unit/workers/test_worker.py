@@ -111,7 +111,7 @@ def test_a_seed_samples_the_same_tokens_in_any_batch(checkpoint: Checkpoint) -> 
     assert all(0 <= token < VOCAB for ids in batched for token in ids)
 
 
-def test_top_k_of_one_is_greedy_beside_hot_rows(checkpoint: Checkpoint) -> None:
+def test_top_k_of_one_is_greedy_next_to_hot_rows(checkpoint: Checkpoint) -> None:
     worker = ready(engine_config(), checkpoint)
     greedy = run(worker, Sampling(0.0, 0, 1.0, 0.0, 0))
     assert run(worker, Sampling(1.5, 1, 1.0, 0.0, 99)) == greedy
@@ -161,7 +161,7 @@ def test_kv_memory_on_a_cpu() -> None:
 
 
 def test_kv_memory_on_a_gpu_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,000 MiB torch holds 300 and, if nothing else is said, 200 are needed for a step."""
+    """Torch holds 300 of 1,000 MiB and, unless a case says otherwise, a step needs 200."""
     logged: list[str] = []
 
     def kv_mib(share: float, used_before: int, free: int, peak: int = 200) -> int:

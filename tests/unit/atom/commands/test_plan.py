@@ -65,7 +65,7 @@ def test_the_smallest_layout_with_the_whole_context_is_suggested() -> None:
     )
 
 
-def test_a_configured_cache_must_fit_beside_the_weights() -> None:
+def test_a_configured_cache_must_fit_next_to_the_weights() -> None:
     assert "the KV cache takes" in made([layout(1, 8 << 20, left=1 << 20)]).layout.problem
     long = replace(CONFIG, model=replace(CONFIG.model, max_model_len=2048))
     assert "max_model_len 2048 does not fit" in made([layout(1, 1 << 20)], long).layout.problem

@@ -81,7 +81,7 @@ def context() -> Iterator["zmq.Context[Any]"]:
 
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, str]]:
-    """Of the master, and for the nodes."""
+    """The endpoint of the master, and the one for the nodes."""
     address = f"127.{random.randint(1, 254)}.{random.randint(1, 254)}.1"
     with ListenPort(address, 0) as port:
         key = endpoint_key(SECRET, "link")

@@ -149,11 +149,11 @@ def test_a_row_does_not_depend_on_the_others(bits: int, dtype: torch.dtype) -> N
     x, bias = given(130, 200, 1504, dtype)
     whole = atom_ops.linear(x, packed, bias)
     x[5] = torch.nan
-    beside = atom_ops.linear(x, packed, bias)
-    assert beside[5].isnan().all()
+    with_nan = atom_ops.linear(x, packed, bias)
+    assert with_nan[5].isnan().all()
     for row in (0, 6, 64, 125):
         apart = atom_ops.linear(x[row : row + fewest], packed, bias)[0]
-        assert torch.equal(apart, whole[row]) and torch.equal(apart, beside[row])
+        assert torch.equal(apart, whole[row]) and torch.equal(apart, with_nan[row])
 
 
 @each_dtype

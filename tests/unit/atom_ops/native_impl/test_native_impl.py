@@ -75,7 +75,7 @@ def test_padding_rows_result_in_zeros_and_others_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 16), (7, 1, 80), (12, 2, 128), (2, 1, 256)]
 )
-def test_attention_of_prompts_beside_decodes(
+def test_attention_of_prompts_with_decodes(
     heads: int, kv_heads: int, width: int, window: int, sinks: bool
 ) -> None:
     counts, contexts = [5, 1, 70, 33, 1, 16, 130], [5, 200, 70, 333, 1, 80, 131]
@@ -170,11 +170,11 @@ def test_a_row_of_a_linear_layer_does_not_depend_on_the_others(dtype: torch.dtyp
     packed = atom_ops.pack_linear_weight(weight)
     whole = atom_ops.linear(x, packed, bias)
     x[5] = torch.nan
-    beside = atom_ops.linear(x, packed, bias)
-    assert beside[5].isnan().all()
+    with_nan = atom_ops.linear(x, packed, bias)
+    assert with_nan[5].isnan().all()
     for row in (0, 4, 6, 64, 129):
         alone = atom_ops.linear(x[row : row + 1], packed, bias)[0]
-        assert torch.equal(alone, whole[row]) and torch.equal(alone, beside[row])
+        assert torch.equal(alone, whole[row]) and torch.equal(alone, with_nan[row])
 
 
 def test_infinite_weights_stay_infinite(dtype: torch.dtype) -> None:

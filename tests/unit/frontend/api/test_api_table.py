@@ -68,12 +68,12 @@ class Row(NamedTuple):
 
     value: Any
     shows: Callable[[Ran], bool]
-    beside: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     always: bool = False
 
 
 def kinds(ran: Ran) -> list[str]:
-    """Of the parts of the output."""
+    """Kinds of the parts of the output."""
     return [part["type"] for part in ran.response.get("output") or ran.response["content"]]
 
 
@@ -249,11 +249,11 @@ def test_supported_fields_have_their_effect(
     client: Client, model: ToolModel, endpoint: str, name: str
 ) -> None:
     row = TABLE[endpoint][name]
-    ran = run(client, model, endpoint, **{**row.beside, name: row.value})
+    ran = run(client, model, endpoint, **{**row.others, name: row.value})
     assert ran.status == 200, ran.response
     assert row.shows(ran)
     if not row.always and name not in MINIMAL[endpoint]:
-        without = run(client, model, endpoint, **row.beside)
+        without = run(client, model, endpoint, **row.others)
         assert without.status == 200 and not row.shows(without)
 
 

@@ -100,7 +100,7 @@ def test_a_stream_that_is_not_read_ends_with_an_error_event(client: Client, core
 def test_a_stream_that_is_read_is_never_ended(
     client: Client, core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client is never more than four steps behind; in all it gets several times what may wait."""
+    """Its client never lags by more than four steps; in all it gets several times what may wait."""
     before, begun, received, length = ended(client), core.steps, 0, LENGTH // 5
     monkeypatch.setattr(core, "waits", lambda: core.steps - begun > 4 + received // (2 * PER_STEP))
     body = {"prompt": "flood", "stream": True, "max_tokens": length, "n": 2, "logprobs": 5}

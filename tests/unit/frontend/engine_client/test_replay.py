@@ -366,7 +366,7 @@ class Lives:
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_stream_breaks_while_engines_die_at_random(start: Start, seed: int, together: bool) -> None:
-    """Of several prompts and sequences, spread over the engines; some clients leave. Nothing is left over."""
+    """Requests have several prompts and sequences; some clients leave. Nothing is left over."""
     generator = random.Random(seed)
 
     async def run() -> None:

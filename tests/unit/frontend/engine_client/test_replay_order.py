@@ -54,7 +54,7 @@ class Driven:
 
 
 def test_the_guilty_request_is_found_and_fails_alone() -> None:
-    """Of ten, by trying groups; no other request counts a third death."""
+    """One of ten, found by trying groups; no other request counts a third death."""
     guilty = 7
     driven = Driven([case(20)[0] for _ in range(10)])
     driven.die()
@@ -81,7 +81,7 @@ def test_sequences_of_a_request_count_and_fail_together() -> None:
     assert driven.failed == list(range(8)) and len(driven.replays) == 0
 
 
-def test_a_new_request_beside_a_tried_one_may_be_the_cause() -> None:
+def test_a_new_request_next_to_a_tried_one_may_be_the_cause() -> None:
     """Neither of two tried ones fails for the third, which is suspected then, too."""
     driven = Driven([case(20)[0], case(20)[0]])
     driven.die()

@@ -229,12 +229,12 @@ def test_a_malformed_compressed_body_writes_no_traceback(
 
 def test_body_memory_is_exact() -> None:
     memory = BodyMemory(10)
-    memory.add(6)
+    memory.reserve(6)
     with pytest.raises(OverloadedError) as caught:
-        memory.add(5)
+        memory.reserve(5)
     assert (caught.value.status, caught.value.retry_after_s, memory.used) == (429, 1, 6)
-    memory.add(4)
-    memory.remove(10)
+    memory.reserve(4)
+    memory.release(10)
     assert memory.used == 0
 
 

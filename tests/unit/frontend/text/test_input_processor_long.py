@@ -127,7 +127,7 @@ def test_all_prompts_share_the_work_on_their_parameters(
     monkeypatch.setattr(Tokenizer, "encode", counted_encode)
     checkpoint = tiny_tokenizer.checkpoint(tmp_path)
     with FakeCore(tmp_path, script, max_model_len=100) as core, running_frontend(core, checkpoint) as client:
-        # Without max_tokens each prompt has another limit: what fits behind it.
+        # Without max_tokens each prompt has another limit: what fits after it.
         status, response = client.post(
             "/v1/completions", prompt=[[3] * length for length in range(1, 21)], bad_words=["fox"]
         )

@@ -116,7 +116,7 @@ def test_a_stop_string_ends_the_sequence_with_an_abort() -> None:
     assert sum(len(update.token_ids) for update in updates) < len(ids)
 
 
-def test_ids_behind_a_stop_string_of_the_same_step_are_dropped() -> None:
+def test_ids_after_a_stop_string_of_the_same_step_are_dropped() -> None:
     output = processor(1, stops=["o"])
     ids = encode("no way")
     done = step(output, {1: ids})

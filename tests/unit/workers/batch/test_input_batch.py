@@ -25,7 +25,7 @@ def new_row(row: int, ids: list[int], *blocks: list[int], computed: int = 0) -> 
 
 
 def apply(batch: InputBatch, message: ScheduledBatch, *ids: int) -> StepInputs:
-    """The step's inputs; it computes `ids` beside what it decodes."""
+    """The step's inputs; it computes `ids` in addition to what it decodes."""
     message = msgspec.structs.replace(message, token_ids=pack_ids(ids))
     batch.update(message)
     return batch.step(message)

@@ -287,7 +287,7 @@ def test_dummy_and_padded_steps_with_drafts() -> None:
         made._agree = Agreement(made._sizes, other)
         launch = made.launch
 
-        def beside(
+        def with_dummy(
             batch: ScheduledBatch,
             made: ModelRunner = made,
             other: StepShape = other,
@@ -296,5 +296,5 @@ def test_dummy_and_padded_steps_with_drafts() -> None:
             made.dummy_step(other)
             return launch(batch)
 
-        made.launch = beside  # type: ignore[method-assign]
+        made.launch = with_dummy  # type: ignore[method-assign]
         assert Driver(made, 3, 2).run() == outputs

@@ -1,4 +1,4 @@
-"""The grammars of rows: which ids may come next, behind reasoning, after a resumption, and where none can."""
+"""The grammars of rows: which ids may come next, after reasoning, after a resumption, and where none can."""
 
 import json
 import time
@@ -121,7 +121,7 @@ def test_an_id_of_the_last_step_belongs_to_the_earlier_request(
     assert n in allowed(made, 0)[0]
 
 
-def test_the_grammar_begins_behind_the_reasoning(checkpoint: Checkpoint, library: GrammarLibrary) -> None:
+def test_the_grammar_begins_after_the_reasoning(checkpoint: Checkpoint, library: GrammarLibrary) -> None:
     made = matchers(checkpoint, library)
     think, end = 2, 3
     y, e, s = letters(checkpoint, "yes")

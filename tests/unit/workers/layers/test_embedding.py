@@ -1,4 +1,4 @@
-"""The token of a row does not depend on the rows beside it."""
+"""The token of a row does not depend on the other rows."""
 
 from pathlib import Path
 
@@ -28,13 +28,13 @@ def batch(temperature: float) -> SamplingBatch:
     )
 
 
-def test_greedy_tokens_beside_a_row_that_samples(tmp_path: Path) -> None:
+def test_greedy_tokens_next_to_a_row_that_samples(tmp_path: Path) -> None:
     save_tiny(tiny("qwen3"), tmp_path)
     head = TinyWorker(tmp_path, "bfloat16").worker._runner._model.get_submodule("lm_head")
     assert isinstance(head, LMHead)
     hidden = torch.randn(ROWS, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     positions = torch.arange(ROWS)
     alone = head.sample(hidden, batch(0.0), positions)
-    beside = head.sample(hidden, batch(1.0), positions)
-    assert torch.equal(alone[:-1], beside[:-1])
+    together = head.sample(hidden, batch(1.0), positions)
+    assert torch.equal(alone[:-1], together[:-1])
     assert torch.equal(alone, head(hidden).argmax(-1))

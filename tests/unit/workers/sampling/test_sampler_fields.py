@@ -136,7 +136,7 @@ def test_a_row_with_every_id_excluded_samples_some_id(loaded: Loaded) -> None:
 
 
 def test_rows_without_processors_sample_as_if_alone(loaded: Loaded) -> None:
-    """Beside rows with processors, and whatever those rows held before."""
+    """Next to rows with processors, and whatever those rows held before."""
     processors = LogitsProcessors(repetition_penalty=1.9, bias_ids=pack_ids([3]), bias_values=[5.0])
     alone, processed = loaded.run(hot()), loaded.run(hot(processors))
     core = fresh_core()
@@ -193,7 +193,7 @@ def check(table: LogprobTable, logits: torch.Tensor, tokens: list[int], top: int
 
 
 def test_logprobs_of_sampled_tokens(loaded: Loaded) -> None:
-    """Of the model's own logits, processors or not; rows without `logprobs` have none."""
+    """They come from the model's own logits, processors or not; rows without `logprobs` have none."""
     processors = LogitsProcessors(presence_penalty=1.5, bias_ids=pack_ids([9]), bias_values=[3.0])
     core = fresh_core()
     samplings = {0: hot(logprobs=2), 1: hot(), 2: hot(processors, logprobs=5)}
@@ -233,7 +233,7 @@ def test_a_width_beyond_the_vocabulary_is_all_of_it(loaded: Loaded) -> None:
 
 
 def prompt_chunks(loaded: Loaded, ids: list[int], chunks: list[int]) -> list[BatchResult]:
-    """A row with prompt log probabilities, beside a decoding one and a prompt without them."""
+    """A row with prompt log probabilities, next to a decoding one and a prompt without them."""
     core = fresh_core()
     core.add(4, PROMPTS[1], GREEDY)
     core.add_sampled(loaded.execute(core.plan({4: len(PROMPTS[1])})))

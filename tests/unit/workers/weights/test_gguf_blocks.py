@@ -56,7 +56,7 @@ def test_blocks_have_the_numbers_that_the_package_gguf_reads(kind: Type) -> None
 
 
 def types_of_layers() -> dict[str, Type]:
-    """Fused matrices of one type, of several, and one beside plain ones."""
+    """Fused matrices of one type, of several, and one next to plain ones."""
     layers = [f"model.layers.{number}" for number in range(SIZES.layers)]
     mixed = {"q": Type.Q4_K, "k": Type.Q4_0, "v": Type.Q6_K}
     types = {f"{layers[0]}.self_attn.{each}_proj.weight": kind for each, kind in mixed.items()}

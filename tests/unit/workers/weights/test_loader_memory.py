@@ -1,4 +1,4 @@
-"""Loading allocates little memory beside the weights, whatever form the checkpoint has.
+"""Loading allocates little memory in addition to the weights, whatever form the checkpoint has.
 
 Allocated bytes are counted, not resident pages, so that the result does not depend on the allocator.
 float32 weights are packed on every CPU, bfloat16 weights only on some.
@@ -18,8 +18,8 @@ SMALL = MB
 """RoPE tables, file headers, tensor names."""
 
 
-def _beside(kind: str, dtype: torch.dtype) -> int:
-    """Bytes needed beside the weights: of the largest layer that is packed, or of what is read at once."""
+def _additional(kind: str, dtype: torch.dtype) -> int:
+    """Bytes needed in addition: of the largest layer that is packed, or of what is read at once."""
     if kind == "dense":
         return VOCAB * HIDDEN * dtype.itemsize
     matrix = FEATURES * HIDDEN
@@ -48,9 +48,9 @@ def test_loading_holds_one_layer_twice_at_most(
     found = allocated(kind, LAYERS, tmp_path, dtype)
     # All weights are allocated before they are packed, which may halve them; pages become resident later.
     before = max(loader.weight_bytes(build(kind, LAYERS, "meta", dtype)), found.weights)
-    assert before > 4 * _beside(kind, dtype)
+    assert before > 4 * _additional(kind, dtype)
     # The mapping of a file counts as allocated.
-    assert found.peak - before <= _beside(kind, dtype) + (max(files) if mapped else 0) + SMALL
+    assert found.peak - before <= _additional(kind, dtype) + (max(files) if mapped else 0) + SMALL
     assert found.python_peak <= SMALL
 
 
@@ -72,4 +72,4 @@ def test_freed_memory_is_returned_while_loading(monkeypatch: pytest.MonkeyPatch)
     model = build("dense", LAYERS, "cpu")
     weights = loader.weight_bytes(model)
     loader.load_dummy(model, lambda done, total: None)
-    assert weights <= len(calls) * (trim_bytes + _beside("dense", torch.bfloat16))
+    assert weights <= len(calls) * (trim_bytes + _additional("dense", torch.bfloat16))

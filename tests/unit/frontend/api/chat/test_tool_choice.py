@@ -53,7 +53,7 @@ SCHEMAS = {function.name: function.parameters or {} for function in FUNCTIONS}
 CLOSING = ('"', "}", "]", ",")
 SPACES = (" ", "\n", "\r", "\t")
 STEPS = 150
-"""Behind them the random model closes what it has opened."""
+"""After them the random model closes what it has opened."""
 ENFORCED = ("hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45")
 HARMONY = "openai"
 WITH_SPECIAL = (HARMONY, "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2")
@@ -203,7 +203,7 @@ def test_random_replies_are_valid_calls(model: Model, choice: ToolChoice, parall
 
 
 @pytest.mark.parametrize("wanted", ["json_schema", "regex", "choice"])
-def test_beside_tools_a_reply_is_calls_or_the_structured_output(model: Model, wanted: str) -> None:
+def test_with_tools_a_reply_is_calls_or_the_structured_output(model: Model, wanted: str) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]} | CLOSED
     cases: dict[str, tuple[dict[str, Any], str]] = {
         "json_schema": ({"guided_json": schema}, r"\{.*\"n\".*\}"),
@@ -227,7 +227,7 @@ def test_beside_tools_a_reply_is_calls_or_the_structured_output(model: Model, wa
     assert kinds == {True, False}
 
 
-def test_structured_output_behind_the_reasoning_of_harmony(tmp_path: Path) -> None:
+def test_structured_output_after_the_reasoning_of_harmony(tmp_path: Path) -> None:
     model = Model(tmp_path, HARMONY, special=True)
     request = msgspec.convert({"model": "m", "messages": [], "guided_regex": "[0-9]{3}"}, ChatRequest)
     constraint = reply_constraint(request, Prompt([1], frame=model.format.frame))

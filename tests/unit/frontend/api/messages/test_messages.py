@@ -129,7 +129,7 @@ def test_every_cut_of_a_stream(client: Client, model: ToolModel) -> None:
                     assert delta["stop_reason"] == whole["stop_reason"]
                     assert usage["output_tokens"] == whole["usage"]["output_tokens"]
         assert not is_open
-        for kind in ("thinking", "text"):  # text behind a call is a block of its own in a stream
+        for kind in ("thinking", "text"):  # text after a call is a block of its own in a stream
             streamed = "".join(block["text"] for block in blocks if block["kind"] == kind)
             assert streamed == "".join(b[kind] for b in whole["content"] if b["type"] == kind)
         inputs = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]

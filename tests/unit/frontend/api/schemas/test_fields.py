@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     value: Any
     shows: Callable[[Ran], bool]
-    beside: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     neutral: tuple[Any, ...] = ()
 
 
@@ -308,10 +308,10 @@ def test_the_table_is_complete(endpoint: str) -> None:
 @pytest.mark.parametrize(("endpoint", "name"), rows())
 def test_supported_fields_have_an_effect(rig: Rig, endpoint: str, name: str) -> None:
     row = supported(endpoint)[name]
-    assert row.shows(rig.run(endpoint, **{**row.beside, name: row.value}))
+    assert row.shows(rig.run(endpoint, **{**row.others, name: row.value}))
     if name not in WITHOUT_CONTRAST:
         for nothing in (None, *row.neutral):
-            assert not row.shows(rig.run(endpoint, **{**row.beside, name: nothing}))
+            assert not row.shows(rig.run(endpoint, **{**row.others, name: nothing}))
 
 
 @pytest.mark.parametrize(

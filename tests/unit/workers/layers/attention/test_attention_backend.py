@@ -35,7 +35,7 @@ def heads_first(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeadsFirst]:
 
 
 def outputs(directory: Path) -> tuple[TinyWorker, list[list[int]]]:
-    """Greedy ids of three prompts in one batch, in prompt chunks beside decodes, with dummy steps between."""
+    """Greedy ids of three prompts in one batch, prompt chunks with decodes, and dummy steps between."""
     worker = TinyWorker(directory)
 
     def execute(batch: ScheduledBatch) -> bytes:

@@ -1,4 +1,4 @@
-"""Sliding-window layers beside full attention: the real core and worker against the definition."""
+"""Sliding-window layers next to full attention: the real core and worker against the definition."""
 
 from functools import cache
 from pathlib import Path

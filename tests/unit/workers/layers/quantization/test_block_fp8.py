@@ -127,7 +127,7 @@ def test_parts_in_different_formats_become_plain(
 
 
 def test_reordered_matrices_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As Qwen3-Next publishes: in_proj_qkvz in blocks, in_proj_ba plain, and queries beside their gates."""
+    """As Qwen3-Next publishes: in_proj_qkvz in blocks, in_proj_ba plain, and queries next to their gates."""
     settings = {
         "num_hidden_layers": 4, "hidden_size": 128, "head_dim": 64, "num_attention_heads": 4,
         "num_key_value_heads": 2, "shared_expert_intermediate_size": 128, "moe_intermediate_size": 128,
