@@ -14,13 +14,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 import zmq
 
 from atom.engine.client_parts import Chat, ClientParts
 from atom.engine.engine_host import EngineHost, check_one_node
+from atom.engine.engine_options import EngineOptions
 from atom.engine.errors import EngineDeadError
 from atom.engine.mtp_statistics import mtp_statistics, mtp_text
 from atom.engine.results import logprobs_of, output_of, text_options
@@ -71,7 +72,7 @@ class LLMEngine:
     EngineDeadError.
     """
 
-    def __init__(self, model: str, **options: Any):
+    def __init__(self, model: str, **options: Unpack[EngineOptions]):
         config = engine_config_from_kwargs(model=model, **options)
         self._start(config, explicit={"model", *options})
 
