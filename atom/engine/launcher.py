@@ -45,13 +45,13 @@ from atom.shared.utils.run_directory import RunDirectory
 from atom.shared.utils.service_manager import ServiceManager
 from atom.shared.utils.version import atom_version
 from atom.supervisor import (
-    Member,
-    NodePlace,
+    NodeAgent,
+    NodePlacement,
     NodePorts,
     Placement,
     StartError,
     Supervisor,
-    find_place,
+    find_node_placement,
     prepared,
 )
 from atom.supervisor.identity import identity_of
@@ -112,8 +112,8 @@ class Launcher:
             check_installed()
         return template
 
-    def _prepare(self, prepare: Prepare, place: NodePlace, template: str | None) -> NodePlace:
-        """Prepare the model and resolve the configuration; returns the place, with the GPUs of this node.
+    def _prepare(self, prepare: Prepare, node: NodePlacement, template: str | None) -> NodePlacement:
+        """Prepare the model and resolve the configuration; returns the node, with the GPUs of this node.
 
         `template` is the path of --chat-template.
         """
@@ -125,23 +125,23 @@ class Launcher:
         host.resolve(self._notes(host.checkpoint))
         self.config = host.config
         if self.config.device.device == "cpu":
-            return place
+            return node
         workers = self.config.parallel.workers_per_node
         device = first_device(self.nodes.local_rank, workers, host.capabilities.cuda)
-        return replace(place, first_device=device)
+        return replace(node, first_device=device)
 
     def _run(self) -> None:
         raise_open_files_limit()
         template = self._check_server()
-        place = find_place(self.nodes) if self.config.parallel.nnodes > 1 else NodePlace()
+        node = find_node_placement(self.nodes) if self.config.parallel.nnodes > 1 else NodePlacement()
         with (
-            place.link or nullcontext(),
+            node.link or nullcontext(),
             ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
             _admin_socket(self.server) as admin,
             Supervisor(self._on_progress, lambda: self._on_turn(supervisor)) as supervisor,
         ):
             try:
-                self._start(supervisor, place, port, admin, template)
+                self._start(supervisor, node, port, admin, template)
             finally:
                 self._is_starting = False
             self._print_banner(supervisor, port.port, admin)
@@ -176,20 +176,20 @@ class Launcher:
     def _start(
         self,
         supervisor: Supervisor,
-        place: NodePlace,
+        node: NodePlacement,
         port: ListenPort,
         admin: AdminSocket | None,
         template: str | None,
     ) -> None:
-        place = self._prepare(supervisor.prepare, place, template)
-        supervisor.gather_nodes(self.config, self._host.checkpoint, self.server, place)
+        node = self._prepare(supervisor.prepare, node, template)
+        supervisor.gather_nodes(self.config, self._host.checkpoint, self.server, node)
         self._host.start(supervisor)
         supervisor.start_frontends(port, None if admin is None else admin.socket)
         supervisor.wait_ready()
         self._bars.close()
 
     def _notes(self, checkpoint: Checkpoint) -> list[str]:
-        """Settings without effect that the engine's configuration does not have."""
+        """NodeSettings without effect that the engine's configuration does not have."""
         notes = []
         if self.config.parallel.nnodes == 1:
             given = [field.name for field in fields(NodesConfig) if field.name in self.explicit]
@@ -264,7 +264,7 @@ class NodeLauncher(Launcher):
     def _run(self) -> None:
         raise_open_files_limit()
         template = self._check_server() if self.nodes.frontend_per_node else None
-        place = find_place(self.nodes)
+        node = find_node_placement(self.nodes)
         with ExitStack() as open_things:
             run_dir = open_things.enter_context(closing(RunDirectory())).path
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -276,32 +276,32 @@ class NodeLauncher(Launcher):
                 open_things.enter_context(http)
                 admin = open_things.enter_context(_admin_socket(server))
                 self._logger.info("serving HTTP on %s port %d once engines are ready", server.host, http.port)
-            place = self._prepare(
+            node = self._prepare(
                 lambda model: prepared(
                     context, run_dir, model, self._on_progress, lambda: self._on_node_turn(False)
                 ),
-                place,
+                node,
                 template,
             )
             placement = Placement(self.config.parallel, self.nodes.frontend_per_node)
             ports = open_things.enter_context(
-                closing(NodePorts(placement, place.rank, place.address, self.config.parallel.port))
+                closing(NodePorts(placement, node.rank, node.address, self.config.parallel.port))
             )
             info = NodeInfo(
-                place.rank,
-                place.address,
-                place.interface,
+                node.rank,
+                node.address,
+                node.interface,
                 str(run_dir),
                 self.config,
                 self._host.checkpoint,
                 self.server,
                 ports.ports,
-                place.first_device,
+                node.first_device,
             )
             identity = identity_of(self.config, self._host.checkpoint, self.server if http else None)
-            member = Member(context, info, place, identity, http, None if admin is None else admin.socket)
-            self._is_starting, self._phase = False, f"joining the master at {place.master}"
-            member.run(lambda: self._stops, self.server.shutdown_timeout + _STOP_MARGIN_S, self._on_node_turn)
+            agent = NodeAgent(context, info, node, identity, http, None if admin is None else admin.socket)
+            self._is_starting, self._phase = False, f"joining the master at {node.master}"
+            agent.run(lambda: self._stops, self.server.shutdown_timeout + _STOP_MARGIN_S, self._on_node_turn)
 
     def _on_node_turn(self, has_joined: bool) -> None:
         """Tell the service manager that the start goes on, that it is over, or that this node lives."""

@@ -18,19 +18,19 @@ The sockets of a domain lie in a directory of their own for each of its lives (s
 """
 
 from atom.supervisor.failure import StartError
-from atom.supervisor.member import Member
-from atom.supervisor.node_place import NodePlace, find_place
+from atom.supervisor.node_agent import NodeAgent
+from atom.supervisor.node_placement import NodePlacement, find_node_placement
 from atom.supervisor.placement import NodePorts, Placement
 from atom.supervisor.prepare import prepared
 from atom.supervisor.supervisor import Supervisor
 
 __all__ = [
-    "Member",
-    "NodePlace",
+    "NodeAgent",
+    "NodePlacement",
     "NodePorts",
     "Placement",
     "StartError",
     "Supervisor",
-    "find_place",
+    "find_node_placement",
     "prepared",
 ]

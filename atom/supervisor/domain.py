@@ -17,7 +17,7 @@ from atom.supervisor.placement import Placement
 
 
 @dataclass(frozen=True)
-class Setup:
+class DomainSettings:
     """What all domains are started with."""
 
     context: "zmq.Context[zmq.Socket[bytes]]"
@@ -38,7 +38,7 @@ class Setup:
 class Domain(ABC):
     """Its lives are numbered from 0; between two of them it is down."""
 
-    def __init__(self, name: str, setup: Setup, nodes: Set[int] = frozenset({0})):
+    def __init__(self, name: str, settings: DomainSettings, nodes: Set[int] = frozenset({0})):
         """`nodes` are the ranks of the nodes that it runs on."""
         self.name = name
         self.nodes = nodes
@@ -46,8 +46,8 @@ class Domain(ABC):
         self.number = -1
         """The number of the latest life."""
         self.last_failure: Failure | None = None
-        self._setup = setup
-        self._restarts = Restarts(setup.config.reliability.max_restarts)
+        self._settings = settings
+        self._restarts = Restarts(settings.config.reliability.max_restarts)
         self._start_at: float | None = None
         self._was_ready = False
 
@@ -60,7 +60,7 @@ class Domain(ABC):
         """Start the processes of a life."""
 
     @abstractmethod
-    def _farewell(self, life: Life, failure: Failure) -> None:
+    def _send_exit_reason(self, life: Life, failure: Failure) -> None:
         """Called before the rest of a failed life is killed."""
 
     def start(self) -> None:
@@ -91,14 +91,16 @@ class Domain(ABC):
     @property
     def absent(self) -> str:
         """Why it cannot start: a node of it that is lost; empty if all take part."""
-        return next((node.lost for rank in sorted(self.nodes) if (node := self._setup.nodes[rank]).lost), "")
+        return next(
+            (node.lost for rank in sorted(self.nodes) if (node := self._settings.nodes[rank]).lost), ""
+        )
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         """Its name, and the nodes that it runs on unless it is this one."""
         if self.nodes == {0}:
             return self.name
-        where = (f"node {rank} ({self._setup.nodes[rank].info.address})" for rank in sorted(self.nodes))
+        where = (f"node {rank} ({self._settings.nodes[rank].info.address})" for rank in sorted(self.nodes))
         return f"{self.name} on {' and '.join(where)}"
 
     @property
@@ -130,7 +132,7 @@ class Domain(ABC):
     def end(self, failure: Failure) -> None:
         """End what is left of the present life."""
         if self.life is not None:
-            self._farewell(self.life, failure)
+            self._send_exit_reason(self.life, failure)
             self.life.close()
         self.life, self.last_failure = None, failure
 

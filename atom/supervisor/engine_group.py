@@ -14,7 +14,7 @@ from atom.shared.messages.supervisor import EngineEnded
 from atom.shared.messages.worker import WorkerFailed
 from atom.shared.utils.endpoint import endpoint_key, tcp_endpoint
 from atom.supervisor.child import wait_for
-from atom.supervisor.domain import Domain, Setup
+from atom.supervisor.domain import Domain, DomainSettings
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
 from atom.supervisor.process import ProcessSpec, Role
@@ -26,13 +26,13 @@ _NOTIFY_S = 1.0
 class EngineGroup(Domain):
     """The engines of `ranks`. The KV cache of each has the same size in all lives."""
 
-    def __init__(self, ranks: range, setup: Setup, hash_seed: int):
+    def __init__(self, ranks: range, settings: DomainSettings, hash_seed: int):
         """`hash_seed` is that of the prefix caches of all engines."""
         self._ranks = ranks
         self._hash_seed = hash_seed
         self._num_blocks: dict[int, list[int]] = {}
-        self._is_only_engine = setup.config.parallel.data_parallel_size == 1
-        super().__init__(self._name(), setup, setup.placement.nodes_of(ranks))
+        self._is_only_engine = settings.config.parallel.data_parallel_size == 1
+        super().__init__(self._name(), settings, settings.placement.nodes_of(ranks))
 
     def _name(self) -> str:
         if self._is_only_engine:
@@ -50,20 +50,20 @@ class EngineGroup(Domain):
     def _socket(self, life: Life, rank: int, name: str, binds: bool = False) -> str:
         """The socket called `name` of an engine's core, for one that connects or for the core itself."""
         local = name if len(self._ranks) == 1 else f"{name}-{rank}"
-        return self._endpoint(life, f"{name}-{rank}", local, self._setup.placement.node_of(rank), binds)
+        return self._endpoint(life, f"{name}-{rank}", local, self._settings.placement.node_of(rank), binds)
 
     def _wave(self, life: Life, rank: int, worker: int, binds: bool = False) -> str:
         """The socket of a worker for WaveStart."""
-        name = f"wave-{self._setup.config.parallel.world_rank(rank, worker)}"
-        return self._endpoint(life, name, name, self._setup.placement.node_of(rank, worker), binds)
+        name = f"wave-{self._settings.config.parallel.world_rank(rank, worker)}"
+        return self._endpoint(life, name, name, self._settings.placement.node_of(rank, worker), binds)
 
     def _endpoint(self, life: Life, port_name: str, local_name: str, node: int, binds: bool) -> str:
         """The socket at a port of the node if it has one of that name, else the local one."""
-        setup = self._setup
-        port = setup.nodes[node].info.ports.get(port_name)
+        settings = self._settings
+        port = settings.nodes[node].info.ports.get(port_name)
         if port is None:
-            return setup.nodes[node].endpoint(life.name, local_name)
-        key = endpoint_key(setup.secret, f"{setup.local.run_dir} {port_name} {self.number}")
+            return settings.nodes[node].endpoint(life.name, local_name)
+        key = endpoint_key(settings.secret, f"{settings.local.run_dir} {port_name} {self.number}")
         return tcp_endpoint(key, port.address, port.port, port.fd if binds else None)
 
     @property
@@ -84,13 +84,13 @@ class EngineGroup(Domain):
         return [EngineEnded(rank, number, self.last_failure.text, self.is_over) for rank in self._ranks]
 
     def _open(self, number: int) -> Life:
-        setup = self._setup
+        settings = self._settings
         name = f"engine-{self._ranks[0]}" if len(self._ranks) == 1 else "engines"
         return Life(
-            setup.context,
-            Path(setup.local.run_dir, f"{name}.{number}"),
-            setup.config.reliability.hang_timeout,
-            setup.on_progress if (self._ranks[0], number) == (0, 0) else lambda progress: None,
+            settings.context,
+            Path(settings.local.run_dir, f"{name}.{number}"),
+            settings.config.reliability.hang_timeout,
+            settings.on_progress if (self._ranks[0], number) == (0, 0) else lambda progress: None,
             num_ready=len(self._ranks),
         )
 
@@ -98,11 +98,11 @@ class EngineGroup(Domain):
         for rank in self._ranks:
             self._launch_core(life, rank)
         for rank in self._ranks:
-            for worker in range(self._setup.config.parallel.tensor_parallel_size):
+            for worker in range(self._settings.config.parallel.tensor_parallel_size):
                 self._launch_worker(life, rank, worker)
 
     def _launch_core(self, life: Life, rank: int) -> None:
-        node = self._setup.nodes[self._setup.placement.node_of(rank)]
+        node = self._settings.nodes[self._settings.placement.node_of(rank)]
         ports = [node.info.ports.get(f"{name}-{rank}") for name in ("core", "workers")]
         launch = CoreLaunch(
             self._with_own_traces(node.info.config, rank),
@@ -120,9 +120,9 @@ class EngineGroup(Domain):
 
     def _launch_worker(self, life: Life, rank: int, worker: int) -> None:
         """Start worker `worker` of the engine of `rank`."""
-        setup, parallel = self._setup, self._setup.config.parallel
-        node = setup.nodes[setup.placement.node_of(rank, worker)]
-        place = self._rendezvous(rank, worker)
+        settings, parallel = self._settings, self._settings.config.parallel
+        node = settings.nodes[settings.placement.node_of(rank, worker)]
+        rendezvous = self._rendezvous(rank, worker)
         wave = node.info.ports.get(f"wave-{parallel.world_rank(rank, worker)}")
         name = self._child(rank, f"worker {worker}")
         launch = WorkerLaunch(
@@ -131,13 +131,13 @@ class EngineGroup(Domain):
             worker,
             self._socket(life, rank, "workers"),
             node.endpoint(life.name, "supervisor"),
-            place,
-            device_index=node.info.first_device + setup.placement.device_of(rank, worker),
+            rendezvous,
+            device_index=node.info.first_device + settings.placement.device_of(rank, worker),
             label=name,
             data_parallel_rank=rank,
             waves=self._waves(life, rank, worker),
         )
-        fds = [] if place is None else list(place.pass_fds)
+        fds = [] if rendezvous is None else list(rendezvous.pass_fds)
         fds += [] if wave is None else [wave.fd]
         life.spawn(node, ProcessSpec(name, Role.WORKER, launch, fds, engine=rank, worker=worker))
 
@@ -145,7 +145,7 @@ class EngineGroup(Domain):
         """The sockets of all workers in lockstep, for this worker, which binds its own."""
         if len(self._ranks) == 1:
             return []
-        workers = range(self._setup.config.parallel.tensor_parallel_size)
+        workers = range(self._settings.config.parallel.tensor_parallel_size)
         return [
             self._wave(life, other, each, binds=(other, each) == (rank, worker))
             for other in self._ranks
@@ -154,12 +154,14 @@ class EngineGroup(Domain):
 
     def _rendezvous(self, rank: int, worker: int) -> Rendezvous | None:
         """Where this worker meets the others: at a port of the first one's node."""
-        setup, first = self._setup, self._ranks[0]
-        port = setup.nodes[setup.placement.node_of(first)].info.ports.get(f"store-{first}")
+        settings, first = self._settings, self._ranks[0]
+        port = settings.nodes[settings.placement.node_of(first)].info.ports.get(f"store-{first}")
         if port is None:
             return None
-        is_spread = len(setup.placement.nodes_of(self._ranks)) > 1
-        interface = setup.nodes[setup.placement.node_of(rank, worker)].info.interface if is_spread else "lo"
+        is_spread = len(settings.placement.nodes_of(self._ranks)) > 1
+        interface = (
+            settings.nodes[settings.placement.node_of(rank, worker)].info.interface if is_spread else "lo"
+        )
         hosts = (rank, worker) == (first, 0)
         return Rendezvous(port.address, port.port, self.number, interface, port.fd if hosts else None)
 
@@ -185,7 +187,7 @@ class EngineGroup(Domain):
             self._num_blocks |= {rank: ready.num_blocks for rank, ready in found.items() if ready is not None}
         return super().failure()
 
-    def _farewell(self, life: Life, failure: Failure) -> None:
+    def _send_exit_reason(self, life: Life, failure: Failure) -> None:
         """Let running cores send `failure` to their frontends before they are killed.
 
         The core of a dead worker gets the WorkerFailed that this one could not send; others get SIGTERM.
@@ -202,5 +204,5 @@ class EngineGroup(Domain):
 
     def _report_dead_worker(self, life: Life, rank: int, message: WorkerFailed) -> None:
         """Send what the dead worker could not, from the node of the core."""
-        node = self._setup.nodes[self._setup.placement.node_of(rank)]
+        node = self._settings.nodes[self._settings.placement.node_of(rank)]
         node.deliver(self._socket(life, rank, "workers"), encode(message))

@@ -8,10 +8,10 @@ from pathlib import Path
 from atom.shared.messages.launch import FrontendLaunch
 from atom.shared.messages.supervisor import Engines
 from atom.shared.utils.net import ListenPort
-from atom.supervisor.cluster import RemotePort
-from atom.supervisor.domain import Domain, Setup
+from atom.supervisor.domain import Domain, DomainSettings
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
+from atom.supervisor.node_links import RemotePort
 from atom.supervisor.process import ProcessSpec, Role
 
 _FRONTEND = "frontend"
@@ -28,30 +28,30 @@ class Frontend(Domain):
     def __init__(
         self,
         index: int,
-        setup: Setup,
+        settings: DomainSettings,
         port: ListenPort | RemotePort,
         engines: Callable[[], Engines],
         admin: socket.socket | None = None,
     ):
         """`engines` returns the present ones; `admin` is the listening socket of the administration."""
-        each = setup.local.server.api_server_count
+        each = settings.local.server.api_server_count
         self._index = index
-        self._node, self._http = setup.placement.frontend_nodes[index // each], index % each
-        self._num_frontends = each * len(setup.placement.frontend_nodes)
+        self._node, self._http = settings.placement.frontend_nodes[index // each], index % each
+        self._num_frontends = each * len(settings.placement.frontend_nodes)
         self._port = port
         self._engines = engines
         self._admin = admin
         self._started_at = time.monotonic()
         name = _FRONTEND if self._num_frontends == 1 else f"{_FRONTEND} {index}"
-        super().__init__(name, setup, {self._node})
+        super().__init__(name, settings, {self._node})
 
     def _open(self, number: int) -> Life:
-        setup = self._setup
-        directory = Path(setup.local.run_dir, f"{_FRONTEND}-{self._index}.{number}")
-        return Life(setup.context, directory, setup.config.reliability.hang_timeout)
+        settings = self._settings
+        directory = Path(settings.local.run_dir, f"{_FRONTEND}-{self._index}.{number}")
+        return Life(settings.context, directory, settings.config.reliability.hang_timeout)
 
     def _launch(self, life: Life) -> None:
-        node, engines, passed = self._setup.nodes[self._node], self._engines(), []
+        node, engines, passed = self._settings.nodes[self._node], self._engines(), []
         if isinstance(self._port, ListenPort):
             passed = [self._port.open(self._http).fileno()]
         admin_fd = None if self._admin is None else self._admin.fileno()
@@ -75,7 +75,7 @@ class Frontend(Domain):
             passed.append(admin_fd)
         life.spawn(node, ProcessSpec(self.name, Role.FRONTEND, launch, passed, self._http))
 
-    def _farewell(self, life: Life, failure: Failure) -> None:
+    def _send_exit_reason(self, life: Life, failure: Failure) -> None:
         if self._restarts.in_a_row > 1 and self._num_frontends > 1:
             self.refuse_connections()
 

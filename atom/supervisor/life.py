@@ -48,7 +48,7 @@ class Life:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(self.endpoint("supervisor"))
         self._nodes: set[Node] = set()
-        self._places: dict[str, str] = {}  # of the children on other nodes
+        self._locations: dict[str, str] = {}  # of the children on other nodes
         self._num_ready = num_ready
         self._on_progress = on_progress
         self._deaths: list[Dead] = []
@@ -68,7 +68,7 @@ class Life:
         """Start a child on `node`. Raises OSError."""
         self._nodes.add(node)
         if node.info.rank:
-            self._places[spec.name] = f" on node {node.info.rank} ({node.info.address})"
+            self._locations[spec.name] = f" on node {node.info.rank} ({node.info.address})"
         process = node.spawn(self.name, spec)
         self.children[spec.name] = Child(spec.name, spec.role, process, spec.engine, spec.worker)
 
@@ -176,7 +176,7 @@ class Life:
             *(child.name for child in ended),
         ]
         name = names[0]
-        where = name + self._places.get(name, "")
+        where = name + self._locations.get(name, "")
         child = self.children.get(name)
         if (dead := reports.get(name)) is not None:
             return Failure(dead.reason, f"{where}: {dead.reason}", dead.status, child)

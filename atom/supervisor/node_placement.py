@@ -13,15 +13,15 @@ from atom.shared.utils.endpoint import endpoint_key, tcp_endpoint
 from atom.shared.utils.interfaces import address_on_route_to, find_address, interface_of, resolve_address
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.net import ListenPort
-from atom.supervisor.cluster import link_name
+from atom.supervisor.node_links import link_name
 
-__all__ = ["NodePlace", "find_place"]
+__all__ = ["NodePlacement", "find_node_placement"]
 
 _RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
-class NodePlace:
+class NodePlacement:
     """The defaults are those of the only node."""
 
     rank: int = 0
@@ -45,7 +45,7 @@ class NodePlace:
         """The master's address, for people."""
         return f"{self.master_address}:{self.master_port}"
 
-    def located(self) -> "NodePlace":
+    def located(self) -> "NodePlacement":
         """With the address that the master's name has now: a pod that was replaced has another."""
         with contextlib.suppress(OSError, UnicodeError):
             return replace(self, master_address=resolve_address(self.master_name))
@@ -60,7 +60,7 @@ class NodePlace:
         return tcp_endpoint(key, self.master_address, self.master_port, fd)
 
 
-def find_place(config: NodesConfig) -> NodePlace:
+def find_node_placement(config: NodesConfig) -> NodePlacement:
     """Resolve the addresses; on node 0 also take the master's port.
 
     Raises ConfigError, ListenError.
@@ -73,7 +73,7 @@ def find_place(config: NodesConfig) -> NodePlace:
     address = _own_address(config, master)
     interface = interface_of(address)
     assert interface is not None
-    return NodePlace(
+    return NodePlacement(
         config.node_rank,
         address,
         interface,

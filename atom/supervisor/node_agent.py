@@ -48,10 +48,10 @@ from atom.supervisor.child import Child, kill
 from atom.supervisor.control import Control
 from atom.supervisor.failure import StartError
 from atom.supervisor.node import deliver
-from atom.supervisor.node_place import NodePlace
+from atom.supervisor.node_placement import NodePlacement
 from atom.supervisor.process import Process, Role
 
-__all__ = ["Member"]
+__all__ = ["NodeAgent"]
 
 _LAUNCHES: dict[Role, type[msgspec.Struct]] = {
     Role.CORE: CoreLaunch,
@@ -77,21 +77,21 @@ class _Life:
     """When processes ended whose end is not reported yet."""
 
 
-class Member:
+class NodeAgent:
     """One run of a node, from its first join to Stop."""
 
     def __init__(
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         info: NodeInfo,
-        place: NodePlace,
+        node: NodePlacement,
         identity: dict[str, str],
         http: ListenPort | None = None,
         admin: socket.socket | None = None,
     ):
         """`http` are the sockets of this node's frontends, None if it has none; `admin` is for the first."""
         self._context = context
-        self._place = place
+        self._node = node
         self._join = Join(identity, info)
         self._run_dir = Path(info.run_dir)
         self._fds = {port.fd for port in info.ports.values()}
@@ -130,34 +130,34 @@ class Member:
 
     def _join_master(self, stops: Callable[[], int]) -> None:
         """Returns once the master has sent Welcome, or after a signal."""
-        place = self._place
+        node = self._node
         begun, notice_at, problem = time.monotonic(), 0.0, ""
         while not stops():
             passed = time.monotonic() - begun
-            if passed > place.join_timeout:
-                waited = f"node {place.rank} waited {passed:.0f} s for the master at {place.master}"
+            if passed > node.join_timeout:
+                waited = f"node {node.rank} waited {passed:.0f} s for the master at {node.master}"
                 raise StartError(f"{waited}: {problem or 'no response'}")
             if passed >= notice_at:
-                left = place.join_timeout - passed
+                left = node.join_timeout - passed
                 get_logger().info(
                     "node %d (%s) joins the master at %s (%.0f s)%s",
-                    *(place.rank, place.address, place.master, left, f": {problem}" if problem else ""),
+                    *(node.rank, node.address, node.master, left, f": {problem}" if problem else ""),
                 )
                 notice_at = passed + _NOTICE_S
             if not (problem := self._try_join(stops)):
-                get_logger().info("node %d has joined the master at %s", place.rank, place.master)
+                get_logger().info("node %d has joined the master at %s", node.rank, node.master)
                 return
             self._on_turn(False)
             time.sleep(_RETRY_S)
 
     def _try_join(self, stops: Callable[[], int]) -> str:
         """Open a connection and send Join; returns why the master has not accepted it, or an empty text."""
-        self._place = self._place.located()
+        self._node = self._node.located()
         self._link = self._context.socket(zmq.DEALER)
         self._link.setsockopt(zmq.LINGER, 1000)
         self._link.setsockopt(zmq.SNDHWM, 0)  # what waits is bounded by the time until the link has ended
         self._monitor = self._link.get_monitor_socket()
-        connect(self._link, self._place.endpoint(), LINK_SILENCE_MS)
+        connect(self._link, self._node.endpoint(), LINK_SILENCE_MS)
         self._link.send(encode(self._join), zmq.DONTWAIT)
         deadline, problem = time.monotonic() + _ANSWER_S, "nothing listens there, or a firewall is between"
         while time.monotonic() < deadline and not stops():
@@ -213,7 +213,7 @@ class Member:
                 while self._stop is None and self._link.poll(0):  # what came before the end of the link, too
                     self._process(self._decoder.decode(self._link.recv()))
                 if is_lost and self._stop is None:
-                    get_logger().error("the link to the master at %s has ended", self._place.master)
+                    get_logger().error("the link to the master at %s has ended", self._node.master)
                     return
                 self._report()
                 if stops() and self._has_left(stops(), drain_s):

@@ -49,7 +49,7 @@ from atom.supervisor.identity import difference
 from atom.supervisor.node import Node
 from atom.supervisor.process import ProcessSpec
 
-__all__ = ["Cluster", "RemoteNode", "RemoteProcess", "link_name"]
+__all__ = ["NodeLinks", "RemoteNode", "RemoteProcess", "link_name"]
 
 _BEAT_S = 0.25
 # A node that was told to end together with the master waits for it; alone, it is let go after this time.
@@ -65,7 +65,7 @@ def link_name(port: int) -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
+class NodeSettings:
     """What nodes must agree with."""
 
     endpoint: str
@@ -151,10 +151,12 @@ class RemoteNode(Node):
             self._processes.clear()
 
 
-class Cluster:
+class NodeLinks:
     """The other nodes. `nodes` has the latest session of each rank that has joined, and this node's own."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", settings: Settings, nodes: dict[int, Node]):
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", settings: NodeSettings, nodes: dict[int, Node]
+    ):
         """Binds at once. Raises ZMQError."""
         self.nodes = nodes
         self.states: deque[ServerState] = deque()
