@@ -158,7 +158,8 @@ class AsyncLLMEngine:
                             raise EngineError(update.error)
                         number = update.request_id
                         cached[number] += update.cached_tokens
-                        index, logprobs = numbers.index(number), logprobs_of(update.logprobs)
+                        index = numbers.index(number)
+                        logprobs = logprobs_of(update.logprobs)
                         yield output_of(update, request.name, index, cached[number], logprobs)
 
     async def abort(self, request_id: str) -> None:

@@ -63,7 +63,7 @@ from frontend.metrics.tracing import check_installed
 
 # Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
-# The most that the end takes beyond `--shutdown-timeout`; docs/operate/operations.md, "Shutdown".
+# The longest that the end takes beyond `--shutdown-timeout`; docs/operate/operations.md, "Shutdown".
 _END_S = 20.0
 # After the engine's death the frontend responds with 503 for this long, for load balancers to notice.
 ENGINE_DEATH_HOLD_S = 3.0
@@ -113,7 +113,7 @@ class Launcher:
         return template
 
     def _prepare(self, prepare: Prepare, node: NodePlacement, template: str | None) -> NodePlacement:
-        """Prepare the model and resolve the configuration; returns the node, with the GPUs of this node.
+        """Prepare the model and resolve the configuration; returns `node` with its GPUs.
 
         `template` is the path of --chat-template.
         """
@@ -164,11 +164,12 @@ class Launcher:
             raise StartError(supervisor.fault.text)
 
     def _stop_after_death(self, supervisor: Supervisor, cause: str) -> None:
-        """Without an engine or a frontend, stop the rest; the frontends once their clients have errors."""
+        """Stop what is left without an engine or a frontend; frontends first send their clients errors."""
         self._logger.error("%s: ending", cause)
         self._manager.stopping(ENGINE_DEATH_HOLD_S + _END_S)
         supervisor.end_engines(cause)
-        stops, deadline = self._stops, time.monotonic() + ENGINE_DEATH_HOLD_S
+        stops = self._stops
+        deadline = time.monotonic() + ENGINE_DEATH_HOLD_S
         while supervisor.has_frontends and self._stops == stops and time.monotonic() < deadline:
             time.sleep(_HOLD_POLL_S)
         supervisor.stop_frontends(_STOP_MARGIN_S, hurry=lambda: self._stops > stops)
@@ -201,7 +202,9 @@ class Launcher:
         return notes
 
     def _print_banner(self, supervisor: Supervisor, port: int, admin: AdminSocket | None) -> None:
-        config, details, url = self.config, supervisor.details, self._url(port)
+        config = self.config
+        details = supervisor.details
+        url = self._url(port)
         name = config.model.names[0]
         changes = config.model.hf_overrides
         each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
@@ -269,7 +272,8 @@ class NodeLauncher(Launcher):
             run_dir = open_things.enter_context(closing(RunDirectory())).path
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             open_things.callback(context.destroy, linger=_LAST_MESSAGES_MS)
-            http, admin = None, None
+            http = None
+            admin = None
             if self.nodes.frontend_per_node:
                 server = self.server
                 http = ListenPort(server.host, server.server_port, server.api_server_count)
@@ -300,7 +304,8 @@ class NodeLauncher(Launcher):
             )
             identity = identity_of(self.config, self._host.checkpoint, self.server if http else None)
             agent = NodeAgent(context, info, node, identity, http, None if admin is None else admin.socket)
-            self._is_starting, self._phase = False, f"joining the master at {node.master}"
+            self._is_starting = False
+            self._phase = f"joining the master at {node.master}"
             agent.run(lambda: self._stops, self.server.shutdown_timeout + _STOP_MARGIN_S, self._on_node_turn)
 
     def _on_node_turn(self, has_joined: bool) -> None:
@@ -327,7 +332,9 @@ def run() -> int:
     args = parser.parse_args()
     try:
         args = with_launcher(with_sources(args))
-        config, server, explicit = engine_config_from(args), server_config_from(args), explicit_fields(args)
+        config = engine_config_from(args)
+        server = server_config_from(args)
+        explicit = explicit_fields(args)
         nodes = nodes_config_from(args)
         if args.plan is not None:
             return show_plan(config, explicit, args.plan, args.json)

@@ -1,7 +1,7 @@
 """Engines that share collectives: the cores and the tensor-parallel workers of data-parallel ranks.
 
-Engines that share nothing have a group each. Those that share experts are one group, since a rank that
-ends leaves the others in a collective: their workers are the ranks of one mesh.
+Engines that share nothing have a group each. Engines that share experts are one group: their workers are the
+ranks of one mesh, and a rank that ends would leave the others in a collective.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ _NOTIFY_S = 1.0
 
 
 class EngineGroup(Domain):
-    """The engines of `ranks`. The KV cache of each has the same size in all lives."""
+    """The engines of `ranks`. The KV cache of an engine has the same size in all its lives."""
 
     def __init__(self, ranks: range, settings: DomainSettings, hash_seed: int):
         """`hash_seed` is that of the prefix caches of all engines."""
@@ -37,7 +37,8 @@ class EngineGroup(Domain):
     def _name(self) -> str:
         if self._is_only_engine:
             return "engine"
-        first, last = self._ranks[0], self._ranks[-1]
+        first = self._ranks[0]
+        last = self._ranks[-1]
         return f"engine {first}" if first == last else f"engines {first} to {last}"
 
     def _child(self, rank: int, name: str) -> str:
@@ -68,7 +69,7 @@ class EngineGroup(Domain):
 
     @property
     def addresses(self) -> list[EngineAddress]:
-        """Where frontends reach the present life; empty while there is none."""
+        """Where frontends reach the current life; empty while there is none."""
         if self.life is None:
             return []
         return [
@@ -77,7 +78,7 @@ class EngineGroup(Domain):
 
     @property
     def ended(self) -> list[EngineEnded]:
-        """The last ended life of each engine."""
+        """How the latest life that has ended did, for each engine."""
         if self.last_failure is None:
             return []
         number = self.number if self.life is None else self.number - 1
@@ -120,7 +121,8 @@ class EngineGroup(Domain):
 
     def _launch_worker(self, life: Life, rank: int, worker: int) -> None:
         """Start worker `worker` of the engine of `rank`."""
-        settings, parallel = self._settings, self._settings.config.parallel
+        settings = self._settings
+        parallel = settings.config.parallel
         node = settings.nodes[settings.placement.node_of(rank, worker)]
         rendezvous = self._rendezvous(rank, worker)
         wave = node.info.ports.get(f"wave-{parallel.world_rank(rank, worker)}")
@@ -154,7 +156,8 @@ class EngineGroup(Domain):
 
     def _rendezvous(self, rank: int, worker: int) -> Rendezvous | None:
         """Where this worker meets the others: at a port of the first one's node."""
-        settings, first = self._settings, self._ranks[0]
+        settings = self._settings
+        first = self._ranks[0]
         port = settings.nodes[settings.placement.node_of(first)].info.ports.get(f"store-{first}")
         if port is None:
             return None
@@ -166,7 +169,7 @@ class EngineGroup(Domain):
         return Rendezvous(port.address, port.port, self.number, interface, port.fd if hosts else None)
 
     def _with_own_traces(self, config: EngineConfig, rank: int) -> EngineConfig:
-        """`config`, with a directory for traces that neither engines nor lives share."""
+        """`config`, with directories for traces that belong to this engine and this life alone."""
         parts = [] if self._is_only_engine else [f"engine-{rank}"]
         parts += [f"life-{self.number}"] if self.number else []
 
@@ -180,7 +183,7 @@ class EngineGroup(Domain):
         return replace(config, observability=traces)
 
     def failure(self) -> Failure | None:
-        """As of every domain; also keeps the sizes of the KV caches for later lives."""
+        """As the base class; also keeps the sizes of the KV caches for later lives."""
         if self.life is not None:
             reports = self.life.reports
             found = {rank: reports.get(self._core(rank)) for rank in self._ranks}
@@ -190,7 +193,7 @@ class EngineGroup(Domain):
     def _send_exit_reason(self, life: Life, failure: Failure) -> None:
         """Let running cores send `failure` to their frontends before they are killed.
 
-        The core of a dead worker gets the WorkerFailed that this one could not send; others get SIGTERM.
+        The core of a dead worker gets the WorkerFailed that the worker could not send, another core SIGTERM.
         """
         cores = [(rank, life.children.get(self._core(rank))) for rank in self._ranks]
         running = [(rank, core) for rank, core in cores if core is not None and core.is_alive]
@@ -203,6 +206,6 @@ class EngineGroup(Domain):
         wait_for([core for _, core in running], _NOTIFY_S)
 
     def _report_dead_worker(self, life: Life, rank: int, message: WorkerFailed) -> None:
-        """Send what the dead worker could not, from the node of the core."""
+        """Send `message` in place of the dead worker, from the node of the core."""
         node = self._settings.nodes[self._settings.placement.node_of(rank)]
         node.deliver(self._socket(life, rank, "workers"), encode(message))

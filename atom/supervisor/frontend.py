@@ -22,7 +22,7 @@ NO_FD = -1
 class Frontend(Domain):
     """Frontend `index` of all nodes. While it is down, connections to its socket wait for its next life.
 
-    After a second failure in a row its socket is closed until then, so that they reach the others.
+    After a second failure in a row its socket is closed until then: connections reach other frontends.
     """
 
     def __init__(
@@ -33,10 +33,11 @@ class Frontend(Domain):
         engines: Callable[[], Engines],
         admin: socket.socket | None = None,
     ):
-        """`engines` returns the present ones; `admin` is the listening socket of the administration."""
+        """`engines` returns the current engines; `admin` is the listening socket of the administration."""
         each = settings.local.server.api_server_count
         self._index = index
-        self._node, self._http = settings.placement.frontend_nodes[index // each], index % each
+        self._node = settings.placement.frontend_nodes[index // each]
+        self._http = index % each
         self._num_frontends = each * len(settings.placement.frontend_nodes)
         self._port = port
         self._engines = engines
@@ -51,7 +52,9 @@ class Frontend(Domain):
         return Life(settings.context, directory, settings.config.reliability.hang_timeout)
 
     def _launch(self, life: Life) -> None:
-        node, engines, passed = self._settings.nodes[self._node], self._engines(), []
+        node = self._settings.nodes[self._node]
+        engines = self._engines()
+        passed = []
         if isinstance(self._port, ListenPort):
             passed = [self._port.open(self._http).fileno()]
         admin_fd = None if self._admin is None else self._admin.fileno()
@@ -81,11 +84,11 @@ class Frontend(Domain):
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process lives."""
+        """Whether its process has not ended."""
         return self.life is not None and self.life.is_alive
 
     def failure(self) -> Failure | None:
-        """As of every domain; the socket of a frontend that was stopped is closed when it has ended."""
+        """As the base class; once a frontend that was stopped has ended, its socket is closed."""
         if self.life is not None and self.life.is_stopping and not self.life.is_alive:
             self.refuse_connections()
         return super().failure()
@@ -101,5 +104,5 @@ class Frontend(Domain):
         super().close()
 
     def refuse_connections(self) -> None:
-        """Close the supervisor's copy of the socket: connections end with the process."""
+        """Close the supervisor's copy of the socket: it accepts connections until the process ends."""
         self._port.close(self._http)

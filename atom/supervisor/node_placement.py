@@ -22,11 +22,11 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """The defaults are those of the only node."""
+    """Rank and addresses of this node. The defaults are those of the only node."""
 
     rank: int = 0
     address: str = "127.0.0.1"
-    """By which the other nodes reach this one."""
+    """Address by which the other nodes reach this one."""
     interface: str = "lo"
     master_name: str = ""
     """--master-addr."""
@@ -46,7 +46,7 @@ class NodePlacement:
         return f"{self.master_address}:{self.master_port}"
 
     def located(self) -> "NodePlacement":
-        """With the address that the master's name has now: a pod that was replaced has another."""
+        """The same with the current address of the master's name: a pod that was replaced has another."""
         with contextlib.suppress(OSError, UnicodeError):
             return replace(self, master_address=resolve_address(self.master_name))
         return self
@@ -88,15 +88,16 @@ def find_node_placement(config: NodesConfig) -> NodePlacement:
 
 
 def _secret(config: NodesConfig) -> bytes:
-    """Warns of a file that every user of this host can read."""
-    secret, path = config.secret(), config.cluster_secret_file
+    """The cluster secret; warns of a file that every user of this host can read."""
+    secret = config.secret()
+    path = config.cluster_secret_file
     if path is not None and Path(path).expanduser().stat().st_mode & 0o004:
         get_logger().warning("--cluster-secret-file %s: all users of this host can read it: chmod 600", path)
     return secret
 
 
 def _check_master(name: str, address: str) -> None:
-    """Of node 0: the master's address must be its own."""
+    """Raises ConfigError unless the master's address is one of node 0's own."""
     interface = interface_of(address)
     if interface is None:
         raise ConfigError(f"--master-addr {name} is {address}, which this node, the master, has not")
@@ -119,9 +120,10 @@ def _check_literal(name: str) -> None:
 
 
 def _master_address(name: str, timeout_s: float) -> str:
-    """A name may become known only once its host, or its pod, has started."""
+    """Address of the master; its name may be known only once its host, or its pod, has started."""
     _check_literal(name)
-    deadline, noted = time.monotonic() + timeout_s, False
+    deadline = time.monotonic() + timeout_s
+    noted = False
     while True:
         try:
             return resolve_address(name)

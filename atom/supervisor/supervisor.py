@@ -44,7 +44,7 @@ _END_POLL_S = 0.02
 
 
 class _Phase(Enum):
-    """What a failure leads to."""
+    """Phase of the server; the value says what a failure leads to."""
 
     STARTING = "a StartError"
     SERVING = "a restart"
@@ -96,7 +96,7 @@ class Supervisor:
 
     @property
     def engines(self) -> list[EngineAddress]:
-        """The engines that live or start now."""
+        """The engines that run or start now."""
         return [address for group in self._engines for address in group.addresses]
 
     @property
@@ -127,7 +127,7 @@ class Supervisor:
         server: ServerConfig | None = None,
         node: NodePlacement | None = None,
     ) -> None:
-        """This node, at `node`, and all others, which are awaited. Raises StartError, ListenError."""
+        """Open the ports of this node, and wait for all others. Raises StartError, ListenError."""
         node = self._node = node or self._node
         placement = Placement(config.parallel, node.frontend_per_node)
         self._ports = NodePorts(placement, 0, node.address, config.parallel.port)
@@ -153,7 +153,8 @@ class Supervisor:
             self._wait_for_nodes(self._links)
 
     def _wait_for_nodes(self, links: NodeLinks) -> None:
-        begun, notice_at = time.monotonic(), 0.0
+        begun = time.monotonic()
+        notice_at = 0.0
         while missing := links.missing:
             passed = time.monotonic() - begun
             who = f"{'nodes' if len(missing) > 1 else 'node'} {', '.join(map(str, missing))}"
@@ -179,7 +180,7 @@ class Supervisor:
     def start_frontends(self, port: ListenPort, admin: socket.socket | None = None) -> None:
         """Start the HTTP processes of all nodes that have them.
 
-        Those of this one get a port that is already bound, and the first one serves `admin`, too.
+        Frontends of this node get the port, which is already bound; the first one also serves `admin`.
         """
         settings = self._domain_settings
         self._control = Control(self._context, f"ipc://{self.run_dir}/control")
@@ -276,7 +277,7 @@ class Supervisor:
 
     @property
     def engine_state(self) -> Engines:
-        """The engines that live or start now, and why the last lives of others have ended."""
+        """The engines that run or start now, and why the last lives of others have ended."""
         return self._engine_state()
 
     @property
@@ -300,7 +301,7 @@ class Supervisor:
 
     @property
     def has_frontends(self) -> bool:
-        """Whether a frontend lives."""
+        """Whether a frontend has not ended."""
         return any(frontend.is_alive for frontend in self._frontends)
 
     def end_engines(self, cause: str) -> None:
@@ -372,6 +373,6 @@ class Supervisor:
         self._directory.close()
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the children by name."""
+        """Process ids of the children, by name."""
         lives = [domain.life for domain in self._domains() if domain.life is not None]
         return {child.name: child.process.pid for life in lives for child in life.children.values()}
