@@ -82,7 +82,8 @@ arch: $(INSTALLED) ## imports, sizes, wire rules, wheel, documents
 
 check: lint type test test-tokenizers ## what CI runs, and test-tokenizers
 
-docs: $(INSTALLED) ## write the generated tables in docs/: flags, variables, API
+docs: $(INSTALLED) ## write the generated tables in docs/ (flags, variables, API) and LLMEngine's options
+	@$(BIN)/python -m tools.engine_options
 	@$(BIN)/python -m tools.docs_tables
 	@$(BIN)/python -m tools.quantization_table
 

@@ -1,6 +1,6 @@
 """`atom doctor`, also as `python -m atom doctor`: what this machine has, and whether it can serve a model.
 
-A command of its own beside `atom-launch`: it takes no model and none of the engine's flags.
+A command besides `atom-launch`: it takes no model and none of the engine's flags.
 """
 
 import argparse

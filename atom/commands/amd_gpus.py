@@ -61,7 +61,8 @@ def _gpu(handle: Any) -> AmdGpu:
 
     chip = amdsmi.amdsmi_get_gpu_asic_info(processor_handle=handle)
     memory = amdsmi.amdsmi_get_gpu_vram_usage(processor_handle=handle)  # in MiB
-    total, used = memory["vram_total"], memory["vram_used"]
+    total = memory["vram_total"]
+    used = memory["vram_used"]
     return AmdGpu(chip["market_name"], chip["target_graphics_version"], total << 20, (total - used) << 20)
 
 

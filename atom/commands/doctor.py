@@ -126,7 +126,7 @@ def _warnings(host: Host, devices: Devices) -> Iterator[str]:
 
 
 def _unusable_libraries(devices: Devices, libraries: dict[str, Library]) -> Iterator[str]:
-    """AMD's libraries beside AMD's GPUs; elsewhere their imports fail, and nothing uses them."""
+    """AMD's libraries on a host with AMD's GPUs; elsewhere their imports fail, and nothing uses them."""
     if any(gpu.capability.startswith("gfx") for gpu in devices.gpus):
         for name, library in libraries.items():
             if library.error and library.error != optional_library.NOT_INSTALLED:

@@ -48,7 +48,8 @@ def report_text(report: Report) -> str:
 
 
 def _rows(report: Report) -> Iterator[tuple[str, str]]:
-    host, devices = report.host, report.devices
+    host = report.host
+    devices = report.devices
     yield "CPU", _cpu(host.cpu)
     yield "memory", _memory(host.cpu)
     yield "GPUs", _gpus(devices)

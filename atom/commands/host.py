@@ -104,7 +104,8 @@ def find_cpu(proc: Path = Path("/proc"), group: Path = _CGROUP) -> Cpu:
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     memory = _fields(proc / "meminfo")
     limit, used, quota = (_text(group / name) for name in ("memory.max", "memory.current", "cpu.max"))
-    available, bound = _kib(memory.get("MemAvailable", "")), int(limit) if limit.isdigit() else None
+    available = _kib(memory.get("MemAvailable", ""))
+    bound = int(limit) if limit.isdigit() else None
     if bound is not None and used.isdigit():
         available = max(min(available, bound - int(used)), 0)
     allowed, _, period = quota.partition(" ")

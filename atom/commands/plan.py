@@ -171,7 +171,8 @@ def _requests(
     config: EngineConfig, specs: Sequence[KVSpec], num_blocks: Sequence[int], longest: int
 ) -> dict[int, int]:
     """How many requests of each length can decode at once; without common prefixes."""
-    rows, each = config.scheduler.max_num_seqs or 1, 1 + config.speculative.num_speculative_tokens
+    rows = config.scheduler.max_num_seqs or 1
+    each = 1 + config.speculative.num_speculative_tokens
     pairs = list(zip(specs, num_blocks, strict=True))
     lengths = [*(length for length in _LENGTHS if length < longest), longest]
     return {

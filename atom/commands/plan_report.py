@@ -14,7 +14,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
     tensor_parallel_size: int
     weight_bytes: int
-    """Of the rank that has most."""
+    """Bytes of weights on the rank that has most."""
     problem: str = ""
     """Why nothing fits, in one line."""
     kv_tokens: int = 0

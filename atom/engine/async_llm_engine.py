@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from atom.engine.client_parts import Chat
 from atom.engine.engine_host import check_one_node
+from atom.engine.engine_options import EngineOptions
 from atom.engine.engine_service import EngineService
 from atom.engine.errors import EngineDeadError
 from atom.engine.results import logprobs_of, output_of, text_options
@@ -45,7 +46,7 @@ class AsyncLLMEngine:
     `max_replays` times each. They fail with EngineDeadError where that is not possible.
     """
 
-    def __init__(self, model: str, **options: Any):
+    def __init__(self, model: str, **options: Unpack[EngineOptions]):
         config = engine_config_from_kwargs(model=model, **options)
         self._create(config, explicit={"model", *options})
 
@@ -157,7 +158,8 @@ class AsyncLLMEngine:
                             raise EngineError(update.error)
                         number = update.request_id
                         cached[number] += update.cached_tokens
-                        index, logprobs = numbers.index(number), logprobs_of(update.logprobs)
+                        index = numbers.index(number)
+                        logprobs = logprobs_of(update.logprobs)
                         yield output_of(update, request.name, index, cached[number], logprobs)
 
     async def abort(self, request_id: str) -> None:

@@ -28,7 +28,8 @@ class ClientParts:
     @classmethod
     def of(cls, host: EngineHost) -> "ClientParts":
         """The parts for the engine of `host`, whose configuration is resolved. Raises ValueError."""
-        config, checkpoint = host.config, host.checkpoint
+        config = host.config
+        checkpoint = host.checkpoint
         inputs = InputProcessor(
             checkpoint,
             Tokenizer.from_checkpoint(checkpoint),

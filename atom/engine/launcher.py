@@ -45,13 +45,13 @@ from atom.shared.utils.run_directory import RunDirectory
 from atom.shared.utils.service_manager import ServiceManager
 from atom.shared.utils.version import atom_version
 from atom.supervisor import (
-    Member,
-    NodePlace,
+    NodeAgent,
+    NodePlacement,
     NodePorts,
     Placement,
     StartError,
     Supervisor,
-    find_place,
+    find_node_placement,
     prepared,
 )
 from atom.supervisor.identity import identity_of
@@ -63,7 +63,7 @@ from frontend.metrics.tracing import check_installed
 
 # Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
-# The most that the end takes beyond `--shutdown-timeout`; docs/operate/operations.md, "Shutdown".
+# The longest that the end takes beyond `--shutdown-timeout`; docs/operate/operations.md, "Shutdown".
 _END_S = 20.0
 # After the engine's death the frontend responds with 503 for this long, for load balancers to notice.
 ENGINE_DEATH_HOLD_S = 3.0
@@ -112,8 +112,8 @@ class Launcher:
             check_installed()
         return template
 
-    def _prepare(self, prepare: Prepare, place: NodePlace, template: str | None) -> NodePlace:
-        """Prepare the model and resolve the configuration; returns the place, with the GPUs of this node.
+    def _prepare(self, prepare: Prepare, node: NodePlacement, template: str | None) -> NodePlacement:
+        """Prepare the model and resolve the configuration; returns `node` with its GPUs.
 
         `template` is the path of --chat-template.
         """
@@ -125,23 +125,23 @@ class Launcher:
         host.resolve(self._notes(host.checkpoint))
         self.config = host.config
         if self.config.device.device == "cpu":
-            return place
+            return node
         workers = self.config.parallel.workers_per_node
         device = first_device(self.nodes.local_rank, workers, host.capabilities.cuda)
-        return replace(place, first_device=device)
+        return replace(node, first_device=device)
 
     def _run(self) -> None:
         raise_open_files_limit()
         template = self._check_server()
-        place = find_place(self.nodes) if self.config.parallel.nnodes > 1 else NodePlace()
+        node = find_node_placement(self.nodes) if self.config.parallel.nnodes > 1 else NodePlacement()
         with (
-            place.link or nullcontext(),
+            node.link or nullcontext(),
             ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
             _admin_socket(self.server) as admin,
             Supervisor(self._on_progress, lambda: self._on_turn(supervisor)) as supervisor,
         ):
             try:
-                self._start(supervisor, place, port, admin, template)
+                self._start(supervisor, node, port, admin, template)
             finally:
                 self._is_starting = False
             self._print_banner(supervisor, port.port, admin)
@@ -164,11 +164,12 @@ class Launcher:
             raise StartError(supervisor.fault.text)
 
     def _stop_after_death(self, supervisor: Supervisor, cause: str) -> None:
-        """Without an engine or a frontend, stop the rest; the frontends once their clients have errors."""
+        """Stop what is left without an engine or a frontend; frontends first send their clients errors."""
         self._logger.error("%s: ending", cause)
         self._manager.stopping(ENGINE_DEATH_HOLD_S + _END_S)
         supervisor.end_engines(cause)
-        stops, deadline = self._stops, time.monotonic() + ENGINE_DEATH_HOLD_S
+        stops = self._stops
+        deadline = time.monotonic() + ENGINE_DEATH_HOLD_S
         while supervisor.has_frontends and self._stops == stops and time.monotonic() < deadline:
             time.sleep(_HOLD_POLL_S)
         supervisor.stop_frontends(_STOP_MARGIN_S, hurry=lambda: self._stops > stops)
@@ -176,20 +177,20 @@ class Launcher:
     def _start(
         self,
         supervisor: Supervisor,
-        place: NodePlace,
+        node: NodePlacement,
         port: ListenPort,
         admin: AdminSocket | None,
         template: str | None,
     ) -> None:
-        place = self._prepare(supervisor.prepare, place, template)
-        supervisor.gather_nodes(self.config, self._host.checkpoint, self.server, place)
+        node = self._prepare(supervisor.prepare, node, template)
+        supervisor.gather_nodes(self.config, self._host.checkpoint, self.server, node)
         self._host.start(supervisor)
         supervisor.start_frontends(port, None if admin is None else admin.socket)
         supervisor.wait_ready()
         self._bars.close()
 
     def _notes(self, checkpoint: Checkpoint) -> list[str]:
-        """Settings without effect that the engine's configuration does not have."""
+        """NodeSettings without effect that the engine's configuration does not have."""
         notes = []
         if self.config.parallel.nnodes == 1:
             given = [field.name for field in fields(NodesConfig) if field.name in self.explicit]
@@ -201,7 +202,9 @@ class Launcher:
         return notes
 
     def _print_banner(self, supervisor: Supervisor, port: int, admin: AdminSocket | None) -> None:
-        config, details, url = self.config, supervisor.details, self._url(port)
+        config = self.config
+        details = supervisor.details
+        url = self._url(port)
         name = config.model.names[0]
         changes = config.model.hf_overrides
         each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
@@ -264,44 +267,46 @@ class NodeLauncher(Launcher):
     def _run(self) -> None:
         raise_open_files_limit()
         template = self._check_server() if self.nodes.frontend_per_node else None
-        place = find_place(self.nodes)
+        node = find_node_placement(self.nodes)
         with ExitStack() as open_things:
             run_dir = open_things.enter_context(closing(RunDirectory())).path
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             open_things.callback(context.destroy, linger=_LAST_MESSAGES_MS)
-            http, admin = None, None
+            http = None
+            admin = None
             if self.nodes.frontend_per_node:
                 server = self.server
                 http = ListenPort(server.host, server.server_port, server.api_server_count)
                 open_things.enter_context(http)
                 admin = open_things.enter_context(_admin_socket(server))
                 self._logger.info("serving HTTP on %s port %d once engines are ready", server.host, http.port)
-            place = self._prepare(
+            node = self._prepare(
                 lambda model: prepared(
                     context, run_dir, model, self._on_progress, lambda: self._on_node_turn(False)
                 ),
-                place,
+                node,
                 template,
             )
             placement = Placement(self.config.parallel, self.nodes.frontend_per_node)
             ports = open_things.enter_context(
-                closing(NodePorts(placement, place.rank, place.address, self.config.parallel.port))
+                closing(NodePorts(placement, node.rank, node.address, self.config.parallel.port))
             )
             info = NodeInfo(
-                place.rank,
-                place.address,
-                place.interface,
+                node.rank,
+                node.address,
+                node.interface,
                 str(run_dir),
                 self.config,
                 self._host.checkpoint,
                 self.server,
                 ports.ports,
-                place.first_device,
+                node.first_device,
             )
             identity = identity_of(self.config, self._host.checkpoint, self.server if http else None)
-            member = Member(context, info, place, identity, http, None if admin is None else admin.socket)
-            self._is_starting, self._phase = False, f"joining the master at {place.master}"
-            member.run(lambda: self._stops, self.server.shutdown_timeout + _STOP_MARGIN_S, self._on_node_turn)
+            agent = NodeAgent(context, info, node, identity, http, None if admin is None else admin.socket)
+            self._is_starting = False
+            self._phase = f"joining the master at {node.master}"
+            agent.run(lambda: self._stops, self.server.shutdown_timeout + _STOP_MARGIN_S, self._on_node_turn)
 
     def _on_node_turn(self, has_joined: bool) -> None:
         """Tell the service manager that the start goes on, that it is over, or that this node lives."""
@@ -327,7 +332,9 @@ def run() -> int:
     args = parser.parse_args()
     try:
         args = with_launcher(with_sources(args))
-        config, server, explicit = engine_config_from(args), server_config_from(args), explicit_fields(args)
+        config = engine_config_from(args)
+        server = server_config_from(args)
+        explicit = explicit_fields(args)
         nodes = nodes_config_from(args)
         if args.plan is not None:
             return show_plan(config, explicit, args.plan, args.json)

@@ -14,13 +14,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 import zmq
 
 from atom.engine.client_parts import Chat, ClientParts
 from atom.engine.engine_host import EngineHost, check_one_node
+from atom.engine.engine_options import EngineOptions
 from atom.engine.errors import EngineDeadError
 from atom.engine.mtp_statistics import mtp_statistics, mtp_text
 from atom.engine.results import logprobs_of, output_of, text_options
@@ -71,7 +72,7 @@ class LLMEngine:
     EngineDeadError.
     """
 
-    def __init__(self, model: str, **options: Any):
+    def __init__(self, model: str, **options: Unpack[EngineOptions]):
         config = engine_config_from_kwargs(model=model, **options)
         self._start(config, explicit={"model", *options})
 
@@ -147,7 +148,9 @@ class LLMEngine:
         when the engine refuses one later.
         """
         ids = self.add_request(prompts, sampling_params or SamplingParams())
-        missing, done, others = set(ids), {}, []
+        missing = set(ids)
+        done = {}
+        others = []
         while missing:
             for sequence in self.step():
                 if sequence.request_id in missing:
@@ -192,7 +195,8 @@ class LLMEngine:
         Waits a fraction of a second when there is none. Raises EngineDeadError.
         """
         if self._finished_early:
-            ended, self._finished_early = self._finished_early, []
+            ended = self._finished_early
+            self._finished_early = []
             return ended
         _, message = self._receive()
         return self._process_deltas(message) if isinstance(message, TokenDeltas) else []
@@ -334,7 +338,8 @@ class LLMEngine:
                 sequence.prompt_logprobs = [None, *logprobs_of(update.prompt_logprobs)]
             if update.finished:
                 sequence.finished = now
-                sequence.finish_reason, sequence.error = update.reason, update.error
+                sequence.finish_reason = update.reason
+                sequence.error = update.error
                 del self._running[update.request_id]
                 self._links.end(update.request_id)
                 ended.append(sequence)
@@ -357,7 +362,8 @@ class LLMEngine:
 
     def _wait_for_all(self, kind: type[Any], timeout_s: float) -> list[Any]:
         """The next `kind` of message of each engine; sequences that finish meanwhile are kept for `step`."""
-        deadline, received = time.monotonic() + timeout_s, {}
+        deadline = time.monotonic() + timeout_s
+        received = {}
         while time.monotonic() < deadline:
             rank, message = self._receive()
             if isinstance(message, kind):
@@ -384,7 +390,7 @@ def _compiled(process: GrammarProcess, source: GrammarSource) -> CompiledGrammar
 
 
 def _sum(stats: list[CoreStats]) -> CoreStats:
-    """Field by field; lists by place."""
+    """The sum of each counter; lists are added element by element."""
     columns = zip(*map(msgspec.structs.astuple, stats), strict=True)
     return CoreStats(*(_sum_of(column) for column in columns))
 

@@ -19,7 +19,8 @@ def mtp_statistics(stats: CoreStats) -> dict[str, Any]:
     distribution                by number of accepted tokens, how often a draft had so many
     """
     per_pos = stats.num_accepted_tokens_per_pos
-    accepted, drafted = sum(per_pos), stats.num_draft_tokens
+    accepted = sum(per_pos)
+    drafted = stats.num_draft_tokens
     at_least = [stats.num_drafts, *per_pos, 0]
     return {
         "enabled": bool(per_pos),

@@ -1,7 +1,8 @@
 """Starts, monitors, restarts and stops the processes of a server. It handles neither models nor HTTP.
 
-All processes are direct children of the supervisor, so that it detects the death of each one. Those
-that cannot do without one another are a failure domain: they start, end and restart together.
+All processes are direct children of the supervisor, so that it detects the death of each one. Processes
+that need one another are a failure domain: they start, end and restart together. A life is one restart
+generation of a domain; lives are numbered from 0.
 
     supervisor ─┬─ prepare                     ends once the checkpoint is plain files
                 ├─ engine 0 ─┬─ core           one engine for each data-parallel rank:
@@ -10,27 +11,27 @@ that cannot do without one another are a failure domain: they start, end and res
                 ├─ frontend 0                  each a failure domain; none under the library
                 └─ frontend 1 …
 
-The sockets of a domain lie in a directory of their own for each of its lives (starts):
+Each life has a directory for its sockets:
 
-    atom-run-XXXXXXXX/control                  the engines that live, for the frontends
+    atom-run-XXXXXXXX/control                  for the frontends: which engines there are
     atom-run-XXXXXXXX/engine-1.3/              rank 1, life 3: core, workers, supervisor
     atom-run-XXXXXXXX/frontend-0.0/            supervisor
 """
 
 from atom.supervisor.failure import StartError
-from atom.supervisor.member import Member
-from atom.supervisor.node_place import NodePlace, find_place
+from atom.supervisor.node_agent import NodeAgent
+from atom.supervisor.node_placement import NodePlacement, find_node_placement
 from atom.supervisor.placement import NodePorts, Placement
 from atom.supervisor.prepare import prepared
 from atom.supervisor.supervisor import Supervisor
 
 __all__ = [
-    "Member",
-    "NodePlace",
+    "NodeAgent",
+    "NodePlacement",
     "NodePorts",
     "Placement",
     "StartError",
     "Supervisor",
-    "find_place",
+    "find_node_placement",
     "prepared",
 ]

@@ -69,7 +69,7 @@ def wait_for(children: Iterable[Child], timeout_s: float) -> None:
 
 
 def kill(children: Iterable[Child]) -> None:
-    """End all at once, and reap them. One that does not end within seconds is logged and left."""
+    """Kill all at once, and reap them. A child that does not end within seconds is logged and left."""
     children = list(children)
     for child in children:
         child.stopping = True

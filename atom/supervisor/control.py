@@ -1,4 +1,4 @@
-"""Tells the frontends which engines live."""
+"""The supervisor's socket for the frontends: tells them which engines there are."""
 
 import zmq
 
@@ -9,7 +9,7 @@ from atom.shared.utils.logger import get_logger
 
 
 class Control:
-    """The socket at `endpoint`, which every frontend connects to."""
+    """The ROUTER at `endpoint`, which every frontend connects to."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str):
         self.socket = context.socket(zmq.ROUTER)
@@ -50,7 +50,7 @@ class Control:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._frontends.discard(frontend)  # gone: its next life asks again
+            self._frontends.discard(frontend)  # it has ended: its next life asks again
 
     def close(self) -> None:
         """Close the socket."""

@@ -17,8 +17,8 @@ from atom.supervisor.placement import Placement
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What all domains are started with."""
+class DomainSettings:
+    """What all failure domains are started with."""
 
     context: "zmq.Context[zmq.Socket[bytes]]"
     nodes: Mapping[int, Node]
@@ -27,7 +27,7 @@ class Setup:
     config: EngineConfig
     on_progress: OnProgress
     secret: bytes = b""
-    """Of the cluster; empty on one node."""
+    """The cluster secret; empty on one node."""
 
     @property
     def local(self) -> NodeInfo:
@@ -36,9 +36,9 @@ class Setup:
 
 
 class Domain(ABC):
-    """Its lives are numbered from 0; between two of them it is down."""
+    """Its lives, restart generations, are numbered from 0; between two of them it is down."""
 
-    def __init__(self, name: str, setup: Setup, nodes: Set[int] = frozenset({0})):
+    def __init__(self, name: str, settings: DomainSettings, nodes: Set[int] = frozenset({0})):
         """`nodes` are the ranks of the nodes that it runs on."""
         self.name = name
         self.nodes = nodes
@@ -46,8 +46,8 @@ class Domain(ABC):
         self.number = -1
         """The number of the latest life."""
         self.last_failure: Failure | None = None
-        self._setup = setup
-        self._restarts = Restarts(setup.config.reliability.max_restarts)
+        self._settings = settings
+        self._restarts = Restarts(settings.config.reliability.max_restarts)
         self._start_at: float | None = None
         self._was_ready = False
 
@@ -60,18 +60,19 @@ class Domain(ABC):
         """Start the processes of a life."""
 
     @abstractmethod
-    def _farewell(self, life: Life, failure: Failure) -> None:
-        """Called before the rest of a failed life is killed."""
+    def _send_exit_reason(self, life: Life, failure: Failure) -> None:
+        """Tell processes that still run why the life ends; called before they are killed."""
 
     def start(self) -> None:
         """Start the next life. Raises OSError or ZMQError when a process or a socket cannot be made."""
         self.number += 1
-        self._start_at, self._was_ready = None, False
+        self._start_at = None
+        self._was_ready = False
         self.life = self._open(self.number)
         self._launch(self.life)
 
     def restart(self) -> None:
-        """As `start`; without a process it has failed at once."""
+        """As `start`, but a start without a process is a failure of the domain."""
         try:
             self.start()
         except (OSError, zmq.ZMQError) as error:
@@ -80,25 +81,27 @@ class Domain(ABC):
 
     @property
     def is_ready(self) -> bool:
-        """Whether its present life is ready."""
+        """Whether its current life is ready."""
         return self.life is not None and self.life.is_ready
 
     @property
     def is_due(self) -> bool:
-        """Whether its next life must start: in time, and on nodes that take part."""
+        """Whether its next life must start now: its delay is over, and all its nodes take part."""
         return self._start_at is not None and time.monotonic() >= self._start_at and not self.absent
 
     @property
     def absent(self) -> str:
-        """Why it cannot start: a node of it that is lost; empty if all take part."""
-        return next((node.lost for rank in sorted(self.nodes) if (node := self._setup.nodes[rank]).lost), "")
+        """Why it cannot start: one of its nodes is lost; empty if all take part."""
+        return next(
+            (node.lost for rank in sorted(self.nodes) if (node := self._settings.nodes[rank]).lost), ""
+        )
 
     @property
-    def place(self) -> str:
-        """Its name, and the nodes that it runs on unless it is this one."""
+    def label(self) -> str:
+        """Its name for people, with its nodes unless that is this node alone."""
         if self.nodes == {0}:
             return self.name
-        where = (f"node {rank} ({self._setup.nodes[rank].info.address})" for rank in sorted(self.nodes))
+        where = (f"node {rank} ({self._settings.nodes[rank].info.address})" for rank in sorted(self.nodes))
         return f"{self.name} on {' and '.join(where)}"
 
     @property
@@ -108,16 +111,16 @@ class Domain(ABC):
 
     @property
     def responds(self) -> bool:
-        """Whether no process of its present life is silent."""
+        """Whether no process of its current life is silent."""
         return self.life is not None and self.life.responds
 
     @property
     def is_over(self) -> bool:
-        """Whether it is down and stays so."""
+        """Whether it is down, and no next life is planned."""
         return self.life is None and self._start_at is None
 
     def failure(self) -> Failure | None:
-        """Why the present life has failed; None while it has not. Logs when a later life gets ready."""
+        """Why the current life has failed; None while it has not. Logs when a later life gets ready."""
         if self.life is None:
             return None
         if self.life.is_ready and not self._was_ready:
@@ -128,14 +131,15 @@ class Domain(ABC):
         return self.life.failure()
 
     def end(self, failure: Failure) -> None:
-        """End what is left of the present life."""
+        """End what is left of the current life."""
         if self.life is not None:
-            self._farewell(self.life, failure)
+            self._send_exit_reason(self.life, failure)
             self.life.close()
-        self.life, self.last_failure = None, failure
+        self.life = None
+        self.last_failure = failure
 
     def fail(self, failure: Failure, restart: bool) -> None:
-        """End the present life, and plan the next one if `restart` and it may."""
+        """End the current life; with `restart`, plan the next one unless too many have failed in a row."""
         ready_s = 0.0 if self.life is None else self.life.ready_s
         delay = self._restarts.delay(ready_s) if restart else None
         self.end(failure)

@@ -8,7 +8,7 @@ from atom.supervisor.child import Child
 
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 30.0
-# A domain that was ready for so long has not failed in a row with its earlier lives.
+# A domain that was ready for this long starts a new row of failures.
 STABLE_S = 60.0
 
 

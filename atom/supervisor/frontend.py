@@ -8,10 +8,10 @@ from pathlib import Path
 from atom.shared.messages.launch import FrontendLaunch
 from atom.shared.messages.supervisor import Engines
 from atom.shared.utils.net import ListenPort
-from atom.supervisor.cluster import RemotePort
-from atom.supervisor.domain import Domain, Setup
+from atom.supervisor.domain import Domain, DomainSettings
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
+from atom.supervisor.node_links import RemotePort
 from atom.supervisor.process import ProcessSpec, Role
 
 _FRONTEND = "frontend"
@@ -22,36 +22,39 @@ NO_FD = -1
 class Frontend(Domain):
     """Frontend `index` of all nodes. While it is down, connections to its socket wait for its next life.
 
-    After a second failure in a row its socket is closed until then, so that they reach the others.
+    After a second failure in a row its socket is closed until then: connections reach other frontends.
     """
 
     def __init__(
         self,
         index: int,
-        setup: Setup,
+        settings: DomainSettings,
         port: ListenPort | RemotePort,
         engines: Callable[[], Engines],
         admin: socket.socket | None = None,
     ):
-        """`engines` returns the present ones; `admin` is the listening socket of the administration."""
-        each = setup.local.server.api_server_count
+        """`engines` returns the current engines; `admin` is the listening socket of the administration."""
+        each = settings.local.server.api_server_count
         self._index = index
-        self._node, self._http = setup.placement.frontend_nodes[index // each], index % each
-        self._num_frontends = each * len(setup.placement.frontend_nodes)
+        self._node = settings.placement.frontend_nodes[index // each]
+        self._http = index % each
+        self._num_frontends = each * len(settings.placement.frontend_nodes)
         self._port = port
         self._engines = engines
         self._admin = admin
         self._started_at = time.monotonic()
         name = _FRONTEND if self._num_frontends == 1 else f"{_FRONTEND} {index}"
-        super().__init__(name, setup, {self._node})
+        super().__init__(name, settings, {self._node})
 
     def _open(self, number: int) -> Life:
-        setup = self._setup
-        directory = Path(setup.local.run_dir, f"{_FRONTEND}-{self._index}.{number}")
-        return Life(setup.context, directory, setup.config.reliability.hang_timeout)
+        settings = self._settings
+        directory = Path(settings.local.run_dir, f"{_FRONTEND}-{self._index}.{number}")
+        return Life(settings.context, directory, settings.config.reliability.hang_timeout)
 
     def _launch(self, life: Life) -> None:
-        node, engines, passed = self._setup.nodes[self._node], self._engines(), []
+        node = self._settings.nodes[self._node]
+        engines = self._engines()
+        passed = []
         if isinstance(self._port, ListenPort):
             passed = [self._port.open(self._http).fileno()]
         admin_fd = None if self._admin is None else self._admin.fileno()
@@ -75,17 +78,17 @@ class Frontend(Domain):
             passed.append(admin_fd)
         life.spawn(node, ProcessSpec(self.name, Role.FRONTEND, launch, passed, self._http))
 
-    def _farewell(self, life: Life, failure: Failure) -> None:
+    def _send_exit_reason(self, life: Life, failure: Failure) -> None:
         if self._restarts.in_a_row > 1 and self._num_frontends > 1:
             self.refuse_connections()
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process lives."""
+        """Whether its process has not ended."""
         return self.life is not None and self.life.is_alive
 
     def failure(self) -> Failure | None:
-        """As of every domain; the socket of a frontend that was stopped is closed when it has ended."""
+        """As the base class; once a frontend that was stopped has ended, its socket is closed."""
         if self.life is not None and self.life.is_stopping and not self.life.is_alive:
             self.refuse_connections()
         return super().failure()
@@ -101,5 +104,5 @@ class Frontend(Domain):
         super().close()
 
     def refuse_connections(self) -> None:
-        """Close the supervisor's copy of the socket: connections end with the process."""
+        """Close the supervisor's copy of the socket: it accepts connections until the process ends."""
         self._port.close(self._http)

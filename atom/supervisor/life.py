@@ -1,4 +1,4 @@
-"""One life of a failure domain: its processes, their reports, and the first cause when it fails."""
+"""One life (restart generation) of a failure domain: its processes, their reports, why it has failed."""
 
 import shutil
 import time
@@ -36,19 +36,19 @@ class Life:
         on_progress: OnProgress = lambda progress: None,
         num_ready: int = 1,
     ):
-        """It is ready once `num_ready` of its processes have reported so."""
+        """The life is ready once `num_ready` of its processes are."""
         directory.mkdir(mode=0o700)
         self.directory = directory
         self.children: dict[str, Child] = {}
         self.reports: dict[str, Ready] = {}
-        """The messages of the processes that are ready, by their names."""
+        """By name of the process: its message that it is ready."""
         self.started_at = time.monotonic()
         self.ready_at = 0.0
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(self.endpoint("supervisor"))
         self._nodes: set[Node] = set()
-        self._places: dict[str, str] = {}  # of the children on other nodes
+        self._locations: dict[str, str] = {}  # of the children on other nodes
         self._num_ready = num_ready
         self._on_progress = on_progress
         self._deaths: list[Dead] = []
@@ -61,20 +61,20 @@ class Life:
 
     @property
     def name(self) -> str:
-        """Of its directory, on every node."""
+        """Name of its directory, the same on every node."""
         return self.directory.name
 
     def spawn(self, node: Node, spec: ProcessSpec) -> None:
         """Start a child on `node`. Raises OSError."""
         self._nodes.add(node)
         if node.info.rank:
-            self._places[spec.name] = f" on node {node.info.rank} ({node.info.address})"
+            self._locations[spec.name] = f" on node {node.info.rank} ({node.info.address})"
         process = node.spawn(self.name, spec)
         self.children[spec.name] = Child(spec.name, spec.role, process, spec.engine, spec.worker)
 
     @property
     def is_ready(self) -> bool:
-        """Whether all processes that report so are ready."""
+        """Whether enough processes have reported that they are ready."""
         return len(self.reports) == self._num_ready
 
     @property
@@ -89,7 +89,7 @@ class Life:
 
     @property
     def responds(self) -> bool:
-        """Whether no process has been silent for long; one that starts is not silent yet."""
+        """Whether every process responds; silence counts from the first message of a process."""
         return not self._monitor.unresponsive
 
     @property
@@ -108,8 +108,9 @@ class Life:
     def _process(self, message: ToSupervisor) -> None:
         match message:
             case Ready():
-                self.reports[message.process], self.ready_at = message, time.monotonic()
-                # It may stop before its first heartbeat arrives.
+                self.reports[message.process] = message
+                self.ready_at = time.monotonic()
+                # It may stop responding before its first heartbeat arrives: its silence counts from here.
                 self._monitor.seen(message.process)
             case Progress():
                 self._on_progress(message)
@@ -176,7 +177,7 @@ class Life:
             *(child.name for child in ended),
         ]
         name = names[0]
-        where = name + self._places.get(name, "")
+        where = name + self._locations.get(name, "")
         child = self.children.get(name)
         if (dead := reports.get(name)) is not None:
             return Failure(dead.reason, f"{where}: {dead.reason}", dead.status, child)

@@ -16,7 +16,7 @@ _DELIVERY_MS = 1000
 
 
 class Node(ABC):
-    """A machine, or a part of one that a launch of its own has."""
+    """A machine, or the part of one that a launch has to itself."""
 
     def __init__(self, info: NodeInfo):
         self.info = info
@@ -33,7 +33,7 @@ class Node(ABC):
 
     @abstractmethod
     def end_life(self, life: str) -> None:
-        """All processes of a life are to end, and its sockets to be removed."""
+        """End all processes of a life, and remove its sockets."""
 
     def endpoint(self, life: str, name: str) -> str:
         """The local socket called `name` of a life."""

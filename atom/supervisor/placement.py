@@ -39,7 +39,7 @@ class Placement:
         return set(range(self.node_of(engines[0]), self.node_of(engines[-1], last) + 1))
 
     def device_of(self, engine: int, worker: int) -> int:
-        """Counts the workers of a node."""
+        """Number of a worker among those of its node."""
         return self._parallel.world_rank(engine, worker) % self._parallel.workers_per_node
 
     def ports(self, node: int) -> dict[str, bool]:

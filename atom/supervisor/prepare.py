@@ -61,7 +61,7 @@ def prepared(
     on_progress: OnProgress,
     on_turn: Callable[[], None],
 ) -> tuple[Checkpoint, DeviceCapabilities]:
-    """Run the step in a life of its own; raises StartError."""
+    """Run the step in a life of its own. Raises StartError."""
     with contextlib.closing(Life(context, run_dir / "prepare", _HANG_S, on_progress)) as life:
         return prepare(life, config, on_turn)
 

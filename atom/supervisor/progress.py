@@ -30,7 +30,8 @@ class ProgressBars:
         """Clear an unfinished bar."""
         if self._bar is not None:
             self._bar.close()
-        self._bar, self._phase = None, ("", "")
+        self._bar = None
+        self._phase = ("", "")
 
     def _open(self, progress: Progress) -> None:
         self.close()

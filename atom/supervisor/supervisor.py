@@ -21,16 +21,16 @@ from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.logger import get_logger, set_log_level
 from atom.shared.utils.net import ListenPort
 from atom.shared.utils.run_directory import RunDirectory
-from atom.supervisor.cluster import Cluster, RemotePort, Settings
 from atom.supervisor.control import Control
-from atom.supervisor.domain import Domain, Setup
+from atom.supervisor.domain import Domain, DomainSettings
 from atom.supervisor.engine_group import EngineGroup
 from atom.supervisor.failure import Failure, StartError
 from atom.supervisor.frontend import Frontend
 from atom.supervisor.identity import identity_of
 from atom.supervisor.life import Life
 from atom.supervisor.node import LocalNode, Node
-from atom.supervisor.node_place import NodePlace
+from atom.supervisor.node_links import NodeLinks, NodeSettings, RemotePort
+from atom.supervisor.node_placement import NodePlacement
 from atom.supervisor.placement import NodePorts, Placement
 from atom.supervisor.prepare import prepare
 
@@ -44,7 +44,7 @@ _END_POLL_S = 0.02
 
 
 class _Phase(Enum):
-    """What a failure leads to."""
+    """Phase of the server; the value says what a failure leads to."""
 
     STARTING = "a StartError"
     SERVING = "a restart"
@@ -71,11 +71,11 @@ class Supervisor:
         self._context = zmq.Context()
         self._preparation: Life | None = None
         self._control: Control | None = None
-        self._setup: Setup | None = None
+        self._settings: DomainSettings | None = None
         self._nodes: dict[int, Node] = {}
         self._ports: NodePorts | None = None
-        self._cluster: Cluster | None = None
-        self._place = NodePlace()
+        self._links: NodeLinks | None = None
+        self._node = NodePlacement()
         self._no_engine_since: float | None = None
         self._engines: list[EngineGroup] = []
         self._frontends: list[Frontend] = []
@@ -96,7 +96,7 @@ class Supervisor:
 
     @property
     def engines(self) -> list[EngineAddress]:
-        """The engines that live or start now."""
+        """The engines that run or start now."""
         return [address for group in self._engines for address in group.addresses]
 
     @property
@@ -125,81 +125,84 @@ class Supervisor:
         config: EngineConfig,
         checkpoint: Checkpoint,
         server: ServerConfig | None = None,
-        place: NodePlace | None = None,
+        node: NodePlacement | None = None,
     ) -> None:
-        """This node, at `place`, and all others, which are awaited. Raises StartError, ListenError."""
-        place = self._place = place or self._place
-        placement = Placement(config.parallel, place.frontend_per_node)
-        self._ports = NodePorts(placement, 0, place.address, config.parallel.port)
+        """Open the ports of this node, and wait for all others. Raises StartError, ListenError."""
+        node = self._node = node or self._node
+        placement = Placement(config.parallel, node.frontend_per_node)
+        self._ports = NodePorts(placement, 0, node.address, config.parallel.port)
         info = NodeInfo(
             0,
-            place.address,
-            place.interface,
+            node.address,
+            node.interface,
             str(self.run_dir),
             config,
             checkpoint,
             server or ServerConfig(),
             self._ports.ports,
-            place.first_device,
+            node.first_device,
         )
         self._nodes[0] = LocalNode(info, self._context)
-        self._setup = Setup(self._context, self._nodes, placement, config, self._on_progress, place.secret)
+        self._settings = DomainSettings(
+            self._context, self._nodes, placement, config, self._on_progress, node.secret
+        )
         if config.parallel.nnodes > 1:
-            identity = identity_of(config, checkpoint, server if place.frontend_per_node else None)
-            settings = Settings(place.endpoint(binds=True), config.parallel.nnodes, identity, self.run_dir)
-            self._cluster = Cluster(self._context, settings, self._nodes)
-            self._wait_for_nodes(self._cluster)
+            identity = identity_of(config, checkpoint, server if node.frontend_per_node else None)
+            settings = NodeSettings(node.endpoint(binds=True), config.parallel.nnodes, identity, self.run_dir)
+            self._links = NodeLinks(self._context, settings, self._nodes)
+            self._wait_for_nodes(self._links)
 
-    def _wait_for_nodes(self, cluster: Cluster) -> None:
-        begun, notice_at = time.monotonic(), 0.0
-        while missing := cluster.missing:
+    def _wait_for_nodes(self, links: NodeLinks) -> None:
+        begun = time.monotonic()
+        notice_at = 0.0
+        while missing := links.missing:
             passed = time.monotonic() - begun
             who = f"{'nodes' if len(missing) > 1 else 'node'} {', '.join(map(str, missing))}"
-            if passed > self._place.join_timeout:
-                raise StartError(f"waited {passed:.0f} s for {who} to join at {self._place.master}")
+            if passed > self._node.join_timeout:
+                raise StartError(f"waited {passed:.0f} s for {who} to join at {self._node.master}")
             if passed >= notice_at:
-                left = self._place.join_timeout - passed
-                get_logger().info("waiting for %s to join at %s (%.0f s)", who, self._place.master, left)
+                left = self._node.join_timeout - passed
+                get_logger().info("waiting for %s to join at %s (%.0f s)", who, self._node.master, left)
                 notice_at = passed + JOIN_NOTICE_S
             self._on_turn()
             time.sleep(_POLL_S)
 
     def start_engines(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         """Start the engine of every data-parallel rank; `wait_ready` waits for them."""
-        if self._setup is None:
+        if self._settings is None:
             self.gather_nodes(config, checkpoint)
-        setup = self._the_setup
+        settings = self._domain_settings
         seed = secrets.randbits(64)
-        self._engines = [EngineGroup(group, setup, seed) for group in setup.placement.groups]
+        self._engines = [EngineGroup(group, settings, seed) for group in settings.placement.groups]
         for group in self._engines:
             group.start()
 
     def start_frontends(self, port: ListenPort, admin: socket.socket | None = None) -> None:
         """Start the HTTP processes of all nodes that have them.
 
-        Those of this one get a port that is already bound, and the first one serves `admin`, too.
+        Frontends of this node get the port, which is already bound; the first one also serves `admin`.
         """
-        setup = self._the_setup
+        settings = self._domain_settings
         self._control = Control(self._context, f"ipc://{self.run_dir}/control")
-        each = setup.local.server.api_server_count
-        for index in range(each * len(setup.placement.frontend_nodes)):
+        each = settings.local.server.api_server_count
+        for index in range(each * len(settings.placement.frontend_nodes)):
             node = index // each
-            ports = RemotePort(setup.nodes, node) if node else port
-            frontend = Frontend(index, setup, ports, self._engine_state, None if index else admin)
+            ports = RemotePort(settings.nodes, node) if node else port
+            frontend = Frontend(index, settings, ports, self._engine_state, None if index else admin)
             self._frontends.append(frontend)
         self._publish()
         for frontend in self._frontends:
             frontend.start()
 
     @property
-    def _the_setup(self) -> Setup:
-        assert self._setup is not None, "the nodes are gathered first"
-        return self._setup
+    def _domain_settings(self) -> DomainSettings:
+        assert self._settings is not None, "the nodes are gathered first"
+        return self._settings
 
     def wait_ready(self) -> None:
         """Wait until everything that was started is ready; raises StartError when a part of it fails."""
         notice_at = time.monotonic() + STALL_NOTICE_S
-        while waiting := [domain.place for domain in self._domains() if not domain.is_ready]:
+        while waiting := [domain.label for domain in self._domains() if not domain.is_ready]:
             self.check()
             if time.monotonic() > notice_at:
                 notice_at = time.monotonic() + STALL_NOTICE_S
@@ -234,8 +237,8 @@ class Supervisor:
             self._no_engine_since = None
             return
         since = self._no_engine_since = self._no_engine_since or time.monotonic()
-        if time.monotonic() - since > self._place.join_timeout:
-            raise StartError(f"{absent}, and has not joined again within {self._place.join_timeout:.0f} s")
+        if time.monotonic() - since > self._node.join_timeout:
+            raise StartError(f"{absent}, and has not joined again within {self._node.join_timeout:.0f} s")
 
     def _receive(self, wait_s: float) -> None:
         lives = [domain.life for domain in self._domains() if domain.life is not None]
@@ -251,8 +254,8 @@ class Supervisor:
             state = self._control.receive(self._engine_state())
             if state is not None:
                 self._set_state(state)
-        while self._cluster is not None and self._cluster.states:
-            self._set_state(self._cluster.states.popleft())
+        while self._links is not None and self._links.states:
+            self._set_state(self._links.states.popleft())
 
     def _failed(self, domain: Domain, failure: Failure) -> None:
         if self._phase is _Phase.STARTING:
@@ -274,7 +277,7 @@ class Supervisor:
 
     @property
     def engine_state(self) -> Engines:
-        """The engines that live or start now, and why the last lives of others have ended."""
+        """The engines that run or start now, and why the last lives of others have ended."""
         return self._engine_state()
 
     @property
@@ -291,14 +294,14 @@ class Supervisor:
     def _publish(self) -> None:
         if self._control is not None:
             self._control.publish(self._engine_state())
-        if self._cluster is not None:
-            self._cluster.publish(self._engine_state())
+        if self._links is not None:
+            self._links.publish(self._engine_state())
 
     # End
 
     @property
     def has_frontends(self) -> bool:
-        """Whether a frontend lives."""
+        """Whether a frontend has not ended."""
         return any(frontend.is_alive for frontend in self._frontends)
 
     def end_engines(self, cause: str) -> None:
@@ -329,8 +332,8 @@ class Supervisor:
 
     def _stop_restarting(self) -> None:
         self._phase = _Phase.STOPPING
-        if self._cluster is not None:
-            self._cluster.stop_waiting_for_leavers()
+        if self._links is not None:
+            self._links.stop_waiting_for_leavers()
         for domain in self._domains():
             domain.stay_down()
         self._publish()
@@ -362,14 +365,14 @@ class Supervisor:
         if self._control is not None:
             self._control.close()
             self._control = None
-        if self._cluster is not None:
-            self._cluster.close(self.failure, ExitStatus.FAILURE if self.failure else ExitStatus.DONE)
+        if self._links is not None:
+            self._links.close(self.failure, ExitStatus.FAILURE if self.failure else ExitStatus.DONE)
         if self._ports is not None:
             self._ports.close()
         self._context.destroy(linger=0)
         self._directory.close()
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the children by name."""
+        """Process ids of the children, by name."""
         lives = [domain.life for domain in self._domains() if domain.life is not None]
         return {child.name: child.process.pid for life in lives for child in life.children.values()}

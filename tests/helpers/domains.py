@@ -15,7 +15,7 @@ from atom.shared.messages.codec import encode
 from atom.shared.messages.nodes import NodeInfo
 from atom.shared.messages.supervisor import ToSupervisor
 from atom.supervisor.child import Child
-from atom.supervisor.domain import Domain, Setup
+from atom.supervisor.domain import Domain, DomainSettings
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
 from atom.supervisor.node import LocalNode
@@ -46,34 +46,34 @@ def send(life: Life, *messages: ToSupervisor) -> None:
         assert life.socket.poll(5000)
 
 
-def setup_in(
+def settings_in(
     directory: Path,
     context: "zmq.Context[zmq.Socket[bytes]]",
     config: EngineConfig,
     server: ServerConfig | None = None,
-) -> Setup:
-    """The setup of one node."""
+) -> DomainSettings:
+    """The settings of one node."""
     info = NodeInfo(0, "127.0.0.1", "lo", str(directory), config, CHECKPOINT, server or ServerConfig(), {})
     nodes = {0: LocalNode(info, context)}
-    return Setup(context, nodes, Placement(config.parallel), config, lambda progress: None)
+    return DomainSettings(context, nodes, Placement(config.parallel), config, lambda progress: None)
 
 
 class ScriptDomain(Domain):
     """Life n has one process, which runs `codes[n]`, or the last of them."""
 
-    def __init__(self, name: str, setup: Setup, codes: Sequence[str] = (SLEEP,)):
-        super().__init__(name, setup)
+    def __init__(self, name: str, settings: DomainSettings, codes: Sequence[str] = (SLEEP,)):
+        super().__init__(name, settings)
         self.codes = codes
-        self.farewells: list[str] = []
+        self.exit_reasons: list[str] = []
 
     def _open(self, number: int) -> Life:
-        return Life(self._setup.context, Path(self._setup.local.run_dir, f"{self.name}.{number}"), 60.0)
+        return Life(self._settings.context, Path(self._settings.local.run_dir, f"{self.name}.{number}"), 60.0)
 
     def _launch(self, life: Life) -> None:
         add_child(life, "core", self.codes[min(self.number, len(self.codes) - 1)])
 
-    def _farewell(self, life: Life, failure: Failure) -> None:
-        self.farewells.append(failure.text)
+    def _send_exit_reason(self, life: Life, failure: Failure) -> None:
+        self.exit_reasons.append(failure.text)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The engine behind a worker of Dynamo: its processes, and the requests that Dynamo sends."""
+"""The engine of a Dynamo worker: its processes, and the requests that Dynamo sends."""
 
 import json
 from collections.abc import AsyncIterator, Callable

@@ -61,7 +61,7 @@ class Reply:
         ]
 
     def _prompt(self, entries: Iterable[TokenLogprob]) -> list[Any]:
-        """Of each token of the prompt; null for the first."""
+        """Log probabilities of each token of the prompt; null for the first."""
         positions: list[Any] = [None]
         for entry in entries:
             ranked = {str(token_id): (rank, value) for rank, (token_id, value) in enumerate(entry.top, 1)}

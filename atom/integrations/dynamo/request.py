@@ -29,7 +29,7 @@ _ROUTING = frozenset(
         *("allowed_worker_ids", "routing_constraints", "policy_class"),
     }
 )
-"""Of `routing`: read by the router alone."""
+"""Fields of `routing` that the router alone reads."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),  # a chunk that ends one choice would end them all
     "best_of": (1,),
@@ -72,7 +72,8 @@ def read_request(
     Raises RequestError with the name of a field that is invalid, or set and not supported.
     """
     groups = {name: _group(request, name) for name in ("sampling_options", "stop_conditions")}
-    output, routing = _group(request, "output_options"), _group(request, "routing")
+    output = _group(request, "output_options")
+    routing = _group(request, "routing")
     _refuse_rest("", request, _FRONTENDS | {*groups, "output_options", "routing", "token_ids", "extra_args"})
     _refuse_rest("extra_args.", _group(request, "extra_args"), _EXTRA_ARGS)
     _refuse_rest("routing.", routing, _ROUTING | {"dp_rank", "cache_salt"})

@@ -211,8 +211,8 @@ VARIABLES: dict[str, Variable] = {
             int,
             1024,
             Area.GPU,
-            "Shared experts run beside the routed ones, on a second stream, in steps of up to this many "
-            "tokens; 0 never. With --enable-expert-parallel they run after them.",
+            "Shared experts run in parallel with the routed ones, on a second stream, in steps of up to this "
+            "many tokens; 0 never. With --enable-expert-parallel they run after them.",
         ),
         Variable(
             "ATOM_OVERLAP_ALLREDUCE_TOKENS",
@@ -220,7 +220,7 @@ VARIABLES: dict[str, Variable] = {
             8192,
             Area.GPU,
             "Dense models on two tensor-parallel NVIDIA GPUs of one host: steps of at least this many tokens "
-            "run in parts, and copy engines move the partial sums of each beside the GEMMs "
+            "run in parts, and copy engines move the partial sums of each during the GEMMs "
             "of others; 0 never. Not with --level 1 or 2.",
         ),
         Variable(

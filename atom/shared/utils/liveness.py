@@ -146,7 +146,7 @@ class PeerMonitor:
 
 
 def worker_monitor(hang_timeout_s: float, collective: bool) -> PeerMonitor:
-    """Of workers that serve; those that run collectives with others count as hung after 7 s at most."""
+    """The monitor of serving workers; workers with collectives count as hung after 7 s at most."""
     if not collective:
         return PeerMonitor(hang_timeout_s)
     warn_s = min(hang_timeout_s / _WARNINGS_PER_TIMEOUT, _COLLECTIVE_WARN_S)

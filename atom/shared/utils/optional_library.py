@@ -31,7 +31,7 @@ MORI = LibraryLaunch("mori", "amd-mori", "1.2.4")
 NOT_INSTALLED = "not installed"
 _TOO_OLD = "too old"
 DEADLINE_S = 300.0
-"""AITER's first import compiles a module with hipcc; one that is ended earlier leaves its lock behind."""
+"""AITER's first import compiles a module with hipcc; an import that is ended earlier leaves its lock."""
 
 
 def main() -> None:

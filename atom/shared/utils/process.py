@@ -66,7 +66,8 @@ def last_line(child: subprocess.Popen[bytes], deadline: float) -> bytes:
     Kills the child and raises TimeoutError if it has not ended at `deadline`, a time.monotonic().
     """
     assert child.stdout is not None and child.stdin is not None
-    output, poll = b"", select.poll()
+    output = b""
+    poll = select.poll()
     poll.register(child.stdout, select.POLLIN | select.POLLHUP)
     try:
         while poll.poll(max(deadline - time.monotonic(), 0) * 1000):

@@ -90,7 +90,8 @@ def _address(name: str) -> str:
 
 def _watchdog_s(environment: MutableMapping[str, str]) -> float:
     """The watchdog's timeout; 0 when there is none, or when it is another process's."""
-    text, process = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
+    text = environment.pop("WATCHDOG_USEC", "")
+    process = environment.pop("WATCHDOG_PID", "")
     if not text or process not in ("", str(os.getpid())):
         return 0.0
     if not text.isdecimal():

@@ -64,7 +64,8 @@ def _byte_level_alphabet() -> dict[str, bytes]:
 
     Printable Latin-1 bytes map to themselves, the others in order to U+0100 and up.
     """
-    alphabet, others = {}, 0
+    alphabet = {}
+    others = 0
     for byte in range(256):
         if 0x21 <= byte <= 0x7E or (0xA1 <= byte <= 0xFF and byte != 0xAD):
             alphabet[chr(byte)] = bytes([byte])

@@ -12,19 +12,19 @@ from atom.shared.config.engine import EngineConfig
 from atom.shared.config.reliability import ReliabilityConfig
 from atom.shared.messages.supervisor import Ready
 from atom.supervisor import failure as failure_module
-from atom.supervisor.domain import Setup
+from atom.supervisor.domain import DomainSettings
 from atom.supervisor.failure import STABLE_S, Failure, Restarts
-from tests.helpers.domains import SLEEP, ScriptDomain, send, setup_in, zmq_context
+from tests.helpers.domains import SLEEP, ScriptDomain, send, settings_in, zmq_context
 
 FAILURE = Failure("out of luck", "core: out of luck")
 
 
 @pytest.fixture
-def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DomainSettings]:
     monkeypatch.setattr(failure_module, "FIRST_DELAY_S", 0.05)
     with zmq_context() as context:
         config = EngineConfig(reliability=ReliabilityConfig(max_restarts=2))
-        yield setup_in(tmp_path, context, config)
+        yield settings_in(tmp_path, context, config)
 
 
 def wait_until_due(domain: ScriptDomain) -> float:
@@ -51,26 +51,28 @@ def test_none_is_allowed() -> None:
     assert Restarts(0).delay(1e9) is None
 
 
-def test_a_failed_domain_is_down_for_the_delay_and_lives_again(setup: Setup) -> None:
-    domain = ScriptDomain("engine 1", setup)
+def test_a_failed_domain_is_down_for_the_delay_and_lives_again(settings: DomainSettings) -> None:
+    domain = ScriptDomain("engine 1", settings)
     domain.start()
     first = domain.life
     assert first is not None and first.is_alive and domain.number == 0
     domain.fail(FAILURE, restart=True)
     assert domain.life is None and not domain.is_over and not first.is_alive
-    assert domain.farewells == ["core: out of luck"]
+    assert domain.exit_reasons == ["core: out of luck"]
     assert not first.directory.exists()
     assert wait_until_due(domain) > 0.01
     domain.restart()
     assert not domain.is_due and domain.number == 1
     assert domain.life is not None and domain.life.is_alive and domain.life.directory != first.directory
     domain.close()
-    assert list(Path(setup.local.run_dir).iterdir()) == []
+    assert list(Path(settings.local.run_dir).iterdir()) == []
 
 
-def test_every_restart_and_its_end_are_logged(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_restart_and_its_end_are_logged(
+    settings: DomainSettings, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
-    domain = ScriptDomain("engine 1", setup)
+    domain = ScriptDomain("engine 1", settings)
     domain.start()
     for _ in range(2):
         domain.fail(FAILURE, restart=True)
@@ -89,15 +91,15 @@ def test_every_restart_and_its_end_are_logged(setup: Setup, caplog: pytest.LogCa
     assert len(messages) == 4
 
 
-def test_without_a_restart_it_is_over(setup: Setup) -> None:
-    domain = ScriptDomain("engine", setup)
+def test_without_a_restart_it_is_over(settings: DomainSettings) -> None:
+    domain = ScriptDomain("engine", settings)
     domain.start()
     domain.fail(FAILURE, restart=False)
     assert domain.is_over and domain.last_failure == FAILURE
 
 
-def test_a_domain_that_waits_can_be_kept_down(setup: Setup) -> None:
-    domain = ScriptDomain("engine", setup)
+def test_a_domain_that_waits_can_be_kept_down(settings: DomainSettings) -> None:
+    domain = ScriptDomain("engine", settings)
     domain.start()
     domain.fail(FAILURE, restart=True)
     domain.stay_down()
@@ -106,9 +108,12 @@ def test_a_domain_that_waits_can_be_kept_down(setup: Setup) -> None:
 
 @pytest.mark.parametrize("error", [OSError("no memory"), zmq.ZMQError(errno.EMFILE, "no memory")])
 def test_a_start_without_a_process_is_a_failure(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+    settings: DomainSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
 ) -> None:
-    domain = ScriptDomain("engine", setup)
+    domain = ScriptDomain("engine", settings)
     domain.start()
     domain.fail(FAILURE, restart=True)
     monkeypatch.setattr(domain, "_launch", lambda life: (_ for _ in ()).throw(error))
@@ -122,8 +127,8 @@ def test_a_start_without_a_process_is_a_failure(
     domain.close()
 
 
-def test_its_process_may_end_by_itself(setup: Setup) -> None:
-    domain = ScriptDomain("engine", setup, ["raise SystemExit(5)", SLEEP])
+def test_its_process_may_end_by_itself(settings: DomainSettings) -> None:
+    domain = ScriptDomain("engine", settings, ["raise SystemExit(5)", SLEEP])
     domain.start()
     for _ in range(100):
         if failure := domain.failure():

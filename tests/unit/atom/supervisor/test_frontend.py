@@ -14,7 +14,7 @@ from atom.supervisor import Supervisor
 from atom.supervisor import failure as failure_module
 from atom.supervisor.frontend import Frontend
 from atom.supervisor.life import Life
-from tests.helpers.domains import SLEEP, add_child, setup_in
+from tests.helpers.domains import SLEEP, add_child, settings_in
 
 LOCAL = "127.0.0.1"
 HANDLERS = "import os, signal, sys, time; got = []; signal.signal(15, lambda *_: got.append(1)); "
@@ -52,8 +52,8 @@ def port() -> Iterator[ListenPort]:
 
 def add_frontends(supervisor: Supervisor, port: ListenPort, *codes: str) -> list[ScriptFrontend]:
     server = ServerConfig(api_server_count=len(codes))
-    setup = setup_in(supervisor.run_dir, supervisor._context, EngineConfig(), server)
-    frontends = [ScriptFrontend(i, setup, port, list) for i in range(len(codes))]
+    settings = settings_in(supervisor.run_dir, supervisor._context, EngineConfig(), server)
+    frontends = [ScriptFrontend(i, settings, port, list) for i in range(len(codes))]
     for frontend, code in zip(frontends, codes, strict=True):
         frontend.code = code
         frontend.start()

@@ -25,7 +25,7 @@ from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
 from atom.supervisor.placement import Placement
 from atom.supervisor.process import Role
-from tests.helpers.domains import SLEEP, add_child, send, setup_in
+from tests.helpers.domains import SLEEP, add_child, send, settings_in
 
 SHARED_EXPERTS = EngineConfig(
     parallel=ParallelConfig(data_parallel_size=2, enable_expert_parallel=True),
@@ -59,8 +59,8 @@ def add_engines(
     placement = Placement(ParallelConfig(data_parallel_size=len(engines)))
     made = []
     for rank, codes in enumerate(engines):
-        setup = replace(setup_in(supervisor.run_dir, supervisor._context, config), placement=placement)
-        engine = ScriptEngine(range(rank, rank + 1), setup, 7)
+        settings = replace(settings_in(supervisor.run_dir, supervisor._context, config), placement=placement)
+        engine = ScriptEngine(range(rank, rank + 1), settings, 7)
         engine.codes = codes
         engine.start()
         made.append(engine)
@@ -107,8 +107,8 @@ def test_a_failed_engine_is_restarted_alone(supervisor: Supervisor) -> None:
 
 
 def test_engines_that_share_experts_are_restarted_together(supervisor: Supervisor) -> None:
-    setup = setup_in(supervisor.run_dir, supervisor._context, SHARED_EXPERTS)
-    group = ScriptEngine(range(2), setup, 7)
+    settings = settings_in(supervisor.run_dir, supervisor._context, SHARED_EXPERTS)
+    group = ScriptEngine(range(2), settings, 7)
     supervisor._engines = [group]
     group.start()
     assert group.life is not None

@@ -17,7 +17,7 @@ from atom.shared.utils.endpoint import bind, connect, endpoint_key, tcp_endpoint
 from atom.shared.utils.interfaces import find_address, interface_of, local_addresses
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.net import ListenPort
-from atom.supervisor.node_place import NodePlace, find_place
+from atom.supervisor.node_placement import NodePlacement, find_node_placement
 from atom.supervisor.placement import NodePorts, Placement
 from tests.helpers.domains import zmq_context
 
@@ -130,16 +130,16 @@ def test_addresses_and_interfaces() -> None:
 
 def test_a_place_is_found_or_refused() -> None:
     config = NodesConfig(1, "127.77.1.1", 29999, "127.77.1.2", cluster_secret="x" * 20)
-    place = find_place(config)
-    assert (place.address, place.interface, place.master) == ("127.77.1.2", "lo", "127.77.1.1:29999")
-    assert place.link is None and place.endpoint().endswith("@127.77.1.1:29999")
+    node = find_node_placement(config)
+    assert (node.address, node.interface, node.master) == ("127.77.1.2", "lo", "127.77.1.1:29999")
+    assert node.link is None and node.endpoint().endswith("@127.77.1.1:29999")
     with pytest.raises(ConfigError, match="is 192.0.2.1, which this node, the master, has not"):
-        find_place(NodesConfig(0, "192.0.2.1", cluster_secret="x" * 20))
+        find_node_placement(NodesConfig(0, "192.0.2.1", cluster_secret="x" * 20))
     for local in ("eth99", "::1", "0.0.0.0"):
         with pytest.raises(ConfigError, match="--local-addr: this host has no interface"):
-            find_place(NodesConfig(1, "127.77.1.1", local_addr=local, cluster_secret="x" * 20))
+            find_node_placement(NodesConfig(1, "127.77.1.1", local_addr=local, cluster_secret="x" * 20))
     with pytest.raises(ConfigError, match="--master-addr no-such-host.invalid: no IPv4 address after"):
-        find_place(NodesConfig(1, "no-such-host.invalid", join_timeout=0.1, cluster_secret="x" * 20))
+        find_node_placement(NodesConfig(1, "no-such-host.invalid", join_timeout=0.1, cluster_secret="x" * 20))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -154,13 +154,13 @@ def test_a_place_is_found_or_refused() -> None:
 def test_an_address_that_no_node_0_can_have_is_refused_at_once(rank: int, address: str, what: str) -> None:
     config = NodesConfig(rank, address, local_addr="127.77.1.5", cluster_secret="x" * 20)
     with pytest.raises(ConfigError, match=f"--master-addr {re.escape(address)} is {what}"):
-        find_place(config)
+        find_node_placement(config)
 
 
 def test_the_master_needs_its_own_address_whatever_its_local_one() -> None:
     config = NodesConfig(0, "192.0.2.1", local_addr="127.77.1.5", cluster_secret="x" * 20)
     with pytest.raises(ConfigError, match="is 192.0.2.1, which this node, the master, has not"):
-        find_place(config)
+        find_node_placement(config)
 
 
 @pytest.mark.parametrize(("mode", "warnings"), [(0o644, 1), (0o640, 0)])
@@ -171,7 +171,7 @@ def test_a_secret_that_all_users_can_read_is_noted(
     path.write_text("x" * 20)
     path.chmod(mode)
     monkeypatch.setattr(get_logger(), "warning", lambda text, *values: lines.append(text % values))
-    find_place(NodesConfig(1, "127.77.1.1", local_addr="127.77.1.5", cluster_secret_file=str(path)))
+    find_node_placement(NodesConfig(1, "127.77.1.1", local_addr="127.77.1.5", cluster_secret_file=str(path)))
     assert (
         lines == [f"--cluster-secret-file {path}: all users of this host can read it: chmod 600"] * warnings
     )
@@ -254,4 +254,4 @@ def test_an_endpoint_with_another_key_gets_nothing() -> None:
 
 
 def test_the_only_node_has_no_master() -> None:
-    assert NodePlace().secret == b"" and NodePlace().link is None
+    assert NodePlacement().secret == b"" and NodePlacement().link is None

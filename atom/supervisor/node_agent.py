@@ -1,7 +1,7 @@
 """The supervisor of a node other than 0: it joins the master, and runs the processes that the master starts.
 
-It decides nothing: what its processes report goes to the master, and what the master says is done. When the
-link ends, so do all its processes, and it joins again.
+The agent makes no decisions: it forwards the reports of its processes to the master, and carries out the
+master's messages. When the link ends, the agent ends all processes and joins again.
 """
 
 import shutil
@@ -48,10 +48,10 @@ from atom.supervisor.child import Child, kill
 from atom.supervisor.control import Control
 from atom.supervisor.failure import StartError
 from atom.supervisor.node import deliver
-from atom.supervisor.node_place import NodePlace
+from atom.supervisor.node_placement import NodePlacement
 from atom.supervisor.process import Process, Role
 
-__all__ = ["Member"]
+__all__ = ["NodeAgent"]
 
 _LAUNCHES: dict[Role, type[msgspec.Struct]] = {
     Role.CORE: CoreLaunch,
@@ -74,24 +74,24 @@ class _Life:
     socket: "zmq.Socket[bytes]"
     children: dict[str, Child] = field(default_factory=dict)
     ended_at: dict[str, float] = field(default_factory=dict)
-    """When processes ended whose end is not reported yet."""
+    """By name: when a process ended whose end is not reported yet."""
 
 
-class Member:
-    """One run of a node, from its first join to Stop."""
+class NodeAgent:
+    """The agent of one node, from its first join to Stop."""
 
     def __init__(
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         info: NodeInfo,
-        place: NodePlace,
+        node: NodePlacement,
         identity: dict[str, str],
         http: ListenPort | None = None,
         admin: socket.socket | None = None,
     ):
         """`http` are the sockets of this node's frontends, None if it has none; `admin` is for the first."""
         self._context = context
-        self._place = place
+        self._node = node
         self._join = Join(identity, info)
         self._run_dir = Path(info.run_dir)
         self._fds = {port.fd for port in info.ports.values()}
@@ -129,37 +129,40 @@ class Member:
     # Join
 
     def _join_master(self, stops: Callable[[], int]) -> None:
-        """Returns once the master has sent Welcome, or after a signal."""
-        place = self._place
-        begun, notice_at, problem = time.monotonic(), 0.0, ""
+        """Return once the master has sent Welcome, or after a signal."""
+        node = self._node
+        begun = time.monotonic()
+        notice_at = 0.0
+        problem = ""
         while not stops():
             passed = time.monotonic() - begun
-            if passed > place.join_timeout:
-                waited = f"node {place.rank} waited {passed:.0f} s for the master at {place.master}"
+            if passed > node.join_timeout:
+                waited = f"node {node.rank} waited {passed:.0f} s for the master at {node.master}"
                 raise StartError(f"{waited}: {problem or 'no response'}")
             if passed >= notice_at:
-                left = place.join_timeout - passed
+                left = node.join_timeout - passed
                 get_logger().info(
                     "node %d (%s) joins the master at %s (%.0f s)%s",
-                    *(place.rank, place.address, place.master, left, f": {problem}" if problem else ""),
+                    *(node.rank, node.address, node.master, left, f": {problem}" if problem else ""),
                 )
                 notice_at = passed + _NOTICE_S
             if not (problem := self._try_join(stops)):
-                get_logger().info("node %d has joined the master at %s", place.rank, place.master)
+                get_logger().info("node %d has joined the master at %s", node.rank, node.master)
                 return
             self._on_turn(False)
             time.sleep(_RETRY_S)
 
     def _try_join(self, stops: Callable[[], int]) -> str:
         """Open a connection and send Join; returns why the master has not accepted it, or an empty text."""
-        self._place = self._place.located()
+        self._node = self._node.located()
         self._link = self._context.socket(zmq.DEALER)
         self._link.setsockopt(zmq.LINGER, 1000)
         self._link.setsockopt(zmq.SNDHWM, 0)  # what waits is bounded by the time until the link has ended
         self._monitor = self._link.get_monitor_socket()
-        connect(self._link, self._place.endpoint(), LINK_SILENCE_MS)
+        connect(self._link, self._node.endpoint(), LINK_SILENCE_MS)
         self._link.send(encode(self._join), zmq.DONTWAIT)
-        deadline, problem = time.monotonic() + _ANSWER_S, "nothing listens there, or a firewall is between"
+        deadline = time.monotonic() + _ANSWER_S
+        problem = "nothing listens there, or a firewall is between"
         while time.monotonic() < deadline and not stops():
             if self._link.poll(_POLL_MS):
                 match message := self._decoder.decode(self._link.recv()):
@@ -197,7 +200,7 @@ class Member:
     # Work
 
     def _serve(self, stops: Callable[[], int], drain_s: float) -> None:
-        """Returns after Stop, when the link has ended, or a while after a signal."""
+        """Run until Stop, the end of the link, or a while after a signal."""
         poller = zmq.Poller()
         try:
             while self._stop is None:
@@ -210,10 +213,10 @@ class Member:
                     poller.unregister(life.socket)
                 self._on_turn(True)
                 is_lost = zmq.EVENT_DISCONNECTED in self._events()
-                while self._stop is None and self._link.poll(0):  # what came before the end of the link, too
+                while self._stop is None and self._link.poll(0):  # also what came before the end of the link
                     self._process(self._decoder.decode(self._link.recv()))
                 if is_lost and self._stop is None:
-                    get_logger().error("the link to the master at %s has ended", self._place.master)
+                    get_logger().error("the link to the master at %s has ended", self._node.master)
                     return
                 self._report()
                 if stops() and self._has_left(stops(), drain_s):
@@ -222,7 +225,7 @@ class Member:
             self._close_link()
 
     def _has_left(self, stops: int, drain_s: float) -> bool:
-        """Ask the master to let this node go; whether it has had its time."""
+        """Ask the master to let this node leave; returns whether the master has had its time."""
         if self._leave_by is None:
             self._leave_by = time.monotonic() + drain_s
             get_logger().info("stopping: the master is told")
@@ -259,7 +262,7 @@ class Member:
                 raise StartError(f"the master sent an unexpected {type(message).__name__}")
 
     def _start(self, message: Start) -> None:
-        """Start a process; one that cannot be started has ended at once."""
+        """Start a process; for one that cannot be started, report its end."""
         try:
             life = self._lives.get(message.life) or self._open(message.life)
             role = Role(message.module)
@@ -305,7 +308,7 @@ class Member:
         child.process.send_signal(signal.Signals(number))
 
     def _report(self) -> None:
-        """Send on what the processes have sent, then which of them have ended."""
+        """Forward what the processes have sent, then report which of them have ended."""
         for name, life in self._lives.items():
             while life.socket.poll(0):
                 self._send(Report(name, life.socket.recv()))
@@ -317,7 +320,7 @@ class Member:
                 self._send(SetState(state))
 
     def _report_end(self, name: str, life: _Life, process: str) -> None:
-        """Send Exited once; a moment later where last messages may be on their way."""
+        """Send Exited once, with a delay while last messages of the process may be on their way."""
         status = life.children[process].process.returncode
         assert status is not None
         ended_at = life.ended_at.setdefault(process, time.monotonic())

@@ -35,8 +35,8 @@ from atom.shared.messages.nodes import (
 from atom.shared.messages.supervisor import Ready
 from atom.shared.utils.endpoint import LINK_SILENCE_MS, connect, endpoint_key, tcp_endpoint
 from atom.shared.utils.net import ListenPort
-from atom.supervisor.cluster import Cluster, RemoteNode, Settings
 from atom.supervisor.life import Life
+from atom.supervisor.node_links import NodeLinks, NodeSettings, RemoteNode
 from atom.supervisor.process import ProcessSpec, Role
 from tests.helpers.domains import CHECKPOINT, zmq_context
 
@@ -90,14 +90,14 @@ def endpoint() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture
-def cluster(context: "zmq.Context[Any]", endpoint: tuple[str, str], tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(context, Settings(endpoint[0], 3, IDENTITY, tmp_path), {})
+def links(context: "zmq.Context[Any]", endpoint: tuple[str, str], tmp_path: Path) -> Iterator[NodeLinks]:
+    made = NodeLinks(context, NodeSettings(endpoint[0], 3, IDENTITY, tmp_path), {})
     yield made
     made.close()
 
 
 @pytest.fixture
-def peer(context: "zmq.Context[Any]", endpoint: tuple[str, str], cluster: Cluster) -> Iterator[Peer]:
+def peer(context: "zmq.Context[Any]", endpoint: tuple[str, str], links: NodeLinks) -> Iterator[Peer]:
     made = Peer(context, endpoint[1])
     yield made
     made.socket.close(0)
@@ -110,11 +110,11 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def joined(cluster: Cluster, peer: Peer) -> RemoteNode:
+def joined(links: NodeLinks, peer: Peer) -> RemoteNode:
     assert isinstance(peer.join(), Welcome)
     assert isinstance(peer.receive(), SetEngines)
-    until(lambda: cluster.missing == [2])
-    node = cluster.nodes[1]
+    until(lambda: links.missing == [2])
+    node = links.nodes[1]
     assert isinstance(node, RemoteNode)
     return node
 
@@ -129,36 +129,36 @@ def joined(cluster: Cluster, peer: Peer) -> RemoteNode:
     ],
 )
 def test_a_node_that_differs_is_refused_with_both_values(
-    peer: Peer, cluster: Cluster, name: str, value: str, reason: str
+    peer: Peer, links: NodeLinks, name: str, value: str, reason: str
 ) -> None:
     assert peer.join(**{name: value}) == Refused(f"node 1 (10.0.0.2) cannot join: {reason}", True)
-    assert cluster.missing == [1, 2]
+    assert links.missing == [1, 2]
 
 
 @pytest.mark.parametrize("rank", [0, 3, -1])
-def test_a_rank_that_does_not_exist_is_refused(peer: Peer, cluster: Cluster, rank: int) -> None:
+def test_a_rank_that_does_not_exist_is_refused(peer: Peer, links: NodeLinks, rank: int) -> None:
     answer = peer.join(rank)
     assert answer.is_final and answer.reason.startswith(f"--node-rank {rank}: --nnodes is 3 at the master")
 
 
 def test_a_second_node_of_a_rank_waits_for_the_end_of_the_first(
-    context: "zmq.Context[Any]", endpoint: tuple[str, str], peer: Peer, cluster: Cluster
+    context: "zmq.Context[Any]", endpoint: tuple[str, str], peer: Peer, links: NodeLinks
 ) -> None:
-    first = joined(cluster, peer)
+    first = joined(links, peer)
     other = Peer(context, endpoint[1])
     assert other.join() == Refused("node 1 has joined already, from 10.0.0.2", False)
     peer.socket.close(0)
     until(lambda: first.lost)
     assert first.lost == "node 1 (10.0.0.2) has ended, or cannot be reached any more"
-    second = joined(cluster, other)
+    second = joined(links, other)
     assert second is not first and not second.lost
     other.socket.close(0)
 
 
-def test_an_undecodable_frame_costs_its_sender_alone(peer: Peer, cluster: Cluster) -> None:
+def test_an_undecodable_frame_costs_its_sender_alone(peer: Peer, links: NodeLinks) -> None:
     peer.socket.send(b"nonsense")
     assert peer.receive().reason.startswith("a node cannot join: it sent an undecodable frame of 8 bytes")
-    joined(cluster, peer)
+    joined(links, peer)
 
 
 def test_a_node_of_another_version_is_refused_with_both_though_its_join_does_not_decode(peer: Peer) -> None:
@@ -167,26 +167,26 @@ def test_a_node_of_another_version_is_refused_with_both_though_its_join_does_not
     assert peer.receive() == Refused("a node cannot join: ATOM: it has 2.0, the master has 1.0", True)
 
 
-def test_a_node_that_sends_nonsense_after_its_join_is_lost(peer: Peer, cluster: Cluster) -> None:
-    node = joined(cluster, peer)
+def test_a_node_that_sends_nonsense_after_its_join_is_lost(peer: Peer, links: NodeLinks) -> None:
+    node = joined(links, peer)
     peer.socket.send(b"nonsense")
     assert peer.receive().reason.startswith("node 1 sent an undecodable frame of 8 bytes")
     until(lambda: node.lost)
 
 
 def test_without_the_secret_nothing_arrives(
-    context: "zmq.Context[Any]", endpoint: tuple[str, str], peer: Peer, cluster: Cluster
+    context: "zmq.Context[Any]", endpoint: tuple[str, str], peer: Peer, links: NodeLinks
 ) -> None:
     at, where = endpoint[1].partition("@")[1:]
     stranger = Peer(context, f"curve://{endpoint_key(b'another secret', 'link')}{at}{where}")
     stranger.send(Join(IDENTITY, NodeInfo(2, "", "", "", EngineConfig(), CHECKPOINT, ServerConfig(), {})))
-    joined(cluster, peer)
-    assert not stranger.socket.poll(500) and cluster.missing == [2]
+    joined(links, peer)
+    assert not stranger.socket.poll(500) and links.missing == [2]
     stranger.socket.close(0)
 
 
-def test_a_remote_process_is_started_signalled_and_ends(peer: Peer, cluster: Cluster) -> None:
-    node = joined(cluster, peer)
+def test_a_remote_process_is_started_signalled_and_ends(peer: Peer, links: NodeLinks) -> None:
+    node = joined(links, peer)
     process = node.spawn("engine-1.0", ProcessSpec("core", Role.CORE, LAUNCH, [5]))
     start = peer.receive()
     assert isinstance(start, Start)
@@ -200,8 +200,8 @@ def test_a_remote_process_is_started_signalled_and_ends(peer: Peer, cluster: Clu
     assert process.wait(DEADLINE_S) == process.poll() == 3
 
 
-def test_the_processes_of_a_lost_node_have_ended(peer: Peer, cluster: Cluster) -> None:
-    node = joined(cluster, peer)
+def test_the_processes_of_a_lost_node_have_ended(peer: Peer, links: NodeLinks) -> None:
+    node = joined(links, peer)
     process = node.spawn("engine-1.0", ProcessSpec("core", Role.CORE, LAUNCH))
     peer.receive()
     peer.socket.close(0)
@@ -211,9 +211,9 @@ def test_the_processes_of_a_lost_node_have_ended(peer: Peer, cluster: Cluster) -
 
 
 def test_reports_arrive_at_the_socket_of_their_life(
-    context: "zmq.Context[Any]", peer: Peer, cluster: Cluster, tmp_path: Path
+    context: "zmq.Context[Any]", peer: Peer, links: NodeLinks, tmp_path: Path
 ) -> None:
-    joined(cluster, peer)
+    joined(links, peer)
     life = Life(context, tmp_path / "engine-1.0", 60.0)
     for name in ("engine-1.7", "../engine-1.0", "engine-1.0"):
         peer.send(Report(name, encode(Ready(f"core of {name}"))))
@@ -222,9 +222,9 @@ def test_reports_arrive_at_the_socket_of_their_life(
 
 
 def test_a_failure_names_the_node_of_its_process(
-    context: "zmq.Context[Any]", peer: Peer, cluster: Cluster, tmp_path: Path
+    context: "zmq.Context[Any]", peer: Peer, links: NodeLinks, tmp_path: Path
 ) -> None:
-    node = joined(cluster, peer)
+    node = joined(links, peer)
     life = Life(context, tmp_path / "engine-1.0", 60.0)
     life.spawn(node, ProcessSpec("core", Role.CORE, LAUNCH))
     peer.send(Exited("engine-1.0", "core", -signal.SIGKILL))
@@ -234,12 +234,12 @@ def test_a_failure_names_the_node_of_its_process(
     life.close()
 
 
-def test_a_node_may_leave_and_all_end_with_the_master(peer: Peer, cluster: Cluster) -> None:
-    node = joined(cluster, peer)
+def test_a_node_may_leave_and_all_end_with_the_master(peer: Peer, links: NodeLinks) -> None:
+    node = joined(links, peer)
     peer.send(Leaving())
     assert peer.receive() == Stop("")
     until(lambda: node.lost)
     assert node.lost == "node 1 (10.0.0.2) was stopped"
-    joined(cluster, peer)
-    cluster.close("out of luck", 1)
+    joined(links, peer)
+    links.close("out of luck", 1)
     assert peer.receive() == Stop("out of luck", 1)

@@ -13,20 +13,20 @@ from atom.shared.utils.endpoint import endpoint_key, tcp_endpoint
 from atom.shared.utils.interfaces import address_on_route_to, find_address, interface_of, resolve_address
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.net import ListenPort
-from atom.supervisor.cluster import link_name
+from atom.supervisor.node_links import link_name
 
-__all__ = ["NodePlace", "find_place"]
+__all__ = ["NodePlacement", "find_node_placement"]
 
 _RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
-class NodePlace:
-    """The defaults are those of the only node."""
+class NodePlacement:
+    """Rank and addresses of this node. The defaults are those of the only node."""
 
     rank: int = 0
     address: str = "127.0.0.1"
-    """By which the other nodes reach this one."""
+    """Address by which the other nodes reach this one."""
     interface: str = "lo"
     master_name: str = ""
     """--master-addr."""
@@ -45,8 +45,8 @@ class NodePlace:
         """The master's address, for people."""
         return f"{self.master_address}:{self.master_port}"
 
-    def located(self) -> "NodePlace":
-        """With the address that the master's name has now: a pod that was replaced has another."""
+    def located(self) -> "NodePlacement":
+        """The same with the current address of the master's name: a pod that was replaced has another."""
         with contextlib.suppress(OSError, UnicodeError):
             return replace(self, master_address=resolve_address(self.master_name))
         return self
@@ -60,7 +60,7 @@ class NodePlace:
         return tcp_endpoint(key, self.master_address, self.master_port, fd)
 
 
-def find_place(config: NodesConfig) -> NodePlace:
+def find_node_placement(config: NodesConfig) -> NodePlacement:
     """Resolve the addresses; on node 0 also take the master's port.
 
     Raises ConfigError, ListenError.
@@ -73,7 +73,7 @@ def find_place(config: NodesConfig) -> NodePlace:
     address = _own_address(config, master)
     interface = interface_of(address)
     assert interface is not None
-    return NodePlace(
+    return NodePlacement(
         config.node_rank,
         address,
         interface,
@@ -88,15 +88,16 @@ def find_place(config: NodesConfig) -> NodePlace:
 
 
 def _secret(config: NodesConfig) -> bytes:
-    """Warns of a file that every user of this host can read."""
-    secret, path = config.secret(), config.cluster_secret_file
+    """The cluster secret; warns of a file that every user of this host can read."""
+    secret = config.secret()
+    path = config.cluster_secret_file
     if path is not None and Path(path).expanduser().stat().st_mode & 0o004:
         get_logger().warning("--cluster-secret-file %s: all users of this host can read it: chmod 600", path)
     return secret
 
 
 def _check_master(name: str, address: str) -> None:
-    """Of node 0: the master's address must be its own."""
+    """Raises ConfigError unless the master's address is one of node 0's own."""
     interface = interface_of(address)
     if interface is None:
         raise ConfigError(f"--master-addr {name} is {address}, which this node, the master, has not")
@@ -119,9 +120,10 @@ def _check_literal(name: str) -> None:
 
 
 def _master_address(name: str, timeout_s: float) -> str:
-    """A name may become known only once its host, or its pod, has started."""
+    """Address of the master; its name may be known only once its host, or its pod, has started."""
     _check_literal(name)
-    deadline, noted = time.monotonic() + timeout_s, False
+    deadline = time.monotonic() + timeout_s
+    noted = False
     while True:
         try:
             return resolve_address(name)

@@ -1,8 +1,8 @@
 """The master's side of the links to the other nodes.
 
-A thread owns the socket: it admits nodes, notices lost ones, and hands on what their processes report, while
-the supervisor's main thread may wait for a process to end. A process on another node looks like a child: its
-reports arrive at the socket of its life, and `RemoteProcess` has the interface of `subprocess.Popen`.
+A thread owns the socket: it admits nodes, notices lost ones, and forwards what their processes report, even
+while the supervisor's main thread waits for a process to end. A process on another node looks like a child:
+its reports arrive at the socket of its life, and `RemoteProcess` has the interface of `subprocess.Popen`.
 """
 
 import contextlib
@@ -49,10 +49,10 @@ from atom.supervisor.identity import difference
 from atom.supervisor.node import Node
 from atom.supervisor.process import ProcessSpec
 
-__all__ = ["Cluster", "RemoteNode", "RemoteProcess", "link_name"]
+__all__ = ["NodeLinks", "RemoteNode", "RemoteProcess", "link_name"]
 
 _BEAT_S = 0.25
-# A node that was told to end together with the master waits for it; alone, it is let go after this time.
+# A node that gets a signal waits this long for the master, which may be stopping, too; then it may leave.
 _LEAVE_S = 1.5
 _POLL_MS = 100
 _STOP_LINGER_MS = 2000
@@ -60,28 +60,28 @@ _LOST_STATUS = -signal.SIGKILL
 
 
 def link_name(port: int) -> str:
-    """The name of the master's endpoint, for its key."""
+    """The name of the master's endpoint, from which its key is derived."""
     return f"supervisors at {port}"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What nodes must agree with."""
+class NodeSettings:
+    """Where nodes join, and what they are compared with."""
 
     endpoint: str
     """Where they join."""
     nnodes: int
     identity: dict[str, str]
-    """Of this node, as theirs."""
+    """Identity of this node, to compare with theirs."""
     run_dir: Path
-    """Of this node: the sockets of the lives are there."""
+    """Run directory of this node; it holds the sockets of every life."""
 
 
 class RemoteProcess:
-    """A process of another node, with what is used of subprocess.Popen."""
+    """A process of another node, with the interface of subprocess.Popen."""
 
     def __init__(self, send: Callable[[int], None]):
-        """`send` sends it a signal."""
+        """`send` sends the process a signal."""
         self.pid = 0
         self.returncode: int | None = None
         self._send = send
@@ -99,12 +99,12 @@ class RemoteProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it, unless it has ended."""
+        """Send the signal, unless the process has ended."""
         if self.returncode is None:
             self._send(number)
 
     def ended(self, status: int) -> None:
-        """It has ended, with this status."""
+        """The process has ended, with this status."""
         self.returncode = status
         self._ended.set()
 
@@ -143,7 +143,7 @@ class RemoteNode(Node):
                 process.ended(status)
 
     def lose(self, reason: str) -> None:
-        """The node is gone, and its processes end with it."""
+        """The node is gone: its processes have ended with it."""
         with self._lock:
             self.lost = reason
             for process in self._processes.values():
@@ -151,10 +151,12 @@ class RemoteNode(Node):
             self._processes.clear()
 
 
-class Cluster:
+class NodeLinks:
     """The other nodes. `nodes` has the latest session of each rank that has joined, and this node's own."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", settings: Settings, nodes: dict[int, Node]):
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", settings: NodeSettings, nodes: dict[int, Node]
+    ):
         """Binds at once. Raises ZMQError."""
         self.nodes = nodes
         self.states: deque[ServerState] = deque()
@@ -174,7 +176,8 @@ class Cluster:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what waits is bounded by the time until a node is lost
         bind(self._socket, settings.endpoint, LINK_SILENCE_MS)
-        self._wake_out, self._wake_in = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._wake_out = context.socket(zmq.PAIR)
+        self._wake_in = context.socket(zmq.PAIR)
         self._wake_in.bind("inproc://to-nodes")
         self._wake_out.connect("inproc://to-nodes")
         self._wake_lock = threading.Lock()
@@ -188,7 +191,7 @@ class Cluster:
         return [rank for rank in ranks if rank not in self.nodes or self.nodes[rank].lost]
 
     def publish(self, engines: Engines) -> None:
-        """Tell all nodes which engines live."""
+        """Tell all nodes which engines there are."""
         self._engines = engines
         for identity in list(self._sessions):
             self._send(identity, SetEngines(engines))
@@ -215,7 +218,7 @@ class Cluster:
         self._wake()
 
     def _wake(self) -> None:
-        # What is full wakes the thread, too; after the thread's end there is nothing to wake.
+        # A full queue wakes the thread as well; after the end of the thread there is nothing to wake.
         with self._wake_lock, contextlib.suppress(zmq.Again):
             self._wake_out.send(b"", zmq.DONTWAIT)
 
@@ -260,7 +263,7 @@ class Cluster:
     def _process(self, node: RemoteNode, message: FromNode) -> None:
         match message:
             case Report(life, frame):
-                self._hand_on(life, frame)
+                self._forward(life, frame)
             case Exited(life, name, status):
                 node.process_ended(life, name, status)
             case SetState(state):
@@ -268,8 +271,8 @@ class Cluster:
             case Leaving():
                 node.leaving_since = time.monotonic()
 
-    def _hand_on(self, life: str, frame: bytes) -> None:
-        """Send a report to the socket of its life, if it has not ended."""
+    def _forward(self, life: str, frame: bytes) -> None:
+        """Send a report to the socket of its life, unless the life has ended."""
         if "/" in life or not (self._settings.run_dir / life).is_dir():
             return
         if (sender := self._reports.get(life)) is None:
@@ -281,7 +284,8 @@ class Cluster:
         sender.send(frame, zmq.DONTWAIT)
 
     def _admit(self, identity: bytes, join: Join) -> None:
-        info, known = join.node, self.nodes.get(join.node.rank)
+        info = join.node
+        known = self.nodes.get(info.rank)
         if not 0 < info.rank < self._settings.nnodes:
             ranks = f"--nnodes is {self._settings.nnodes} at the master, whose rank is 0"
             self._refuse(identity, f"--node-rank {info.rank}: {ranks}", is_final=True)
@@ -305,7 +309,7 @@ class Cluster:
         self._transmit(identity, Refused(reason, is_final))
 
     def _refuse_frame(self, identity: bytes, frame: bytes, error: WireError) -> None:
-        """Refuse a node that sent this: most often one of another version, whose identity tells so."""
+        """Refuse the node that sent this frame: most often its version is another, as its identity tells."""
         if (node := self._sessions.get(identity)) is not None:
             self._transmit(identity, Refused(f"node {node.info.rank} sent an {error}", is_final=True))
             self._lose(identity, f"sent an {error}")

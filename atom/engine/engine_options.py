@@ -1,0 +1,73 @@
+"""The options of `LLMEngine` and `AsyncLLMEngine`, but for `model`. `make docs` writes this file.
+
+docs/use/flags.md explains each one.
+"""
+
+import os
+from typing import Any, Literal, TypedDict
+
+__all__ = ["EngineOptions"]
+
+
+class EngineOptions(TypedDict, total=False):
+    """Fields of the configuration classes, with the types that they accept."""
+
+    # ModelConfig
+    revision: str | None
+    download_dir: str | os.PathLike[str] | None
+    served_model_name: str | list[str] | None
+    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    max_model_len: int | None
+    hf_overrides: str | dict[str, Any] | None
+    online_quant_config: str | dict[str, Any] | None
+    trust_remote_code: bool
+    load_dummy: bool
+    # CacheConfig
+    block_size: int
+    kv_cache_dtype: Literal["auto", "bf16", "fp8"]
+    enable_prefix_caching: bool
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    num_kv_blocks: int | None
+    kv_events_config: str | dict[str, Any] | None
+    # SchedulerConfig
+    max_num_batched_tokens: int | None
+    max_num_mixed_tokens: int | None
+    long_prefill_token_threshold: int
+    max_num_seqs: int | None
+    scheduling_policy: Literal["fcfs", "priority"]
+    scheduler_delay_factor: float
+    # ParallelConfig
+    tensor_parallel_size: int
+    decode_context_parallel_size: int
+    data_parallel_size: int
+    enable_expert_parallel: bool
+    enable_dp_attention: bool
+    all2all_backend: Literal["auto", "allgather_reducescatter", "alltoall", "mori"]
+    enable_eplb: bool
+    eplb_config: str | dict[str, Any] | None
+    dp_load_balance: Literal["prefix", "least_tokens", "least_requests", "round_robin"]
+    nnodes: int
+    port: int | None
+    # DeviceConfig
+    device: Literal["auto", "cpu", "cuda"]
+    cpu_threads: int | None
+    enforce_eager: bool
+    level: int
+    cudagraph_mode: Literal["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "NONE"]
+    cudagraph_capture_sizes: str | None
+    batch_invariant: bool
+    # ObservabilityConfig
+    step_trace: str | os.PathLike[str] | None
+    torch_profiler_dir: str | os.PathLike[str] | None
+    mark_trace: bool
+    # ReliabilityConfig
+    hang_timeout: float
+    step_timeout: float
+    max_restarts: int
+    max_replays: int
+    # SpeculativeConfig
+    method: Literal["ngram"] | None
+    num_speculative_tokens: int
+    prompt_lookup_max: int | None
+    prompt_lookup_min: int | None
