@@ -178,6 +178,10 @@ def _share(context, splits, BLOCK_N: tl.constexpr):
     return tl.maximum(tl.cdiv(blocks, splits), 1) * BLOCK_N
 
 
+# The blocks of heads of one tile are neighbours in the grid, so that they share the tile's latents in the L2
+# cache. Tiles are in its first dimension because the others have at most 65,535 programs.
+# DECODE: computes rows of at most TILES tiles of TILE tokens; otherwise rows of at least `min_tokens`, unsplit.
+# EARLY: DECODE reads `table`, `contexts` and `starts` before the wait, as inputs of the step (see `pdl`).
 @triton.jit(
     do_not_specialize=["table_stride", "rows_of_step", "min_tokens"],
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
@@ -190,18 +194,9 @@ def _latent_rows(
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr,
     RANK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of heads x (rows of the step x TILES or tile numbers), splits).
-
-    The blocks of heads of one tile are neighbours, so that they share the tile's latents in the L2 cache.
-    Tiles are in the first dimension because the others have at most 65,535 programs.
-
-    DECODE: computes rows of at most TILES tiles of TILE tokens; otherwise rows of at least `min_tokens`,
-    unsplit. EARLY: `table`, `contexts` and `starts` are inputs of the step, which DECODE reads before the
-    wait (see `pdl`); otherwise kernels of this layer have written them.
-    """
+    """Grid (blocks of heads x (rows of the step x TILES or tile numbers), splits)."""
     pdl_launch_dependents(PDL)
     head_blocks = tl.cdiv(heads, HEADS)
-    head_block = tl.program_id(0) % head_blocks
     number = tl.program_id(0) // head_blocks
     if not (DECODE and EARLY):
         pdl_wait(PDL)
@@ -237,7 +232,7 @@ def _latent_rows(
     m = tl.arange(0, BLOCK_M)
     feature_C, feature_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     inside_M = tile_start + m // HEADS
-    head_M = head_block * HEADS + m % HEADS
+    head_M = tl.program_id(0) % head_blocks * HEADS + m % HEADS
     wanted_M = (inside_M < length) & (head_M < heads)
     wanted_MC = wanted_M[:, None] & (feature_C < LATENT)[None, :]
     token_M = (first_token + inside_M).to(tl.int64)
