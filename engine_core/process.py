@@ -279,7 +279,7 @@ class CoreProcess:
             raise _unexpected(message)
         self._trace.mark("result", message.step)
         self._step_done = True
-        return core.update(message)
+        return core.update_from_output(message)
 
     def _process_frontend_message(
         self, core: EngineCore, ready: CoreReady, identity: bytes, message: ToCore

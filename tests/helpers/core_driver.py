@@ -176,7 +176,7 @@ class CoreDriver:
         expected = failing & self.live.keys()
         requests = self.core._scheduler.requests
         before = {one.request_id: one.discarded_until for one in requests.values()}
-        deltas = self.core.update(self.results.popleft())
+        deltas = self.core.update_from_output(self.results.popleft())
         self.num_recomputed += sum(before[key] < one.discarded_until for key, one in requests.items())
         self.core.check_integrity()
         self._events.check()
@@ -254,7 +254,7 @@ class CoreDriver:
 
     def _requests_with_row(self) -> list[Request]:
         scheduler = self.core._scheduler
-        return [one for one in [*scheduler.requests.values(), *scheduler._ended] if one.row != NO_ROW]
+        return [one for one in [*scheduler.requests.values(), *scheduler._states.ended] if one.row != NO_ROW]
 
 
 class Subscriber:
