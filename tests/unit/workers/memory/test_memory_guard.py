@@ -8,9 +8,9 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.engine import LogitsProcessors, Sampling
-from atom.shared.messages.worker import ScheduledBatch
 from tests.helpers.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
 from tests.helpers.whole_engine import Output, WholeEngine
+from workers.batch.input_batch import AppliedBatch
 from workers.memory.memory_guard import SMALLER_CACHE, MemoryGuard, explain_out_of_memory
 from workers.model_runner import ModelRunner
 from workers.sampling import sampler
@@ -125,16 +125,19 @@ def test_one_request_fails_and_the_others_get_the_same_tokens(
 
 
 def failing_forward(
-    monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[ScheduledBatch], bool], times: int = 1
+    monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[AppliedBatch], bool], times: int = 1
 ) -> None:
-    """Let forward passes of wanted steps run out of memory at their end, when KV is written already."""
+    """Let the first wanted forward pass run out of memory at its end, when KV is written already.
+
+    With `times` also those that follow it.
+    """
     compute = ModelRunner._forward
     left = times
 
-    def instead(runner: ModelRunner, batch: ScheduledBatch) -> Any:
+    def instead(runner: ModelRunner, applied: AppliedBatch) -> Any:
         nonlocal left
-        forward = compute(runner, batch)
-        if left and batch.step >= 0 and is_wanted(batch):
+        forward = compute(runner, applied)
+        if left and (left < times or is_wanted(applied)):
             left -= 1
             raise torch.OutOfMemoryError("no memory for this test")
         return forward
@@ -142,8 +145,8 @@ def failing_forward(
     monkeypatch.setattr(ModelRunner, "_forward", instead)
 
 
-def is_mixed(batch: ScheduledBatch) -> bool:
-    return 1 in batch.counts and max(batch.counts) > 1
+def is_mixed(applied: AppliedBatch) -> bool:
+    return bool(applied.decodes.any() and not applied.decodes.all())
 
 
 def check_failed(outputs: dict[int, Output], undisturbed: dict[int, Output], failed: set[int]) -> None:
@@ -167,7 +170,7 @@ def test_a_retry_that_fails_too_ends_the_whole_step(
     checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(checkpoints["llama-gqa"])
-    failing_forward(monkeypatch, lambda batch: batch.step == 2, times=2)
+    failing_forward(monkeypatch, is_mixed, times=2)
     check_failed(run(made), undisturbed, {PLAIN, HOT, PROCESSED, SCORED})
 
 
@@ -175,7 +178,7 @@ def test_a_failed_decode_step_ends_its_requests_and_the_next_ones_run(
     checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(checkpoints["llama-gqa"])
-    failing_forward(monkeypatch, lambda batch: not batch.counts)
+    failing_forward(monkeypatch, lambda applied: bool(applied.decodes.all()))
     check_failed(run(made), undisturbed, set(requests()))
     assert {number: output.token_ids for number, output in run(made).items()} == {
         number: output.token_ids for number, output in undisturbed.items()
