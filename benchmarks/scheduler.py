@@ -75,7 +75,9 @@ class SteadyDecode:
     def _step(self) -> None:
         following = self._schedule()
         ids, counts, num_proposed = self._results[self._in_flight % len(self._results)]
-        self._core.update(BatchResult(self._in_flight, ids, counts=counts, num_proposed=num_proposed))
+        self._core.update_from_output(
+            BatchResult(self._in_flight, ids, counts=counts, num_proposed=num_proposed)
+        )
         self._in_flight = following
 
     def _result(self, offset: int) -> tuple[bytes, bytes, bytes]:
@@ -92,7 +94,7 @@ class SteadyDecode:
             assert batch is not None
             if not batch.token_ids:
                 return batch.step
-            self._core.update(BatchResult(batch.step, self._ids[: 4 * len(batch.rows)]))
+            self._core.update_from_output(BatchResult(batch.step, self._ids[: 4 * len(batch.rows)]))
 
     def _schedule(self) -> int:
         batch = self._core.schedule()
@@ -163,7 +165,7 @@ class WorstCalls:
             self._computed[row] += count
             sampled += self._computed[row] >= self._known[row]
         result = BatchResult(batch.step, pack_ids([7] * sampled))
-        self.call("update", lambda: self.core.update(result))
+        self.call("update", lambda: self.core.update_from_output(result))
 
     def finish(self) -> None:
         """Run steps until all requests have ended."""

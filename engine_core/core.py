@@ -1,8 +1,8 @@
 """The engine core without sockets: requests in, batches out, results in, tokens out.
 
-core.add(message, frontend)  ->  refusal, if any
-core.schedule()              ->  ScheduledBatch for the workers, or None
-core.update(result)          ->  TokenDeltas for each frontend
+core.add(message, frontend)      ->  refusal, if any
+core.schedule()                  ->  ScheduledBatch for the workers, or None
+core.update_from_output(result)  ->  TokenDeltas for each frontend
 """
 
 import time
@@ -133,13 +133,13 @@ class EngineCore:
         """The next step, or None when nothing can run now."""
         return self._scheduler.schedule()
 
-    def update(self, result: BatchResult) -> dict[bytes, TokenDeltas]:
+    def update_from_output(self, result: BatchResult) -> dict[bytes, TokenDeltas]:
         """Process the result of the oldest step in flight; returns the deltas for each frontend.
 
         Raises ValueError for a result that does not fit that step.
         """
         self._check = None
-        outcome = self._scheduler.update(result)
+        outcome = self._scheduler.update_from_output(result)
         if outcome.finished:
             now = self._clock()
             for request, finished in outcome.finished:

@@ -23,15 +23,13 @@ from typing import TypeVar
 import zmq
 
 from atom.shared.config.kv_events import kv_events_config
-from atom.shared.messages.admin import AbortNamed, Answer, GetRequests, ResetPrefixCache, SetLogLevel
+from atom.shared.messages.admin import AbortNamed, GetRequests, ResetPrefixCache, SetLogLevel
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import (
     Abort,
     AddRequest,
-    CoreDead,
     CoreReady,
     CoreStalled,
-    CoreStats,
     GetStats,
     Hello,
     ToCore,
@@ -39,7 +37,7 @@ from atom.shared.messages.engine import (
 )
 from atom.shared.messages.grammar import GrammarLoaded
 from atom.shared.messages.launch import CoreLaunch
-from atom.shared.messages.profile import Profile, ProfileResult, RankTrace
+from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.shared.messages.worker import (
     AllocateKV,
@@ -69,10 +67,11 @@ from atom.shared.utils.process import read_launch
 from atom.shared.utils.step_trace import StepTrace
 from engine_core.commands import answers
 from engine_core.core import EngineCore
+from engine_core.frontends import Frontends
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_event_publisher import KVEventPublisher, PublishError
 from engine_core.kv_events import Cleared
-from engine_core.links import FrontendLink, LinkError, WorkerLink
+from engine_core.links import LinkError, WorkerLink
 from engine_core.profiling import MAX_RECORDING_S, Outcome, Profiling
 from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
 
@@ -84,7 +83,6 @@ _LOAD_DEADLINE_S = 3600.0
 _WARM_UP_DEADLINE_S = 1800.0
 _MAX_GAP_S = 1.0  # of the step timer: while the core itself is stopped, no step takes longer
 _LINGER_MS = 2000
-_HELLO_MS = 500  # a connecting frontend retries every 100 ms
 
 
 class CoreFailure(RuntimeError):
@@ -102,7 +100,7 @@ class CoreProcess:
         self._num_ranks = launch.config.parallel.tensor_parallel_size
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._workers = WorkerLink(self._context, launch.workers, self._num_ranks)
-        self._frontends = FrontendLink(self._context, launch.frontends)
+        self._frontends = Frontends(self._context, launch.frontends)
         self._supervisor = self._context.socket(zmq.PUSH)
         self._supervisor.connect(launch.supervisor)
         timeouts = launch.config.reliability
@@ -118,9 +116,6 @@ class CoreProcess:
         self._trace = StepTrace(launch.config.observability.step_trace, _TRACE)
         traced = launch.config.observability.torch_profiler_dir is not None
         self._profiling = Profiling(self._num_ranks, traced)
-        self._connected: dict[bytes, int] = {}  # number of each connected frontend, by identity
-        # Frontends that did not read their tokens, until their next Hello.
-        self._dropped: dict[bytes, int] = {}
         self._checked_at_step = 0
         self._lockstep = launch.config.parallel.lockstep
         self._steps_sent = False  # since the last StepsDone
@@ -255,7 +250,7 @@ class CoreProcess:
                 self._steps_sent = False
             for result in results:
                 for identity, deltas in result.items():
-                    self._send_to_frontend(core, identity, deltas)
+                    self._frontends.send(core, identity, deltas)
             if self._kv_events is not None and (events := core.take_kv_events()):
                 self._kv_events.put(events)
             if self._profiling.is_timed:
@@ -279,38 +274,35 @@ class CoreProcess:
             raise _unexpected(message)
         self._trace.mark("result", message.step)
         self._step_done = True
-        return core.update(message)
+        return core.update_from_output(message)
 
     def _process_frontend_message(
         self, core: EngineCore, ready: CoreReady, identity: bytes, message: ToCore
     ) -> None:
-        if identity in self._dropped and not isinstance(message, Hello):
-            self._frontends.send(identity, CoreDead("this frontend did not read its tokens in time"))
-            return
         match message:
             case Hello(number):
-                self._register_frontend(core, identity, number)
-                self._send_to_frontend(core, identity, self._status(ready))
+                self._frontends.register(core, identity, number)
+                self._frontends.send(core, identity, self._status(ready))
             case AddRequest():
                 refusal = core.add(message, identity)
                 if refusal is not None:
-                    self._send_to_frontend(core, identity, refusal)
+                    self._frontends.send(core, identity, refusal)
             case Abort(request_ids, reason):
                 core.abort(request_ids, reason)
             case GetStats():
-                self._send_to_frontend(core, identity, core.stats())
+                self._frontends.send(core, identity, core.stats())
             case SetLogLevel(level):
                 set_log_level(level)
                 self._workers.send(message)
             case GetRequests() | AbortNamed() | ResetPrefixCache():
                 for to, response in answers(core, identity, message):
-                    self._send_to_frontend(core, to, response)
+                    self._frontends.send(core, to, response)
             case Profile():
                 result = self._profiling.request(message, identity)
                 if result is None:
                     self._workers.send(message)
                 else:
-                    self._send_to_frontend(core, identity, result)
+                    self._frontends.send(core, identity, result)
 
     def _finish_profile(self, core: EngineCore, outcome: Outcome | None) -> None:
         """Send the result of a profile request; stop a recording that failed or lasted too long."""
@@ -321,37 +313,9 @@ class CoreProcess:
             get_logger().warning("profiling is stopped: %s", reason)
             self._workers.send(Profile(False))
         if outcome.frontend is not None:
-            self._send_to_frontend(core, outcome.frontend, outcome.result)
+            self._frontends.send(core, outcome.frontend, outcome.result)
         elif outcome.result.error:
             get_logger().warning("profiling failed: %s", outcome.result.error)
-
-    def _register_frontend(self, core: EngineCore, identity: bytes, number: int) -> None:
-        """Add a frontend. After a reconnect its identity is new: requests of the old one are aborted."""
-        for other, other_number in list(self._connected.items()):
-            if other_number == number and other != identity:
-                self._remove_frontend(core, other)
-        self._connected[identity] = number
-        self._dropped.pop(identity, None)
-        self._dropped = {other: dropped for other, dropped in self._dropped.items() if dropped != number}
-
-    def _send_to_frontend(
-        self,
-        core: EngineCore,
-        identity: bytes,
-        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult | Answer,
-    ) -> None:
-        """Send, or abort all requests of a frontend that cannot be reached: a stream must not miss tokens."""
-        if not self._frontends.send(identity, message):
-            number = self._connected.get(identity, self._dropped.get(identity, -1))
-            self._remove_frontend(core, identity)
-            self._dropped[identity] = number
-            get_logger().warning(
-                "frontend %d is gone or does not read its tokens: its requests are aborted", number
-            )
-
-    def _remove_frontend(self, core: EngineCore, identity: bytes) -> None:
-        core.abort_frontend(identity)
-        self._connected.pop(identity, None)
 
     def _check_workers(self, core: EngineCore, ready: CoreReady) -> None:
         """Raises CoreFailure for a hung worker or step; notifies frontends of unresponsive workers."""
@@ -362,8 +326,8 @@ class CoreProcess:
         if self._profiling.is_writing:
             self._mark_workers_seen()
         if self._worker_monitor.update():
-            for identity in list(self._connected):
-                self._send_to_frontend(core, identity, self._status(ready))
+            for identity in self._frontends.connected:
+                self._frontends.send(core, identity, self._status(ready))
         if reason := self._worker_monitor.hung():
             raise CoreFailure(reason)
 
@@ -391,15 +355,9 @@ class CoreProcess:
             self._workers.send(Shutdown())
 
     def _report_failure(self, reason: str, status: ExitStatus) -> None:
-        """Send the cause to the supervisor and all frontends, including unprocessed new ones."""
+        """Send the cause to the supervisor and all frontends."""
         get_logger().error("the engine core ends: %s", reason)
-        if not self._connected:
-            self._frontends.socket.poll(_HELLO_MS)
-        for identity, message in self._frontends.receive():
-            if isinstance(message, Hello):
-                self._connected[identity] = message.frontend
-        for identity in self._connected:
-            self._frontends.send(identity, CoreDead(reason))
+        self._frontends.report_death(reason)
         self._send_to_supervisor(Dead(self._name, reason, status))
         self._shut_workers_down()
 

@@ -12,32 +12,27 @@ is dropped.
 
 Workers execute steps in order. So blocks that are freed while a step in flight still uses them can
 serve the next step, and a block can be shared as soon as the step that fills it is scheduled. Should
-that step fail, requests that share such a block are recomputed (`_recompute`).
+that step fail, requests that share such a block are recomputed (`engine_core.results`).
 
 A request that wants the log probabilities of its prompt needs all of it computed, since no cache
 keeps logits: it uses no cached prefix until its last prompt chunk is scheduled. Other requests may
 share its blocks.
-
-        WAITING --> PREFILLING --> DECODING --> DRAINING --> ENDED
-           ^------------+-------------'    preempted; every state --> ENDED by an abort or a failure
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from atom.shared.messages.engine import Finished, FinishReason, FirstToken
 from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
-from engine_core.acceptance import accept, count_drafts
-from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, MAX_REASON_CHARS, check_frames, new_row_bytes
+from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, check_frames, new_row_bytes
 from engine_core.decode_batch import DecodeBatch, union_of_stop_ids
 from engine_core.draft_batch import DraftBatch
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_plan import holds_states
-from engine_core.request import NO_ROW, Request, State
+from engine_core.request import Request, State
 from engine_core.request_queue import RequestQueue
-from engine_core.sampled_tokens import SampledTokens
+from engine_core.request_states import RequestStates
+from engine_core.results import ResultProcessor
 from engine_core.stats import Counters
 from engine_core.step import Step, StepOutcome, StepPlan
 from engine_core.turn_budget import IDS_PER_UNIT, UNITS_PER_ADMISSION
@@ -91,7 +86,6 @@ class Scheduler:
             len(kv.specs),
             limits.num_drafts,
         )
-        self.requests: dict[int, Request] = {}
         self.counters = Counters()
         self._limits = limits
         self._kv = kv
@@ -100,22 +94,17 @@ class Scheduler:
         self._decode_batch = (
             DraftBatch(kv.block_size, limits.num_drafts) if limits.num_drafts else DecodeBatch(kv.block_size)
         )
-        self._prefilling: dict[int, Request] = {}
-        self._free_rows = list(range(limits.max_num_seqs))[::-1]
-        self._in_flight: deque[Step] = deque()
-        self._ended: list[Request] = []  # row and blocks are not freed yet
-        self._last_step = 0
-        self._completed = 0
-        self._completed_at = clock()
+        self._states = RequestStates(kv, self._queue, self._decode_batch, limits.max_num_seqs)
+        self.requests = self._states.requests
+        self._results = ResultProcessor(self._states, kv, self.counters, clock)
         self._num_arrivals = 0
-        self._prompt_step_s = 0.0
         self._no_room: tuple[Request, int] | None = None  # the request that did not fit, and `num_frees` then
         self._is_preparing = False
 
     @property
     def num_running(self) -> int:
         """Requests with a row and tokens left to schedule."""
-        return len(self._decode_batch) + len(self._prefilling)
+        return len(self._decode_batch) + len(self._states.prefilling)
 
     @property
     def num_waiting(self) -> int:
@@ -125,12 +114,14 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Steps without a result."""
-        return len(self._in_flight)
+        return len(self._states.in_flight)
 
     @property
     def has_sliced_work(self) -> bool:
         """Whether blocks are left to hash or to free: call `schedule` again without waiting."""
-        return self._kv.has_blocks_to_free or (self._is_preparing and len(self._in_flight) < MAX_IN_FLIGHT)
+        return self._kv.has_blocks_to_free or (
+            self._is_preparing and len(self._states.in_flight) < MAX_IN_FLIGHT
+        )
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -138,8 +129,8 @@ class Scheduler:
         return (
             self._num_arrivals,
             len(self.requests),
-            self._last_step,
-            self._completed,
+            self._states.last_step,
+            self._states.last_completed,
             self._kv.num_frees,
             self._kv.num_hashed,
         )
@@ -150,110 +141,62 @@ class Scheduler:
         request.arrival = self._num_arrivals - (_REPLAYED if request.settings.replays else 0)
         request.arrived_at = request.arrived_at or self._clock()
         self._num_arrivals += 1
-        self.requests[request.request_id] = request
-        self._queue.add(request)
+        self._states.add(request)
 
     def abort(self, request_ids: list[int]) -> None:
         """End requests in any state; ids of ended ones are ignored."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
-                self._end(request)
-        self._free_ended()
+                self._states.end(request)
+        self._states.free_ended()
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step; None when there is nothing to run or `MAX_IN_FLIGHT` steps are in flight."""
         self._kv.begin_turn()
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
+        if len(self._states.in_flight) >= MAX_IN_FLIGHT:
             return None
         plan = StepPlan()
         self._is_preparing = False
         self._extend_decodes(plan)
         self._continue_prefills(plan)
         for request, count in plan.chunks.values():  # no request is preempted from here on
-            self._kv.cache(request.blocks, request.computed + count, self._last_step + 1)
+            self._kv.cache(request.blocks, request.computed + count, self._states.last_step + 1)
         if not plan.preempted:
             self._admit_waiting(plan)
         if not plan.chunks and not self._decode_batch:
             return None
         return self._dispatch(plan)
 
-    def update(self, result: BatchResult) -> StepOutcome:
+    def update_from_output(self, result: BatchResult) -> StepOutcome:
         """Process the result of the oldest step in flight.
 
         Raises ValueError when the result does not fit that step.
         """
-        if not self._in_flight or self._in_flight[0].number != result.step:
-            raise ValueError(f"result of step {result.step} arrived out of order")
-        step = self._in_flight[0]
-        failures = step.failed_requests(result)
-        failed = self._fail(step, failures) if failures else []
-        sampled = step.sampled(result, {id(request) for request, _ in failures})
-        prompt_logprobs = step.prompt_logprobs(result) if result.prompt_logprobs else []
-        self._in_flight.popleft()
-        now = self._clock()
-        self._completed = step.number
-        self._kv.confirm(step.number)
-        self._measure_prompt_step(step, now)
-        if step.num_drafts:
-            assert isinstance(self._decode_batch, DraftBatch)
-            count_drafts(sampled, self.counters)
-            accepted = accept(step, sampled, self._decode_batch)
-            sampled, ends = accepted.sampled, accepted.ends
-            for request in accepted.draining:
-                self._decode_batch.remove(request)
-                self._drain(request)
-        else:
-            for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
-                request.output_ids.append(token_id)
-            ends = _ends(step, sampled)
-        self.counters.generated_tokens += len(sampled.token_ids)
-        first = _first_tokens(step, now)
-        for request, _ in ends:
-            self._end(request)
-        finished = failed + ends
-        self._free_ended()
-        return StepOutcome(step.number, sampled, first, finished, prompt_logprobs)
+        return self._results.process(result)
 
     def check_integrity(self) -> Iterator[None]:
         """Raises AssertionError unless queue, decode batch, rows and blocks are consistent.
 
         Yields at intervals; the caller may do the rest later, if `version` is the same.
         """
-        requests = self.requests.values()
-        with_row = [r for r in requests if r.state is not State.WAITING] + self._ended
-        rows = [request.row for request in with_row] + self._free_rows
-        assert sorted(rows) == list(range(self._limits.max_num_seqs)), "rows are lost or shared"
-        decoding = sum(r.state is State.DECODING for r in requests)
-        assert len(self._decode_batch) == decoding, "decode batch and states differ"
-        waiting = sum(r.state is State.WAITING for r in requests)
-        assert len(self._queue) == waiting, "queue and states differ"
-        assert all(r.state is State.PREFILLING for r in self._prefilling.values())
-        assert all(r.state is State.ENDED for r in self._ended)
-        if isinstance(self._decode_batch, DraftBatch):
-            self._decode_batch.check_integrity(self._in_flight)
-        else:
-            self._decode_batch.check_integrity()
-        for request in self._decode_batch.requests():
-            self._kv.check_covers(request.blocks, self._decode_batch.num_covered(request))
-        yield
-        yield from self._kv.check_integrity([request.blocks for request in with_row])
+        return self._states.check_integrity()
 
     # Planning a step
 
     def _extend_decodes(self, plan: StepPlan) -> None:
         """Allocate a block for each decoding request whose last one is full, and cache the full one."""
-        kv, batch, last_step = self._kv, self._decode_batch, self._last_step
-        for request, start, end in batch.needing_block():
+        last_step = self._states.last_step
+        for request, start, end in self._decode_batch.needing_block():
             if request.state is not State.DECODING:
                 continue  # preempted for an earlier request of this loop
             # At most one step is in flight, so all ids before `start` are known.
-            kv.cache(request.blocks, start, last_step)
+            self._kv.cache(request.blocks, start, last_step)
             if not self._extend(request, start, end, plan) and request.state is State.DECODING:
                 self._preempt(request, plan)
 
     def _continue_prefills(self, plan: StepPlan) -> None:
-        for request in list(self._prefilling.values()):
+        for request in list(self._states.prefilling.values()):
             budget = self._token_budget(plan)
             if budget == 0:
                 break
@@ -266,7 +209,7 @@ class Scheduler:
     def _admit_waiting(self, plan: StepPlan) -> None:
         while budget := self._token_budget(plan):
             request = self._queue.first()
-            if request is None or not self._free_rows or not self._may_be_admitted(request):
+            if request is None or not self._states.free_rows or not self._may_be_admitted(request):
                 return
             limit = self._chunk_limit(plan, request, budget)
             hits = self._prepare(request)
@@ -281,7 +224,7 @@ class Scheduler:
             plan.new_row_bytes += size
 
     def _may_be_admitted(self, request: Request) -> bool:
-        if request.last_step > self._completed:
+        if request.last_step > self._states.last_completed:
             return False  # some of its tokens are still in flight
         if self._no_room == (request, self._kv.num_frees):
             return False
@@ -290,7 +233,7 @@ class Scheduler:
 
     def _delays_new_prompts(self) -> bool:
         waited = self._clock() - self._queue.oldest_arrival()
-        return self.num_running > 0 and waited <= self._limits.delay_factor * self._prompt_step_s
+        return self.num_running > 0 and waited <= self._limits.delay_factor * self._results.prompt_step_s
 
     def _prepare(self, request: Request) -> int | None:
         """Number of cached blocks that the request will use; None if a later turn must continue."""
@@ -311,16 +254,13 @@ class Scheduler:
 
     def _admit(self, request: Request, cached: int, limit: int, plan: StepPlan) -> None:
         """Start a request whose first `cached` tokens are in its blocks; computes up to `limit` tokens."""
-        self._queue.remove(request)
         count = min(len(request.token_ids) - cached, limit)
         added = self._kv.extend(request.blocks, cached, cached + count)
         assert added is not None, "admitted without room"
-        self._kv.cache(request.blocks, cached + count, self._last_step + 1)
+        self._kv.cache(request.blocks, cached + count, self._states.last_step + 1)
         self._kv.budget.spend(UNITS_PER_ADMISSION)
-        request.row = self._free_rows.pop()
-        request.state = State.PREFILLING
+        self._states.admit(request)
         request.computed = cached
-        self._prefilling[request.request_id] = request
         plan.add_chunk(request, count)
         plan.new_rows.append(_new_row(request))
         if request.cached_tokens is None:
@@ -355,7 +295,7 @@ class Scheduler:
         while (added := self._kv.extend(request.blocks, start, end)) is None:
             if self._kv.budget.is_spent:
                 return False
-            running = [*self._decode_batch.requests(), *self._prefilling.values()]
+            running = [*self._decode_batch.requests(), *self._states.prefilling.values()]
             self._kv.budget.spend(len(running) // UNITS_PER_ADMISSION)
             victim = max(running, key=self._queue.rank)
             self._preempt(victim, plan)
@@ -371,16 +311,11 @@ class Scheduler:
         request.preemptions += 1
         self.counters.prefill_preemptions += request.state is State.PREFILLING
         plan.remove(request)
-        self._return_to_queue(request)
-
-    def _return_to_queue(self, request: Request) -> None:
-        self._stop_running(request)
-        self._free(request)
-        request.state = State.WAITING
-        self._queue.add(request)
+        self._states.return_to_queue(request)
 
     def _dispatch(self, plan: StepPlan) -> ScheduledBatch:
-        self._last_step += 1
+        states = self._states
+        states.last_step += 1
         width = self._decode_batch.tokens_per_row
         decodes, ending = self._decode_batch.advance()
         num_drafts = self._decode_batch.num_drafts if decodes.rows else 0
@@ -401,14 +336,14 @@ class Scheduler:
             sampling = sampling + prefilled
             stop_ids = union_of_stop_ids(prefilled, stop_ids)
         for request in prefilled:
-            if not self._start_decoding(request):
+            if not states.finish_prefill(request):
                 ending.append(request)
         for request in ending:
-            self._drain(request)
+            states.drain(request)
         self._count_step(plan, len(prefilled))
-        self._in_flight.append(
+        states.in_flight.append(
             Step(
-                number=self._last_step,
+                number=states.last_step,
                 rows=rows,
                 requests=requests,
                 sampling=sampling,
@@ -423,13 +358,8 @@ class Scheduler:
         )
         more_blocks = list(plan.more_blocks.values())
         return ScheduledBatch(
-            self._last_step, rows, counts, plan.new_rows, more_blocks, token_ids, next_ids, num_drafts
+            states.last_step, rows, counts, plan.new_rows, more_blocks, token_ids, next_ids, num_drafts
         )
-
-    def _drain(self, request: Request) -> None:
-        """Its last tokens are in flight; it is in no further step."""
-        request.state = State.DRAINING
-        request.last_step = self._last_step
 
     def _advance_prefills(self, plan: StepPlan) -> list[Request]:
         """Count the chunks as computed; returns the requests whose last known token is among them."""
@@ -437,107 +367,12 @@ class Scheduler:
             request.computed += count
             if request.computed >= request.prompt_length:
                 request.prompt_logprobs = -1  # the last chunk is in flight
-        prefilled = [r for r, _ in plan.chunks.values() if r.computed == len(r.token_ids)]
-        for request in prefilled:
-            del self._prefilling[request.request_id]
-        return prefilled
-
-    def _start_decoding(self, request: Request) -> bool:
-        """Add a request to the decode batch; False when this step samples its last token already."""
-        if request.computed + 1 == request.max_length:
-            return False
-        request.state = State.DECODING
-        self._decode_batch.add(request)
-        return True
+        return [r for r, _ in plan.chunks.values() if r.computed == len(r.token_ids)]
 
     def _count_step(self, plan: StepPlan, num_prefilled: int) -> None:
         self.counters.steps += 1
         self.counters.chunked_prefills += len(plan.chunks) - num_prefilled
-        self.counters.overlapped_steps += bool(self._in_flight)
-
-    # Processing results
-
-    def _fail(self, step: Step, failures: list[tuple[Request, str]]) -> list[tuple[Request, Finished]]:
-        """End the requests whose rows failed in `step`, and recompute those that share their blocks."""
-        finished = []
-        for request, reason in failures:
-            request.is_cacheable = False
-            if request.state is State.ENDED:
-                continue
-            message = reason[:MAX_REASON_CHARS]
-            end = Finished(request.request_id, FinishReason.ERROR, message=message)
-            finished.append((request, end))
-            self._end(request)
-        for request in [*self.requests.values(), *self._ended]:
-            if request.blocks.shared_step >= step.number:
-                self._recompute(request)
-        self._kv.uncache_unconfirmed()
-        return finished
-
-    def _recompute(self, request: Request) -> None:
-        """Recompute a request that shares blocks of a failed step.
-
-        All of its tokens since its admission are in flight, and are dropped.
-        """
-        request.blocks.shared_step = 0
-        request.is_cacheable = False
-        if request.state is State.ENDED:
-            return
-        request.discarded_until = self._last_step
-        self._mark_stale(request.discarded_until)
-        if request.state is not State.WAITING:
-            self._return_to_queue(request)
-        request.is_cacheable = True
-
-    def _end(self, request: Request) -> None:
-        del self.requests[request.request_id]
-        if request.state is State.WAITING:
-            self._queue.remove(request)
-        else:
-            self._stop_running(request)
-            self._ended.append(request)
-        request.state = State.ENDED
-        self._mark_stale(request.last_step)
-
-    def _mark_stale(self, last_step: int) -> None:
-        for step in self._in_flight:
-            step.is_stale |= step.number <= last_step
-
-    def _stop_running(self, request: Request) -> None:
-        """Schedule no further step of a request that has a row."""
-        if request.state is State.DECODING:
-            self._decode_batch.remove(request)
-        elif request.state is State.PREFILLING:
-            del self._prefilling[request.request_id]
-        if request.state is not State.DRAINING:
-            request.last_step = self._last_step
-
-    def _free_ended(self) -> None:
-        """Free row and blocks of ended requests that no step in flight uses."""
-        if not self._ended:
-            return
-        ended, self._ended = self._ended, []
-        for request in ended:
-            if request.last_step <= self._completed:
-                self._free(request)
-            else:
-                self._ended.append(request)
-
-    def _free(self, request: Request) -> None:
-        """Free row and blocks; the blocks stay cached."""
-        if request.is_cacheable:
-            known_and_computed = min(request.computed, len(request.token_ids))
-            self._kv.cache(request.blocks, known_and_computed, self._last_step)
-        self._kv.free(request.blocks)
-        self._free_rows.append(request.row)
-        request.row = NO_ROW
-        request.computed = 0
-
-    def _measure_prompt_step(self, step: Step, now: float) -> None:
-        if step.has_chunks:
-            # It began when it was sent, or when the previous step was done.
-            self._prompt_step_s = now - max(step.sent_at, self._completed_at)
-        self._completed_at = now
+        self.counters.overlapped_steps += bool(self._states.in_flight)
 
 
 def _check_drafts(limits: Limits, kv: KVCacheManager) -> None:
@@ -566,33 +401,3 @@ def _new_row(request: Request) -> NewRow:
         settings.prediction_ids,
         settings.grammar,
     )
-
-
-def _ends(step: Step, sampled: SampledTokens) -> list[tuple[Request, Finished]]:
-    """The requests that the tokens of a step without drafts end, or their length limit."""
-    ends = []
-    if step.stop_ids is None or not step.stop_ids.isdisjoint(sampled.token_ids):
-        for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
-            if token_id in request.stop_ids:
-                reason = request.stop_reason(token_id)
-                ends.append((request, Finished(request.request_id, reason, token_id)))
-    by_stop = {id(request) for request, _ in ends}
-    for request in step.ending:
-        if request.state is State.DRAINING and id(request) not in by_stop:
-            ends.append((request, Finished(request.request_id, FinishReason.MAX_TOKENS)))
-    return ends
-
-
-def _first_tokens(step: Step, now: float) -> list[tuple[Request, FirstToken]]:
-    """Messages for the requests whose first token this step sampled."""
-    found = []
-    for request in step.prefilled:
-        if not step.is_valid_for(request):
-            continue
-        request.first_token_at = request.first_token_at or now
-        if request.num_generated != 1:
-            continue  # a preempted or replayed one
-        cached, queued_s = request.cached_tokens or 0, request.admitted_at - request.arrived_at
-        first = FirstToken(request.request_id, cached, queued_s, prefill_s=now - request.admitted_at)
-        found.append((request, first))
-    return found

@@ -11,9 +11,8 @@ import torch
 
 from atom.shared.messages.worker import ScheduledBatch
 from atom_ops import TokenLogprobs, token_logprobs
-from workers.batch.group_rows import Rows
 from workers.batch.input_batch import (
-    DecodeBatch,
+    AppliedBatch,
     InputBatch,
     PromptChunk,
     PromptLogprobRows,
@@ -104,10 +103,9 @@ class ModelRunner:
         """Launch one step on the device; does not wait for its results."""
         for new in batch.new_rows:
             self._sampler.set_row(new)
-        self._inputs.update(batch)
-        before = self._inputs.computed_tokens()
-        forward = self._memory.attempt(_FORWARD, lambda: self._forward(batch))
-        output = self._retry_decodes(batch, before) if forward is None else self._output(forward, {})
+        applied = self._inputs.apply(batch)
+        forward = self._memory.attempt(_FORWARD, lambda: self._forward(applied))
+        output = self._retry_decodes(applied) if forward is None else self._output(forward, {})
         return PendingStep(batch.step, output, self._record_event)
 
     @torch.inference_mode()
@@ -132,13 +130,9 @@ class ModelRunner:
         """The name of the step in traces; called before `launch`."""
         return step_label(batch, self._inputs.lengths(batch))
 
-    def plan(self, batch: ScheduledBatch) -> StepShape:
-        """The shape in which this rank would launch a batch that its inputs have been updated with."""
-        tokens_per_row = 1 + batch.num_drafts if self._inputs.is_decode(batch) else 0
-        return self._sizes.plan(self._inputs.num_tokens(batch), len(batch.rows), tokens_per_row)
-
-    def _forward(self, batch: ScheduledBatch) -> _Forward:
-        planned = self.plan(batch)
+    def _forward(self, applied: AppliedBatch) -> _Forward:
+        tokens_per_row = 1 + applied.num_drafts if applied.is_uniform else 0
+        planned = self._sizes.plan(self._inputs.num_tokens(applied), len(applied.rows), tokens_per_row)
         shape = self._agree(planned)
         if shape is not planned:
             self._sizes.check(shape)
@@ -146,8 +140,8 @@ class ModelRunner:
         if self.before_step is not None:
             self.before_step()
         if shape.mode is StepMode.DECODE_GRAPH:
-            return self._replay(self._decode_graphs, self._inputs.decode_batch(batch), shape.padded_rows)
-        step = self._inputs.step(batch)
+            return self._replay(self._decode_graphs, applied, shape.padded_rows)
+        step = self._inputs.step(applied)
         if shape.mode is StepMode.PROMPT_GRAPH:
             hidden_TD = self._prompt_graphs.forward(step, shape.padded_tokens, shape.padded_rows)
         else:
@@ -167,42 +161,43 @@ class ModelRunner:
         assert self._graphs.prompts is not None, "without graphs every shape is eager"
         return self._graphs.prompts
 
-    def _replay(self, graphs: DecodeGraphs, decode_batch: DecodeBatch, size: int) -> _Forward:
+    def _replay(self, graphs: DecodeGraphs, applied: AppliedBatch, size: int) -> _Forward:
         """Replay the forward pass of each row's next tokens."""
-        positions = self._inputs.advance(decode_batch)
-        output = graphs.forward(decode_batch, size)
+        uniform = self._inputs.uniform_decode(applied)
+        positions = self._inputs.advance(applied)
+        output = graphs.forward(uniform, size)
         sampling = SamplingRows(
-            decode_batch.token_rows,
-            decode_batch.rows_R,
-            decode_batch.tokens_S,
+            uniform.token_rows,
+            uniform.rows_R,
+            uniform.tokens_S,
             positions,
             output.positions_S,
-            output.draft_rows(decode_batch),
+            output.draft_rows(uniform),
         )
         return _Forward(output.hidden_SD, sampling, None, graphs)
 
-    def _retry_decodes(self, batch: ScheduledBatch, before: Rows) -> StepOutput:
+    def _retry_decodes(self, applied: AppliedBatch) -> StepOutput:
         """After a failed forward pass: fail the prefilling rows, and run the decodes without them.
 
         Computing a decode again writes the same KV again. Recurrent states may have been updated
-        already, so with these every row fails. `before` are the computed tokens before the step.
+        already, so with these every row fails.
         """
-        rows, counts = np.array(batch.rows, np.int64), self._inputs.counts(batch)
-        decodes = self._inputs.decodes(rows, before)
+        rows = applied.rows
+        decodes = applied.decodes
         has_states = any(isinstance(table, StateSlots) for table in self._inputs.tables)
         can_retry = decodes.any() and not decodes.all() and not has_states
-        self._inputs.set_computed(rows, before[rows] + counts)
+        # Failed rows count as computed: the engine core schedules no further step of them.
+        self._inputs.set_computed(rows, applied.starts + applied.counts)
         failed = rows[~decodes] if can_retry else rows
         failures = dict.fromkeys(failed.tolist(), reason_of(_FORWARD))
         if not can_retry:
             return StepOutput(_NO_ROWS, failed=failures)
-        rows = rows[decodes]
-        self._inputs.set_computed(rows, before[rows])
-        retry = ScheduledBatch(batch.step, rows.tolist(), num_drafts=batch.num_drafts)
+        retry = self._inputs.decoding(applied)
+        self._inputs.set_computed(retry.rows, retry.starts)
         forward = self._memory.attempt(_FORWARD, lambda: self._forward(retry))
         if forward is None:
-            self._inputs.set_computed(rows, before[rows] + 1 + batch.num_drafts)
-            failures |= dict.fromkeys(rows.tolist(), reason_of(_FORWARD))
+            self._inputs.set_computed(retry.rows, retry.starts + retry.counts)
+            failures |= dict.fromkeys(retry.rows.tolist(), reason_of(_FORWARD))
             return StepOutput(_NO_ROWS, failed=failures)
         return self._output(forward, failures)
 

@@ -98,7 +98,9 @@ class Engine:
         """End that step; returns the first tokens and the ends of requests."""
         step = self._scheduled.popleft()
         self.computed_tokens += step.work.tokens
-        deltas = self._core.update(BatchResult(step.number, _SAMPLED * step.sampling)).get(_FRONTEND)
+        deltas = self._core.update_from_output(BatchResult(step.number, _SAMPLED * step.sampling)).get(
+            _FRONTEND
+        )
         return ((), ()) if deltas is None else (deltas.first, deltas.finished)
 
     def stats(self) -> CoreStats:

@@ -20,7 +20,7 @@ from atom.shared.messages.engine import (
 )
 from atom.shared.messages.worker import BatchResult, KVSpec, NewRow
 from engine_core.core import EngineCore
-from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.kv_cache_manager import KVCacheManager, RequestBlocks
 from engine_core.kv_events import Cleared, Removed, Stored, listed_group
 from engine_core.request import NO_ROW, Request
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
@@ -176,7 +176,7 @@ class CoreDriver:
         expected = failing & self.live.keys()
         requests = self.core._scheduler.requests
         before = {one.request_id: one.discarded_until for one in requests.values()}
-        deltas = self.core.update(self.results.popleft())
+        deltas = self.core.update_from_output(self.results.popleft())
         self.num_recomputed += sum(before[key] < one.discarded_until for key, one in requests.items())
         self.core.check_integrity()
         self._events.check()
@@ -254,7 +254,7 @@ class CoreDriver:
 
     def _requests_with_row(self) -> list[Request]:
         scheduler = self.core._scheduler
-        return [one for one in [*scheduler.requests.values(), *scheduler._ended] if one.row != NO_ROW]
+        return [one for one in [*scheduler.requests.values(), *scheduler._states.ended] if one.row != NO_ROW]
 
 
 class Subscriber:
@@ -264,6 +264,14 @@ class Subscriber:
         self.known: set[bytes] = set()
         self._kv = kv
         self._salted: set[bytes] = set()
+        cache = kv.cache
+
+        def note_salted(blocks: RequestBlocks, num_computed: int, step: int) -> None:
+            cache(blocks, num_computed, step)
+            if blocks.tokens.prompt.root:
+                self._salted.update(blocks.tokens.prompt.digests, blocks.digests)
+
+        kv.cache = note_salted  # type: ignore[method-assign]
 
     def check(self) -> None:
         """Raises AssertionError unless the events tell what is cached, without salted blocks."""
@@ -283,10 +291,6 @@ class Subscriber:
                 case Cleared():
                     self.known.clear()
         pool = self._kv.pools[listed_group(self._kv.specs)]
-        for digest, block in pool._block_of.items():
-            parent = pool._hash_inputs[block][: -4 * self._kv.block_size]
-            if len(parent) > len(digest) or parent in self._salted:
-                self._salted.add(digest)
         assert self.known == set(pool._block_of) - self._salted
 
 

@@ -62,8 +62,7 @@ class TinyWorker:
 def step_logits(worker: Worker, batch: ScheduledBatch) -> torch.Tensor:
     """Logits [T, V] of every token of one step."""
     runner = worker._runner
-    runner._inputs.update(batch)
-    step = runner._inputs.step(batch)
+    step = runner._inputs.step(runner._inputs.apply(batch))
     context = ForwardContext(runner._kv_layers, step.groups)
     return runner._model.compute_logits(runner._model(step.ids_T, step.positions_T, context))
 

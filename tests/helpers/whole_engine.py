@@ -76,7 +76,7 @@ class WholeEngine:
         while self.core.num_live or self._results:
             while len(self._results) < MAX_IN_FLIGHT and self._send():
                 pass
-            for deltas in self.core.update(self._results.popleft()).values():
+            for deltas in self.core.update_from_output(self._results.popleft()).values():
                 self._add(deltas)
 
     def _send(self) -> bool:

@@ -78,13 +78,37 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeBatch:
+class AppliedBatch:
+    """A batch whose changes are applied, as columns in batch order: what every part of the step takes."""
+
+    rows: Rows
+    starts: Rows
+    """Computed tokens of each row before the step; with drafts in flight an upper bound."""
+    counts: Rows
+    """Tokens that each row computes; with drafts some may be padding."""
+    decodes: NDArray[np.bool_]
+    """Whether the row decodes; the others compute prompt tokens."""
+    num_drafts: int
+    is_uniform: bool
+    """Whether all rows decode the same number of tokens, which the host knows."""
+    token_ids: bytes = b""
+    """Prompt tokens to compute, packed int32."""
+    next_ids: bytes = b""
+    """The prompt token after each chunk with prompt log probabilities, packed int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class UniformDecode:
     """Rows that all decode; reused until a row joins or leaves. S = R * (1 + drafts) tokens."""
 
     row_list: list[int]
     num_drafts: int
     rows: Rows
     """[R]."""
+    counts: Rows
+    """[R]: 1 + drafts."""
+    decodes: NDArray[np.bool_]
+    """[R]: True."""
     rows_R: torch.Tensor
     token_rows: Rows
     """[S]: the row of each token; the same object as long as the same rows decode."""
@@ -108,7 +132,7 @@ class DeviceRows:
 
 
 class InputBatch:
-    """Builds the inputs of one step from each `ScheduledBatch`: first `update`, then `step`."""
+    """Builds the inputs of one step from each `ScheduledBatch`: first `apply`, then `step`."""
 
     def __init__(
         self,
@@ -139,9 +163,9 @@ class InputBatch:
         self._computed = np.zeros(limits.max_rows, np.int64)
         self._prompt_logprobs_until = np.zeros(limits.max_rows, np.int64)
         self._prompt_logprobs_top = np.zeros(limits.max_rows, np.int64)
-        self._decode_batch: DecodeBatch | None = None
+        self._uniform: UniformDecode | None = None
 
-    def update(self, batch: ScheduledBatch) -> None:
+    def apply(self, batch: ScheduledBatch) -> AppliedBatch:
         """Apply the batch's new rows and new blocks.
 
         Raises ValueError or IndexError for a batch that violates the contract of its message.
@@ -154,54 +178,66 @@ class InputBatch:
             self.speculation.add_rows(batch.new_rows)
             for table in self.tables:
                 table.update_device_table()
+        return self._applied(batch)
 
     def lengths(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
         """(computed, known) tokens of each row of a batch that is not applied yet."""
         new = {row.row: (row.computed, row.num_known) for row in batch.new_rows}
         return [new.get(row) or (int(self._computed[row]), int(self._known[row])) for row in batch.rows]
 
-    def counts(self, batch: ScheduledBatch) -> Rows:
-        """Tokens that each row of a batch computes; with speculation some may be padding."""
-        if batch.counts:
-            return np.array(batch.counts, np.int64)
-        return np.full(len(batch.rows), 1 + batch.num_drafts, np.int64)
-
-    def num_tokens(self, batch: ScheduledBatch) -> int:
-        """Tokens of the step of a batch that `update` applied; at least 1, which may be padding."""
-        rows, counts = np.array(batch.rows, np.int64), self.counts(batch)
-        if self.speculation is not None and self.speculation.exact:
-            decodes = self.decodes(rows, self._computed)
-            counts[decodes] = self.speculation.exact_work(rows[decodes], batch.num_drafts)[1]
+    def num_tokens(self, applied: AppliedBatch) -> int:
+        """Tokens of the step; at least 1, which may be padding."""
+        if applied.is_uniform:
+            return len(applied.rows) * (1 + applied.num_drafts)
+        counts = applied.counts
+        if self._is_exact:
+            assert self.speculation is not None
+            counts = counts.copy()
+            decodes = applied.decodes
+            counts[decodes] = self.speculation.exact_work(applied.rows[decodes], applied.num_drafts)[1]
         return max(int(counts.sum()), 1)
 
-    def is_decode(self, batch: ScheduledBatch) -> bool:
-        """Whether each row of a batch that `update` applied decodes the same number of tokens."""
-        if batch.counts or (self.speculation is not None and self.speculation.exact):
-            return False
-        if self._is_same_decode(batch):
-            return True
-        rows = np.array(batch.rows, np.int64)
-        return not (self._computed[rows] < self._known[rows]).any()
+    def decoding(self, applied: AppliedBatch) -> AppliedBatch:
+        """The decoding rows of a batch alone."""
+        decodes = applied.decodes
+        return AppliedBatch(
+            applied.rows[decodes],
+            applied.starts[decodes],
+            applied.counts[decodes],
+            decodes[decodes],
+            applied.num_drafts,
+            not self._is_exact,
+        )
 
-    def decode_batch(self, batch: ScheduledBatch) -> DecodeBatch:
-        """The rows of a batch that `is_decode`."""
-        if self._decode_batch and self._is_same_decode(batch):
-            return self._decode_batch
-        rows = np.array(batch.rows, np.int64)
-        token_rows = rows.repeat(1 + batch.num_drafts)
+    def uniform_decode(self, applied: AppliedBatch) -> UniformDecode:
+        """The rows of a uniform batch on the device, which are uploaded only if they have changed."""
+        last = self._uniform
+        if last is not None and last.rows is applied.rows:
+            return last
+        rows = applied.rows
+        token_rows = rows.repeat(1 + applied.num_drafts)
         (rows_R,) = self._upload(rows)
         (tokens_S,) = self._upload(np.arange(len(token_rows)))
-        self._decode_batch = DecodeBatch(batch.rows, batch.num_drafts, rows, rows_R, token_rows, tokens_S)
-        return self._decode_batch
+        self._uniform = UniformDecode(
+            rows.tolist(),
+            applied.num_drafts,
+            rows,
+            applied.counts,
+            applied.decodes,
+            rows_R,
+            token_rows,
+            tokens_S,
+        )
+        return self._uniform
 
-    def step(self, batch: ScheduledBatch) -> StepInputs:
-        """The inputs of a batch after `update`; its tokens count as computed.
+    def step(self, applied: AppliedBatch) -> StepInputs:
+        """The inputs of a batch; its tokens count as computed from now on.
 
         Raises ValueError for more tokens than a row has, and for a wrong number of ids.
         """
-        if self.speculation is None and self.is_decode(batch):
-            return self._decode(self.decode_batch(batch))
-        step = self._assemble(batch)
+        if self.speculation is None and applied.is_uniform:
+            return self._decode(applied)
+        step = self._assemble(applied)
         if self.speculation is not None:
             self.speculation.add_tokens(step.ids_T, step.groups)
         return step
@@ -212,31 +248,22 @@ class InputBatch:
         groups = [table.empty_context(self._device, self.split_tokens) for table in self.tables]
         return StepInputs(none_T, none_T, groups, None)
 
-    def advance(self, decode_batch: DecodeBatch) -> Rows:
+    def advance(self, applied: AppliedBatch) -> Rows:
         """Count the tokens of each row as computed; returns the positions of the sampled tokens.
 
         For a step whose inputs are computed on the device. With drafts, positions are upper bounds.
         """
-        rows, width = decode_batch.rows, 1 + decode_batch.num_drafts
-        positions = self._computed[rows] + 1
-        self._computed[rows] += width
+        width = 1 + applied.num_drafts
+        positions = applied.starts + 1
+        self._computed[applied.rows] = applied.starts + width
         if width == 1:
             return positions
         return (positions[:, None] + np.arange(width)).ravel()
 
-    def computed_tokens(self) -> Rows:
-        """Computed tokens of every row of the persistent batch; a copy."""
-        return self._computed.copy()
-
-    def decodes(self, rows: Rows, computed: Rows) -> NDArray[np.bool_]:
-        """Which of `rows` decode, if these are the `computed_tokens` of every row."""
-        mask: NDArray[np.bool_] = computed[rows] >= self._known[rows]
-        return mask
-
     def set_computed(self, rows: Rows, computed: Rows) -> None:
         """Set the computed tokens of `rows`, after a failed step."""
         self._computed[rows] = computed
-        self._decode_batch = None
+        self._uniform = None
 
     def store_sampled(self, sampling: SamplingRows, ids_R: torch.Tensor) -> Verified | None:
         """Store the sampled ids: the inputs of the rows' next step. Returns what was verified."""
@@ -257,11 +284,33 @@ class InputBatch:
 
         return settle
 
-    def _is_same_decode(self, batch: ScheduledBatch) -> bool:
-        """Whether the rows are those of the last decode."""
-        last = self._decode_batch
-        same_drafts = last is not None and batch.num_drafts == last.num_drafts
-        return last is not None and same_drafts and not batch.new_rows and batch.rows == last.row_list
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the host reads how many drafts each row has, so that decodes differ in length."""
+        return self.speculation is not None and self.speculation.exact
+
+    def _applied(self, batch: ScheduledBatch) -> AppliedBatch:
+        last = self._uniform
+        if (
+            last is not None
+            and not batch.new_rows
+            and not batch.counts
+            and batch.num_drafts == last.num_drafts
+            and batch.rows == last.row_list
+        ):
+            starts = self._computed[last.rows]
+            return AppliedBatch(last.rows, starts, last.counts, last.decodes, batch.num_drafts, True)
+        rows = np.array(batch.rows, np.int64)
+        starts = self._computed[rows]
+        decodes = starts >= self._known[rows]
+        if batch.counts:
+            counts = np.array(batch.counts, np.int64)
+        else:
+            counts = np.full(len(rows), 1 + batch.num_drafts, np.int64)
+        is_uniform = not batch.counts and not self._is_exact and bool(decodes.all())
+        return AppliedBatch(
+            rows, starts, counts, decodes, batch.num_drafts, is_uniform, batch.token_ids, batch.next_ids
+        )
 
     def _admit(self, new: NewRow) -> None:
         if not 0 <= new.computed < new.num_known:
@@ -282,70 +331,76 @@ class InputBatch:
         for table, blocks in zip(self.tables, block_ids, strict=True):
             table.append(row, blocks)
 
-    def _decode(self, decode_batch: DecodeBatch) -> StepInputs:
+    def _decode(self, applied: AppliedBatch) -> StepInputs:
         """The next token of rows that all decode."""
-        context_lens = self.advance(decode_batch)
-        positions = context_lens - 1
-        columns = [table.token_columns(decode_batch.rows, positions) for table in self.tables]
+        uniform = self.uniform_decode(applied)
+        context_lens = self.advance(applied)
+        positions = applied.starts
+        columns = [table.token_columns(applied.rows, positions) for table in self.tables]
         positions_T, *columns_T = self._upload(positions, *chain(*columns))
         sampling = SamplingRows(
-            decode_batch.token_rows, decode_batch.rows_R, decode_batch.tokens_S, context_lens, positions_T + 1
+            uniform.token_rows, uniform.rows_R, uniform.tokens_S, context_lens, positions_T + 1
         )
-        step = StepRows(
-            decode_batch.rows, np.ones_like(positions), context_lens, self._device, self.split_tokens
-        )
+        step = StepRows(applied.rows, applied.counts, context_lens, self._device, self.split_tokens)
         groups = self._contexts(columns, columns_T, step)
-        ids_T = self.device_rows.ids_N.index_select(0, decode_batch.rows_R)
+        ids_T = self.device_rows.ids_N.index_select(0, uniform.rows_R)
         return StepInputs(ids_T, positions_T, groups, sampling)
 
-    def _assemble(self, batch: ScheduledBatch) -> StepInputs:
+    def _assemble(self, applied: AppliedBatch) -> StepInputs:
         """Any mixture of prompt chunks and decodes."""
-        rows, counts = np.array(batch.rows, np.int64), self.counts(batch)
-        starts, known = self._computed[rows], self._known[rows]
-        decodes = starts >= known
-        self._require_known(rows, starts + counts, np.where(decodes, starts + 1 + batch.num_drafts, known))
-        self._computed[rows] = starts + counts
-        starts, counts, draft_ids = self._draft_work(rows, starts, counts, decodes, batch.num_drafts)
+        rows = applied.rows
+        decodes = applied.decodes
+        num_drafts = applied.num_drafts
+        known = self._known[rows]
+        computed = applied.starts + applied.counts
+        self._require_known(rows, computed, np.where(decodes, applied.starts + 1 + num_drafts, known))
+        self._computed[rows] = computed
+        starts, counts, draft_ids = self._draft_work(applied)
         ends = starts + counts
 
         token_rows = rows.repeat(counts)
         past_tokens = counts.cumsum() - counts
         positions = np.arange(len(token_rows)) + (starts - past_tokens).repeat(counts)
-        ids = _ids_to_compute(batch.token_ids, counts, decodes, draft_ids)
+        ids = _ids_to_compute(applied.token_ids, counts, decodes, draft_ids)
         columns = [table.token_columns(token_rows, positions) for table in self.tables]
         ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns))
-        self._decode_batch = None
+        self._uniform = None
         step = StepRows(rows, counts, ends, self._device, self.split_tokens)
         groups = self._contexts(columns, columns_T, step)
         if draft_ids is None and decodes.any():
-            self._add_decodes(rows, past_tokens, decodes, batch.num_drafts, (ids_T, positions_T, groups))
+            self._add_decodes(rows, past_tokens, decodes, num_drafts, (ids_T, positions_T, groups))
 
         last_tokens = past_tokens + counts - 1
         if self.speculation is None:
             sampling = self._sampling(rows, last_tokens, ends, ends >= known)
         else:
-            work = _Work(rows, starts, counts, past_tokens, decodes, batch.num_drafts)
+            work = _Work(rows, starts, counts, past_tokens, decodes, num_drafts)
             sampling = self._draft_sampling(work, decodes | (ends >= known))
         until = self._prompt_logprobs_until[rows]
-        next_ids = _next_ids(ids, last_tokens, batch.next_ids, (starts < known) & ~decodes & (ends <= until))
+        next_ids = _next_ids(
+            ids, last_tokens, applied.next_ids, (starts < known) & ~decodes & (ends <= until)
+        )
         counts_P = np.where(decodes, 0, np.minimum(ends, until) - starts)
         prompt_logprobs = self._prompt_logprobs(rows, starts, past_tokens, counts_P, next_ids)
         return StepInputs(ids_T, positions_T, groups, sampling, prompt_logprobs)
 
-    def _draft_work(
-        self, rows: Rows, starts: Rows, counts: Rows, decodes: NDArray[np.bool_], num_drafts: int
-    ) -> tuple[Rows, Rows, Ids | None]:
+    def _draft_work(self, applied: AppliedBatch) -> tuple[Rows, Rows, Ids | None]:
         """First positions and numbers of tokens of each row, and the ids that decoding rows compute.
 
         Without exact counts the ids are None, and the positions of decoding rows are upper bounds.
         """
         speculation = self.speculation
+        decodes = applied.decodes
         if speculation is None:
-            return starts, counts, None
+            return applied.starts, applied.counts, None
         if not speculation.exact:
-            return np.where(decodes, np.minimum(starts, speculation.last_starts(rows)), starts), counts, None
-        starts, counts = starts.copy(), counts.copy()
-        starts[decodes], counts[decodes], ids = speculation.exact_work(rows[decodes], num_drafts)
+            last_starts = np.minimum(applied.starts, speculation.last_starts(applied.rows))
+            return np.where(decodes, last_starts, applied.starts), applied.counts, None
+        starts = applied.starts.copy()
+        counts = applied.counts.copy()
+        starts[decodes], counts[decodes], ids = speculation.exact_work(
+            applied.rows[decodes], applied.num_drafts
+        )
         return starts, counts, ids
 
     def _add_decodes(

@@ -29,7 +29,7 @@ from atom_ops import (
 )
 from atom_ops.op import REFERENCE
 from workers.batch.group_rows import Rows
-from workers.batch.input_batch import DecodeBatch, InputBatch
+from workers.batch.input_batch import InputBatch, UniformDecode
 from workers.batch.state_slots import StateSlots
 from workers.graphs.graph_recorder import Recorder, Replay
 from workers.layers.causal_lm import CausalLM
@@ -71,7 +71,7 @@ class ForwardOutput:
         tokens = rows * (1 + self.drafts_RK.shape[1])
         return ForwardOutput(self.hidden_SD[:tokens], self.positions_S[:tokens], self.drafts_RK[:rows])
 
-    def draft_rows(self, batch: DecodeBatch) -> DraftRows | None:
+    def draft_rows(self, batch: UniformDecode) -> DraftRows | None:
         """The drafts of a batch's rows, which this is the output of."""
         if self.drafts_RK is None:
             return None
@@ -141,7 +141,7 @@ class DecodeGraphs:
         self._settings_S = _blank_settings(self._sizes[-1] * self.tokens_per_row, device)
         self._graphs: dict[int, _SizeGraphs] = {}
         self._size = 0
-        self._decode_batch: DecodeBatch | None = None
+        self._uniform: UniformDecode | None = None
         self._settings: SamplingBatch | None = None
 
     @torch.inference_mode()
@@ -161,23 +161,25 @@ class DecodeGraphs:
         """Tokens of each row: 1, or with speculation 1 + drafts."""
         return 1 + self._num_drafts
 
-    def forward(self, decode_batch: DecodeBatch, size: int) -> ForwardOutput:
+    def forward(self, uniform: UniformDecode, size: int) -> ForwardOutput:
         """Launch the forward pass of each row's next tokens, padded to `size` rows, a captured size."""
         for table in self._inputs.tables:
             table.update_device_table()
-        rows = len(decode_batch.row_list)
-        if decode_batch is not self._decode_batch or size != self._size:
-            self._decode_batch, self._settings, self._size = decode_batch, None, size
+        rows = len(uniform.row_list)
+        if uniform is not self._uniform or size != self._size:
+            self._uniform = uniform
+            self._size = size
+            self._settings = None
             rows_R = self._graphs[size].rows_R
             rows_R.fill_(self._inputs.limits.padding_row)
-            rows_R[:rows].copy_(decode_batch.rows_R)
+            rows_R[:rows].copy_(uniform.rows_R)
         graphs = self._graphs[size]
         graphs.forward()
         return graphs.output.first(rows)
 
     def dummy(self, size: int) -> None:
         """Launch the forward pass of `size` padding rows, which writes nothing."""
-        self._decode_batch = None
+        self._uniform = None
         graphs = self._graphs[size]
         graphs.rows_R.fill_(self._inputs.limits.padding_row)
         graphs.forward()
@@ -192,14 +194,14 @@ class DecodeGraphs:
         With speculation also what was verified. Copies `settings` only if they are another object
         than in the last step.
         """
-        assert self._decode_batch is not None, "forward comes first"
+        assert self._uniform is not None, "forward comes first"
         if settings is not self._settings:
             self._settings = settings
             if settings.any_random:
                 _copy_columns(settings, self._settings_S)
         replay, sampled = self._graphs[self._size].samplers[SamplingKind.of(settings)]
         replay()
-        rows = len(self._decode_batch.row_list)
+        rows = len(self._uniform.row_list)
         ids_S = sampled.ids_S[: rows * self.tokens_per_row]
         if sampled.counts_R is None or sampled.proposed_R is None:
             return ids_S, None

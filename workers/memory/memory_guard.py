@@ -1,6 +1,10 @@
-"""Handles device out-of-memory in a step: the requests that need the memory fail, not the worker."""
+"""Handles device out-of-memory.
 
-from collections.abc import Callable
+In a step the requests that need the memory fail, not the worker; at start the worker fails with a remedy.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -8,6 +12,11 @@ import torch
 from atom.shared.utils.logger import get_logger
 
 T = TypeVar("T")
+
+SMALLER_STEPS = "lower --max-num-batched-tokens or --max-num-seqs, or use more GPUs with -tp"
+SMALLER_CACHE = (
+    "lower --gpu-memory-utilization or --kv-cache-memory-bytes, or capture fewer --cudagraph-capture-sizes"
+)
 
 
 class MemoryGuard:
@@ -42,3 +51,20 @@ class MemoryGuard:
 def reason_of(part: str) -> str:
     """The error message for the client of a failed request."""
     return f"the device has too little memory for {part} of this request: try again later"
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(device: torch.device, purpose: str, remedy: str) -> Iterator[None]:
+    """Raise MemoryError with a remedy in place of torch.OutOfMemoryError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if device.type != "cuda":
+            raise
+        free, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        raise MemoryError(
+            f"{device} has too little memory for {purpose}: {free >> 20} of its {total >> 20} MiB are free, "
+            f"{allocated >> 20} are allocated by this worker, {(total - free - allocated) >> 20} are used by "
+            f"other processes, the driver and caches: {remedy}"
+        ) from None

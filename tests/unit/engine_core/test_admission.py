@@ -198,7 +198,7 @@ def test_no_request_can_raise(
     live.difference_update(aborted)
     while (batch := run.core.schedule()) is not None:
         assert encode(batch)
-        for delta in run.core.update(run.worker.execute(without_seeds(batch))).values():
+        for delta in run.core.update_from_output(run.worker.execute(without_seeds(batch))).values():
             assert encode(delta)
             live.difference_update(finished.request_id for finished in delta.finished)
         run.core.check_integrity()

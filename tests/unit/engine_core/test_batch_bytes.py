@@ -114,7 +114,7 @@ class Engine:
             result = replace(result, counts=pack_ids(counts), num_proposed=proposed)
         limits = self.limits
         most = max_result_bytes(limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_drafts)
-        for message in [result, *self.core.update(result).values()]:
+        for message in [result, *self.core.update_from_output(result).values()]:
             self.largest_result = max(self.largest_result, len(encode(message)))
             assert self.largest_result <= most
 
@@ -238,7 +238,9 @@ def test_long_reasons_of_failures_are_cut() -> None:
     engine.add([1], prompt_of(3))
     batch = engine.core.schedule()
     assert batch is not None
-    (deltas,) = engine.core.update(BatchResult(1, b"", failed=[RowFailure(0, "x" * 10_000)])).values()
+    (deltas,) = engine.core.update_from_output(
+        BatchResult(1, b"", failed=[RowFailure(0, "x" * 10_000)])
+    ).values()
     assert len(deltas.finished[0].message) == 256
 
 
@@ -362,7 +364,7 @@ def test_many_stop_ids_are_not_united() -> None:
         stops = list(range(1000 * number + 10, 1000 * number + 1010))
         engine.add([number], prompt_of(3, number), stop_token_ids=stops, max_tokens=3)
     batch = engine.core.schedule()
-    assert batch is not None and engine.core._scheduler._in_flight[0].stop_ids is None
+    assert batch is not None and engine.core._scheduler._states.in_flight[0].stop_ids is None
     ids = [1000 * row + 10 if row % 2 else 7 for row in range(64)]
-    (deltas,) = engine.core.update(BatchResult(1, pack_ids(ids))).values()
+    (deltas,) = engine.core.update_from_output(BatchResult(1, pack_ids(ids))).values()
     assert len(deltas.finished) == 32

@@ -62,7 +62,7 @@ def test_each_frontend_gets_its_own_tokens() -> None:
     assert batch is not None
     result = run.worker.execute(batch)
     sampled = list(unpack_ids(result.token_ids))
-    deltas = run.core.update(result)
+    deltas = run.core.update_from_output(result)
     assert deltas[b"a"].request_ids == [1, 3] and deltas[b"b"].request_ids == [2]
     assert list(unpack_ids(deltas[b"a"].token_ids)) == [sampled[0], sampled[2]]
     assert [first.request_id for first in deltas[b"a"].first] == [1, 3]
@@ -103,7 +103,7 @@ def one_step(run: CoreDriver) -> tuple[BatchResult, dict[bytes, TokenDeltas]]:
     batch = run.core.schedule()
     assert batch is not None
     result = run.worker.execute(batch)
-    return result, run.core.update(result)
+    return result, run.core.update_from_output(result)
 
 
 def test_log_probabilities_pass_untouched_to_the_only_frontend() -> None:
@@ -136,7 +136,7 @@ def test_log_probabilities_of_an_ended_request_are_dropped() -> None:
     assert batch is not None
     run.core.abort([2])
     result = run.worker.execute(batch)
-    delta = run.core.update(result)[b"a"]
+    delta = run.core.update_from_output(result)[b"a"]
     assert delta.request_ids == [1, 3] and delta.logprobs is not None and result.logprobs is not None
     rows = unpack_scores(result.logprobs.table)
     assert (delta.logprobs.indices, unpack_scores(delta.logprobs.table)) == ([0, 1], [rows[0], rows[2]])
@@ -178,7 +178,7 @@ def test_prompt_logprobs_of_an_ended_request_are_dropped() -> None:
     result = run.worker.execute(batch)
     assert result.prompt_logprobs
     run.core.abort([1])
-    assert run.core.update(result) == {}
+    assert run.core.update_from_output(result) == {}
 
 
 def test_log_probabilities_that_fit_no_row_are_an_error() -> None:
@@ -202,7 +202,7 @@ def test_log_probabilities_that_fit_no_row_are_an_error() -> None:
         run.add(1, range(6), max_tokens=5, prompt_logprobs=0, **with_logprobs(0))
         run.core.schedule()
         with pytest.raises(ValueError, match=message):
-            run.core.update(wrong)
+            run.core.update_from_output(wrong)
 
 
 def test_the_first_token_has_queue_and_prefill_times() -> None:
@@ -236,7 +236,9 @@ def test_a_failure_of_a_row_that_does_not_run_is_an_error() -> None:
     run.add(1, [1], max_tokens=5)
     run.send()
     with pytest.raises(ValueError, match="rows that it did not run"):
-        run.core.update(msgspec.structs.replace(run.results[0], failed=[RowFailure(3, "out of memory")]))
+        run.core.update_from_output(
+            msgspec.structs.replace(run.results[0], failed=[RowFailure(3, "out of memory")])
+        )
 
 
 def test_the_sequences_of_a_request_differ_only_in_their_index() -> None:
@@ -247,4 +249,4 @@ def test_the_sequences_of_a_request_differ_only_in_their_index() -> None:
     assert [new.sampling.sequence for new in batch.new_rows] == [0, 1, 2]
     assert [new.computed for new in batch.new_rows] == [0, 8, 8]
     result = run.worker.execute(batch)
-    assert run.core.update(result)[b"a"].request_ids == [7, 8, 9]
+    assert run.core.update_from_output(result)[b"a"].request_ids == [7, 8, 9]

@@ -210,7 +210,7 @@ def test_a_result_that_does_not_fit_is_refused(counts: list[int], proposed: list
     run.send()
     result = BatchResult(2, bytes(4 * ids), counts=pack_ids(counts), num_proposed=pack_ids(proposed))
     with pytest.raises(ValueError, match="step 2 returned"):
-        run.core.update(result)
+        run.core.update_from_output(result)
 
 
 def test_a_result_without_drafts_has_no_counts() -> None:
@@ -218,7 +218,7 @@ def test_a_result_without_drafts_has_no_counts() -> None:
     run.add(1, [1], max_tokens=9)
     run.send()
     with pytest.raises(ValueError, match="returned counts, and it had no drafts"):
-        run.core.update(BatchResult(1, bytes(4), counts=pack_ids([1])))
+        run.core.update_from_output(BatchResult(1, bytes(4), counts=pack_ids([1])))
 
 
 def test_a_result_with_one_token_each_needs_no_counts() -> None:

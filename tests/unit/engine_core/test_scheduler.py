@@ -262,9 +262,9 @@ def test_a_wrong_result_is_refused() -> None:
     run.add(1, [1], max_tokens=5)
     run.send()
     with pytest.raises(ValueError, match="out of order"):
-        run.core.update(type(run.results[0])(9, b""))
+        run.core.update_from_output(type(run.results[0])(9, b""))
     with pytest.raises(ValueError, match="returned 2 tokens for 1 rows"):
-        run.core.update(type(run.results[0])(1, b"\0" * 8))
+        run.core.update_from_output(type(run.results[0])(1, b"\0" * 8))
 
 
 def test_steady_decode_reuses_its_rows() -> None:

@@ -79,5 +79,5 @@ def test_the_core_waits_for_prompt_steps_and_measures_their_time(worker: Worker)
         clock.now += 5.0
         oldest = pending.pop(0)
         oldest._done.synchronize()
-        core.update(oldest.result())
-        assert core._scheduler._prompt_step_s == 5.0
+        core.update_from_output(oldest.result())
+        assert core._scheduler._results.prompt_step_s == 5.0

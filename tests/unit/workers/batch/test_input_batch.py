@@ -27,8 +27,7 @@ def new_row(row: int, ids: list[int], *blocks: list[int], computed: int = 0) -> 
 def apply(batch: InputBatch, message: ScheduledBatch, *ids: int) -> StepInputs:
     """The step's inputs; it computes `ids` in addition to what it decodes."""
     message = msgspec.structs.replace(message, token_ids=pack_ids(ids))
-    batch.update(message)
-    return batch.step(message)
+    return batch.step(batch.apply(message))
 
 
 def store_sampled(batch: InputBatch, step: StepInputs, *ids: int) -> None:
@@ -80,8 +79,7 @@ def test_prompt_log_probabilities_need_the_id_after_a_chunk() -> None:
     batch = make()
     row = NewRow(1, 6, 0, [[3, 4]], GREEDY, 6, prompt_logprobs=2)
     message = ScheduledBatch(1, [1], [4], [row], token_ids=pack_ids(range(20, 24)), next_ids=pack_ids([24]))
-    batch.update(message)
-    step = batch.step(message)
+    step = batch.step(batch.apply(message))
     assert step.prompt_logprobs is not None
     assert step.prompt_logprobs.tokens_P.tolist() == [
         0,

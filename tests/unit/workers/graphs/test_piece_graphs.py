@@ -16,7 +16,6 @@ from workers.graphs.call_recorder import CallRecorder
 from workers.graphs.decode_graphs import DecodeGraphs
 from workers.graphs.graph_recorder import Replay
 from workers.graphs.prompt_graphs import PromptGraphs
-from workers.worker import Worker
 
 DENSE: dict[str, dict[str, Any]] = {
     "llama-gqa": {},
@@ -88,7 +87,7 @@ def test_what_each_mode_captures(
 ) -> None:
     for whole in (DecodeGraphs, PromptGraphs):  # torch's attention cannot be captured
         monkeypatch.setattr(whole, "capture", lambda self, progress: None)
-    monkeypatch.setattr(Worker, "_warm_up", lambda self, tokens: None)
+    monkeypatch.setattr("workers.worker.warm_up", lambda *args: None)
     save_tiny(tiny("llama-gqa"), tmp_path)
     sizes = TinyWorker(tmp_path, capture_sizes="[1,4]", graph_mode=mode).worker._runner._sizes
     assert bool(sizes.decode_rows) == decode

@@ -7,14 +7,11 @@ import pytest
 import torch
 
 from atom.shared.config.checkpoint import Checkpoint
-from atom.shared.messages.engine import LogitsProcessors, Sampling, unpack_ids
-from atom.shared.messages.worker import ScheduledBatch
-from atom.shared.sampling_params import MAX_LOGPROBS
-from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
+from atom.shared.messages.engine import LogitsProcessors, Sampling
+from tests.helpers.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
 from tests.helpers.whole_engine import Output, WholeEngine
-from workers import worker as worker_module
-from workers.memory.largest_steps import largest_steps, num_blocks, profile_batch
-from workers.memory.memory_guard import MemoryGuard
+from workers.batch.input_batch import AppliedBatch
+from workers.memory.memory_guard import SMALLER_CACHE, MemoryGuard, explain_out_of_memory
 from workers.model_runner import ModelRunner
 from workers.sampling import sampler
 from workers.sampling.logits_processor_state import LogitsProcessorState
@@ -128,16 +125,19 @@ def test_one_request_fails_and_the_others_get_the_same_tokens(
 
 
 def failing_forward(
-    monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[ScheduledBatch], bool], times: int = 1
+    monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[AppliedBatch], bool], times: int = 1
 ) -> None:
-    """Let forward passes of wanted steps run out of memory at their end, when KV is written already."""
+    """Let the first wanted forward pass run out of memory at its end, when KV is written already.
+
+    With `times` also those that follow it.
+    """
     compute = ModelRunner._forward
     left = times
 
-    def instead(runner: ModelRunner, batch: ScheduledBatch) -> Any:
+    def instead(runner: ModelRunner, applied: AppliedBatch) -> Any:
         nonlocal left
-        forward = compute(runner, batch)
-        if left and batch.step >= 0 and is_wanted(batch):
+        forward = compute(runner, applied)
+        if left and (left < times or is_wanted(applied)):
             left -= 1
             raise torch.OutOfMemoryError("no memory for this test")
         return forward
@@ -145,8 +145,8 @@ def failing_forward(
     monkeypatch.setattr(ModelRunner, "_forward", instead)
 
 
-def is_mixed(batch: ScheduledBatch) -> bool:
-    return 1 in batch.counts and max(batch.counts) > 1
+def is_mixed(applied: AppliedBatch) -> bool:
+    return bool(applied.decodes.any() and not applied.decodes.all())
 
 
 def check_failed(outputs: dict[int, Output], undisturbed: dict[int, Output], failed: set[int]) -> None:
@@ -170,7 +170,7 @@ def test_a_retry_that_fails_too_ends_the_whole_step(
     checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(checkpoints["llama-gqa"])
-    failing_forward(monkeypatch, lambda batch: batch.step == 2, times=2)
+    failing_forward(monkeypatch, is_mixed, times=2)
     check_failed(run(made), undisturbed, {PLAIN, HOT, PROCESSED, SCORED})
 
 
@@ -178,7 +178,7 @@ def test_a_failed_decode_step_ends_its_requests_and_the_next_ones_run(
     checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(checkpoints["llama-gqa"])
-    failing_forward(monkeypatch, lambda batch: not batch.counts)
+    failing_forward(monkeypatch, lambda applied: bool(applied.decodes.all()))
     check_failed(run(made), undisturbed, set(requests()))
     assert {number: output.token_ids for number, output in run(made).items()} == {
         number: output.token_ids for number, output in undisturbed.items()
@@ -224,52 +224,6 @@ def test_the_end_of_a_worker_says_what_to_do(monkeypatch: pytest.MonkeyPatch) ->
     )
     with (
         pytest.raises(MemoryError, match=expected),
-        worker_module._explain_out_of_memory(torch.device("cuda", 1), "a step", worker_module._SMALLER_CACHE),
+        explain_out_of_memory(torch.device("cuda", 1), "a step", SMALLER_CACHE),
     ):
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB.")
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ((16, 4, 100), [[4] * 4, [13, 1, 1, 1]]),
-        ((16, 4, 10), [[4] * 4, [9, 5, 1, 1]]),
-        ((10, 64, 100), [[1] * 10]),
-        ((64, 2, 9), [[8, 8]]),
-        ((4, 2, 1), [[1, 1]]),
-    ],
-)
-def test_the_largest_steps(limits: tuple[int, int, int], expected: list[list[int]]) -> None:
-    assert largest_steps(*limits) == expected
-
-
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-next"])
-def test_the_profiled_steps_sample_every_row_with_every_parameter(
-    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """And the token records of all rows are as long as the longest sequence."""
-    made = Worker(engine_config(), checkpoints[name], place(), lambda *progress: None)
-    made.load()
-    longest_records = []
-    apply = LogitsProcessorState.apply
-
-    def counted(state: LogitsProcessorState, rows: Any, logits: Any, positions: Any, on_host: Any) -> Any:
-        assert len(rows.indices) == len(rows.recorded) == len(logits)
-        longest_records.append(int((on_host[rows.recorded] - rows.offsets).max()))
-        return apply(state, rows, logits, positions, on_host)
-
-    monkeypatch.setattr(LogitsProcessorState, "apply", counted)
-    kv_groups, block_size, vocab_size = made._model.kv_groups, 4, made._checkpoint.vocab_size
-    shapes = largest_steps(max_tokens=512, max_rows=64, max_model_len=MAX_MODEL_LEN)
-    assert len(shapes) == 2 and all(sum(counts) == 512 and len(counts) == 64 for counts in shapes)
-    for counts in shapes:
-        blocks = num_blocks(counts, kv_groups, block_size)
-        runner = made._make_runner(made._make_kv(blocks), made._make_inputs(MAX_MODEL_LEN, blocks), [])
-        batch = profile_batch(counts, kv_groups, block_size, vocab_size, MAX_MODEL_LEN)
-        result = runner.launch(batch).result()
-        assert result.failed == [] and len(unpack_ids(result.token_ids)) == 64
-        assert result.logprobs is not None and result.logprobs.indices == list(range(64))
-        assert result.logprobs.table.width == 1 + MAX_LOGPROBS
-        scored = sum(len(chunk.table.ranks) // 4 for chunk in result.prompt_logprobs)
-        assert scored == sum(count - 1 for count in counts[:-1])
-    assert longest_records == [MAX_MODEL_LEN - 1] * 2

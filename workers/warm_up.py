@@ -1,0 +1,96 @@
+"""What a worker does before the first request, so that no request has to wait for it.
+
+`tune` and `compile_model` come before the memory is measured, `warm_up` after everything is allocated.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from atom.shared.config.device import COMPILERS
+from atom.shared.messages.engine import Sampling, pack_ids
+from atom.shared.messages.worker import NewRow, ScheduledBatch
+from atom.shared.utils import envs
+from atom.shared.utils.logger import get_logger
+from atom_ops import backend
+from workers.agreement import Agreed
+from workers.batch.step_padding import pad_groups
+from workers.layers.attention.cache_groups import StateGroup
+from workers.layers.context import ForwardContext
+from workers.layers.linear import Linear
+from workers.model_runner import ModelRunner
+from workers.runner_builder import RunnerBuilder
+
+_GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+_PROMPT_TOKENS = 128
+_DECODES = 2
+
+
+def tune(builder: RunnerBuilder) -> None:
+    """Tune kernels; before memory is measured, so that its temporary memory is free again."""
+    layers = (layer for layer in builder.model.modules() if isinstance(layer, Linear))
+    weights = [layer.weight for layer in layers]
+    backend.tune(builder.device, weights, Path(envs.ATOM_CACHE_DIR), builder.progress)
+
+
+def compile_model(builder: RunnerBuilder) -> None:
+    """Replace the forward pass by a compiled one, where --level says so."""
+    level = builder.config.device.level
+    if level not in COMPILERS:
+        return
+    from workers.graphs.compile_cache import compile_forward, directory_of  # imports torch's compiler
+
+    model = builder.model
+    device = builder.device
+    blocks = [1] * len(model.kv_groups)
+    kv_layers = builder.kv_layers(blocks)
+    inputs = builder.inputs(builder.longest_sequence, blocks)
+
+    def step(tokens: int) -> tuple[torch.Tensor, torch.Tensor, ForwardContext]:
+        ids_T = torch.zeros(tokens, dtype=torch.int64, device=device)
+        groups = pad_groups(inputs.empty_step().groups, tokens, 1)
+        return ids_T, torch.zeros_like(ids_T), ForwardContext(kv_layers, groups)
+
+    builder.progress("Compiling", 0, 1)
+    directory = directory_of(Path(envs.ATOM_CACHE_DIR), builder.config, builder.checkpoint, device)
+    with torch.inference_mode():
+        compiled = compile_forward(model, step, level, directory)
+    model.forward = compiled  # type: ignore[method-assign]
+    builder.progress("Compiling", 1, 1)
+    get_logger().info("level %d: %s compiled %d pieces", level, COMPILERS[level], compiled.num_pieces)
+
+
+def warm_up(
+    builder: RunnerBuilder, runner: ModelRunner, most_tokens: int, idle_step: Callable[[], Agreed]
+) -> None:
+    """Run a prompt and its decode steps: compiles kernels and touches memory before the first request.
+
+    The KV cache holds a sequence of `most_tokens`. Engines in lockstep run `idle_step` until all are done.
+    """
+    tokens = min(most_tokens, _PROMPT_TOKENS + _DECODES)
+    prompt = max(tokens - _DECODES, 1)
+    decodes = tokens - prompt
+    builder.progress("Warming up", 0, 1 + decodes)
+    run_step(runner, _prompt_step(builder, prompt, tokens))
+    for done in range(1, 1 + decodes):
+        builder.progress("Warming up", done, 1 + decodes)
+        run_step(runner, ScheduledBatch(-1, [0], num_drafts=builder.num_drafts))
+    while builder.agreement is not None and idle_step().shape is not None:
+        pass  # the others still warm up
+    builder.progress("Warming up", 1 + decodes, 1 + decodes)
+
+
+def run_step(runner: ModelRunner, batch: ScheduledBatch) -> None:
+    """Run a step at start, where no row may fail: raises torch.OutOfMemoryError."""
+    for failure in runner.launch(batch).result().failed:
+        raise torch.OutOfMemoryError(failure.reason)
+
+
+def _prompt_step(builder: RunnerBuilder, prompt: int, reserved: int) -> ScheduledBatch:
+    """A step that prefills a prompt, with blocks for `reserved` tokens."""
+    blocks = list(range(-(-reserved // builder.config.block_tokens)))
+    groups = builder.model.kv_groups
+    block_ids = [[0] if isinstance(group, StateGroup) else blocks for group in groups]
+    row = NewRow(0, prompt, 0, block_ids, _GREEDY, prompt)
+    return ScheduledBatch(-1, [0], [prompt], [row], token_ids=pack_ids([0] * prompt))
