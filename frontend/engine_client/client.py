@@ -6,8 +6,8 @@ and delays no other request.
 
 An engine has a rank and, counted from 0, lives. `update` gets the lives that there are now: their links
 are opened, those of other lives are closed. The sequences of an engine that ends wait for another engine or
-its next life, and go on there: their state (the AddRequest and the ids emitted) is in the OutputProcessor.
-`Replays` knows which ones wait, and which ones fail.
+its next life, and go on there, as a RunningSequence has the request and all ids emitted. `Replays` knows
+which ones wait, and which ones fail.
 """
 
 import asyncio
@@ -35,15 +35,15 @@ from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.profile import ProfileResult
 from atom.shared.messages.supervisor import EngineEnded
 from atom.shared.utils.logger import get_logger
-from frontend.engine_client.admission import Admission
+from frontend.engine_client.admission import Admission, AdmissionSlot
 from frontend.engine_client.client_settings import ClientSettings
 from frontend.engine_client.core_link import CoreLink, LinkState
 from frontend.engine_client.dp_router import RoutedPrompt, Router
 from frontend.engine_client.engine_connection import YIELD_S, EngineConnection
 from frontend.engine_client.engine_control import EngineControl
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
-from frontend.engine_client.replay import Replays
-from frontend.engine_client.sequence import Sequence
+from frontend.engine_client.replay import MayRun, Replays
+from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Deadline, Stream, StreamOptions
 from frontend.errors import (
     ApiError,
@@ -58,6 +58,8 @@ from frontend.text.output_processor import OutputProcessor, TextOptions, Update
 
 __all__ = ["ID_BITS", "EngineClient"]
 
+_MOST_NAMES = 8
+"""Requests that a log line names."""
 ID_BITS = 40
 """Of an id below the number of its frontend."""
 # States of engines that are not ready, the one that may soon be ready first.
@@ -101,7 +103,7 @@ class EngineClient:
         self._closing: set[asyncio.Task[None]] = set()
         self.ended_reasons: dict[int, str] = {}
         """By rank: why its last life has ended; without ranks where none has."""
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, RunningSequence] = {}  # by id, the oldest first
         together, alone = settings.engines_end_together, settings.num_frontends == 1
         self._replays = Replays(settings.max_replays, together, alone)
         self._doomed_life = -1
@@ -116,8 +118,8 @@ class EngineClient:
 
     def oldest_requests(self, count: int) -> list[RunningRequest]:
         """The oldest `count` sequences in progress, the oldest first."""
-        oldest = itertools.islice(self._sequences.items(), count)
-        return [sequence.shown(number) for number, sequence in oldest]
+        oldest = itertools.islice(self._sequences.values(), count)
+        return [sequence.running_request() for sequence in oldest]
 
     async def __aenter__(self) -> "EngineClient":
         self.update(self._initial)
@@ -132,10 +134,11 @@ class EngineClient:
         traceback: TracebackType | None,
     ) -> None:
         self._replayer.cancel()
-        self._replays, reason = Replays(0), "the server is stopping"
+        self._replays.stop()
+        reason = "the server is stopping"
         for engine in list(self._engines.values()):
             self._close(engine, reason)
-        self._fail(list(self._sequences), reason)
+        self._fail(list(self._sequences.values()), reason)
         await asyncio.gather(self._replayer, *self._closing, return_exceptions=True)
         self._context.term()
 
@@ -232,8 +235,8 @@ class EngineClient:
 
         Those that wait for an engine: of this frontend alone.
         """
-        waiting = [number for number, sequence in self._sequences.items() if sequence.engine is None]
-        ended = [number for number in waiting if everything or self._output.names([number]) in names]
+        waiting = [sequence for sequence in self._sequences.values() if sequence.engine is None]
+        ended = [sequence.id for sequence in waiting if everything or sequence.name in names]
         ends = [Finished(number, FinishReason.ABORTED) for number in ended]
         self._advance(0, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
         if ended and not self.is_ready:
@@ -254,38 +257,39 @@ class EngineClient:
         every_step: bool = True,
         rank: int | None = None,
         deadline: Deadline | None = None,
+        slot: AdmissionSlot | None = None,
     ) -> AsyncIterator[Stream]:
         """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
 
         Without `every_step` the stream wakes its reader once, when all sequences have ended. Without `rank`
         the router chooses one for each request. If no engine is ready, the stream fails at once; requests
-        behind the first wait for one, if replays are allowed.
+        after the first wait for one, if replays are allowed. `slot` is the reservation of the sequences.
         A stream with too much output that is not sent yet ends with an error: see `OutputMemory`. At
         the deadline the sequences end with reason timeout; the stream fails if it has no token then.
         """
         stream = self._stream(requests, every_step)
         timer = None if deadline is None else self._at(deadline, stream)
         try:
-            await self._submit_all(requests, text, stream, rank)
+            await self._submit_all(requests, text, stream, rank, slot)
             yield stream
         finally:
             if timer is not None:
                 timer.cancel()
-            self._abort(sorted(stream.open))
+            self._abort(stream)
             stream.output.close()
 
     def _stream(self, requests: list[AddRequest], every_step: bool) -> Stream:
         memory = self.output_memory
         limit = memory.stream_limit if every_step else memory.response_limit
         options = StreamOptions(every_step, max(request.sampling.logprobs for request in requests))
-        output = HeldOutput(memory, limit, lambda error: self._end(stream, error))
+        output = HeldOutput(memory, limit, lambda error: self._limit(stream, error))
         stream = Stream([i for request in requests for i in request.request_ids], options, output)
         return stream
 
-    def _end(self, stream: Stream, error: ApiError) -> None:
+    def _limit(self, stream: Stream, error: ApiError) -> None:
         """End a stream that holds too much output, and abort its sequences."""
         self._metrics.output_limited += 1
-        self._abort(sorted(stream.open))
+        self._abort(stream)
         stream.end(error)
 
     def _at(self, deadline: Deadline, stream: Stream) -> asyncio.TimerHandle:
@@ -297,7 +301,7 @@ class EngineClient:
         if stream.failed:
             return
         if not stream.first_token_at or not stream.open <= self._sequences.keys():
-            self._abort(sorted(stream.open), FinishReason.TIMEOUT)
+            self._abort(stream, FinishReason.TIMEOUT)
             stream.end(DeadlineError(timeout_s))
             return
         by_engine: dict[tuple[int, EngineConnection | None], list[int]] = {}
@@ -311,7 +315,12 @@ class EngineClient:
             self._advance(rank, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
 
     async def _submit_all(
-        self, requests: list[AddRequest], text: TextOptions, stream: Stream, rank: int | None
+        self,
+        requests: list[AddRequest],
+        text: TextOptions,
+        stream: Stream,
+        rank: int | None,
+        slot: AdmissionSlot | None,
     ) -> None:
         """Send `requests`, with turns for other tasks in between, until the stream fails."""
         yielded_at = time.monotonic()
@@ -331,52 +340,71 @@ class EngineClient:
                     stream.fail(error)
                     return
                 ready = []
-            for request_id in request.request_ids:
-                progress = Progress(self.admission.begin(request_id), request.num_prompt_ids)
-                self._sequences[request_id] = Sequence(stream, progress, rank)
-            self._output.add(request, text)
+            sequences = self._add(request, text, stream, rank, slot)
             if ready:
-                self._send(request, ready)
+                self._send(request, sequences, ready)
             else:
-                self._replays.wait(request.request_ids, stream)
+                self._replays.wait(sequences, stream)
         self._fail_hopeless()
 
-    def _send(self, request: AddRequest, ready: list[int]) -> None:
-        """Send the request of sequences without an engine to one of the ranks `ready`."""
+    def _add(
+        self,
+        request: AddRequest,
+        text: TextOptions,
+        stream: Stream,
+        rank: int | None,
+        slot: AdmissionSlot | None,
+    ) -> list[RunningSequence]:
+        """The sequences of a request, from now on in progress."""
+        if slot is not None:
+            slot.begin(len(request.request_ids))
+        arrived_at = time.monotonic() if slot is None else slot.arrived_at
+        sequences = []
+        for request_id in request.request_ids:
+            progress = Progress(arrived_at, request.num_prompt_ids)
+            state = self._output.new_state(request, text)
+            sequences.append(RunningSequence(request_id, state, stream, progress, rank))
+        self._sequences.update(zip(request.request_ids, sequences, strict=True))
+        return sequences
+
+    def _send(self, request: AddRequest, sequences: Iterable[RunningSequence], ready: list[int]) -> None:
+        """Send the request of `sequences`, which have no engine, to one of the ranks `ready`."""
         num_left = request.max_tokens + request.num_prompt_ids - len(request.prompt_ids) // ID_BYTES
         charge = self._router.route(
             RoutedPrompt(request.prompt_ids, num_left, len(request.request_ids), request.cache_salt), ready
         )
         engine = self._engines[charge.rank]
-        for request_id in request.request_ids:
-            sequence = self._sequences[request_id]
-            sequence.engine, sequence.rank, sequence.charge = engine, engine.rank, charge
+        for sequence in sequences:
+            sequence.engine = engine
+            sequence.rank = engine.rank
+            sequence.charge = charge
         engine.link.send(request)
 
-    def _abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
-        by_engine: dict[EngineConnection | None, list[int]] = {}
-        for request_id in request_ids:
+    def _abort(self, stream: Stream, reason: FinishReason = FinishReason.ABORTED) -> None:
+        """End the sequences of a stream, here and in their engines."""
+        by_engine: dict[EngineConnection, list[int]] = {}
+        for request_id in sorted(stream.open):
             if (sequence := self._sequences.get(request_id)) is not None:
-                by_engine.setdefault(sequence.engine, []).append(request_id)
+                if sequence.engine is not None:
+                    by_engine.setdefault(sequence.engine, []).append(request_id)
                 self._metrics.engine(sequence.rank).aborted(1)
-                self._remove(request_id, sequence)
+                self._end(sequence)
+                self.admission.ended()
         for engine, running in by_engine.items():
-            self._output.remove(running)
-            self.admission.ended(len(running))
-            if engine is not None:
-                engine.link.send(Abort(running, reason))
+            engine.link.send(Abort(running, reason))
 
-    def _remove(self, request_id: int, sequence: Sequence) -> None:
-        """A sequence has ended."""
-        del self._sequences[request_id]
-        self._release(sequence)
-        self._replays.ended(request_id, sequence.stream)
+    def _end(self, sequence: RunningSequence) -> None:
+        """A sequence has ended, for any reason; its caller counts it."""
+        del self._sequences[sequence.id]
+        self._leave_engine(sequence)
+        self._replays.ended(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        """A sequence has left its engine, if it had one."""
+    def _leave_engine(self, sequence: RunningSequence) -> None:
+        """A sequence runs no longer on its engine, if it had one."""
         if sequence.charge is not None:
             self._router.release(sequence.charge)
-        sequence.engine = sequence.charge = None
+        sequence.engine = None
+        sequence.charge = None
 
     # Messages
 
@@ -402,65 +430,63 @@ class EngineClient:
 
     def _advance(self, rank: int, now: float, deltas: TokenDeltas) -> list[Abort]:
         """Give new tokens and ends to the streams; what ended here must be aborted in the core."""
-        done = self._output.process(deltas)
-        sequences, replays = self._sequences, self._replays
+        done = self._output.process(deltas, self._sequences)
         metrics = self._metrics.engine(rank)
         for first in deltas.first:
-            if (admitted := sequences.get(first.request_id)) is not None:
+            if (admitted := self._sequences.get(first.request_id)) is not None:
                 metrics.admitted(first)
                 admitted.stream.admitted(first.queued_s, first.prefill_s)
-        for update in done.updates:
-            sequence = sequences[update.request_id]
+        replays = self._replays
+        for sequence, update in done.updates:
             if tokens := len(update.token_ids):
                 metrics.advanced(sequence.progress, tokens, now)
                 if replays.is_watching:
-                    replays.advanced(update.request_id, sequence.progress.tokens)
+                    replays.advanced(sequence)
             sequence.stream.put(update, now)
             if update.finished:
                 self._finish(update, sequence, now)
         if not done.aborts:
             return []
-        failed = {update.request_id for update in done.updates if update.error}.intersection(done.aborts)
+        failed = {update.request_id for _, update in done.updates if update.error}.intersection(done.aborts)
         stopped = [request_id for request_id in done.aborts if request_id not in failed]
         reasons = (stopped, FinishReason.STOP_STRING), (sorted(failed), FinishReason.ERROR)
         return [Abort(ids, reason) for ids, reason in reasons if ids]
 
-    def _finish(self, update: Update, sequence: Sequence, now: float) -> None:
+    def _finish(self, update: Update, sequence: RunningSequence, now: float) -> None:
         assert update.reason is not None
         sequence.stream.ended(update.reason, sequence.progress.tokens)
         self._metrics.engine(sequence.rank).finished(sequence.progress, update.reason, now)
-        self._remove(update.request_id, sequence)
+        self._end(sequence)
         self.admission.ended()
 
     # Ends of engines
 
-    def _fail(self, request_ids: list[int], reason: str) -> None:
+    def _fail(self, sequences: Iterable[RunningSequence], reason: str) -> None:
         """These sequences fail, and with each its stream, whose other sequences are aborted."""
         streams = set()
-        for request_id in request_ids:
-            sequence = self._sequences[request_id]
+        for sequence in sequences:
             streams.add(sequence.stream)
             self._metrics.engine(sequence.rank).failed(1)
-            self._remove(request_id, sequence)
-        self._output.remove(request_ids)
+            self._end(sequence)
         for stream in streams:
             stream.fail(EngineLostError(reason))
-            self._abort(sorted(stream.open))
+            self._abort(stream)
 
     def _lost(self, engine: EngineConnection, reason: str, is_fault: bool = False) -> None:
         """The connection to `engine` has ended: its sequences run again or fail, its questions fail.
 
         After a fault of this process, `is_fault`, streams may not have got all tokens: they fail.
         """
-        lost = {number: each for number, each in self._sequences.items() if each.engine is engine}
-        for sequence in lost.values():
-            self._release(sequence)
-        failed = list(lost) if is_fault else self._replays.died(lost, engine.rank, engine.life)
-        if num_again := len(lost.keys() - failed):  # what waited may fail, too
+        lost = [sequence for sequence in self._sequences.values() if sequence.engine is engine]
+        for sequence in lost:
+            self._leave_engine(sequence)
+        failed = lost if is_fault else self._replays.died(lost, engine.rank, engine.life)
+        if num_again := len(set(lost).difference(failed)):  # what waited may fail, too
             self._metrics.engine(engine.rank).replayed += num_again
             get_logger().warning("engine %d: %d of %d sequences run again", engine.rank, num_again, len(lost))
         if failed and self._replays.most and not is_fault:
-            get_logger().error("requests that have ended engines fail: %s", self._output.names(failed))
+            names = sorted({sequence.name for sequence in failed})
+            get_logger().error("requests that have ended engines fail: %s", ", ".join(names[:_MOST_NAMES]))
             reason += "; replays of the request have ended so, too"
         self._fail(failed, reason)
         if self.settings.engines_end_together:
@@ -472,37 +498,37 @@ class EngineClient:
         """Fail what waits for engines that are not started again."""
         if not (self._final and len(self._replays)):
             return
-        final, everywhere = self._final, len(self._final) == self.settings.num_ranks
+        final = self._final
+        everywhere = len(final) == self.settings.num_ranks
         hopeless = [
-            number
-            for number, sequence in self._sequences.items()
+            sequence
+            for sequence in self._sequences.values()
             if sequence.engine is None and (sequence.wanted in final or everywhere)
         ]
-        for number in hopeless:
-            if (sequence := self._sequences.get(number)) is not None:  # else its stream has failed
-                self._fail([number], final.get(sequence.rank) or next(iter(final.values())))
+        for sequence in hopeless:
+            if sequence.id in self._sequences:  # else its stream has failed
+                self._fail([sequence], final.get(sequence.rank) or next(iter(final.values())))
 
-    def _send_again(self, number: int) -> None:
+    def _send_again(self, sequence: RunningSequence) -> None:
         """Send a sequence that waits for an engine."""
-        sequence = self._sequences[number]
         sequence.replays += 1
         try:
-            request = self._output.resumed(number, sequence.replays)
+            request = sequence.resumed()
             ranks = self._ranks_for_replays()
-            self._send(request, ranks if sequence.wanted is None else [sequence.wanted])
+            self._send(request, [sequence], ranks if sequence.wanted is None else [sequence.wanted])
         except Exception:
-            get_logger().error("sequence %d cannot run again", number, exc_info=True)
+            get_logger().error("sequence %d cannot run again", sequence.id, exc_info=True)
             sequence.stream.fail(InternalError())
-            self._abort(sorted(sequence.stream.open))
+            self._abort(sequence.stream)
         else:
-            self._replays.sent(number, sequence, len(request.prompt_ids) // ID_BYTES)
+            self._replays.sent(sequence, len(request.prompt_ids) // ID_BYTES)
 
     def _ranks_for_replays(self) -> list[int]:
         engines = self._engines.values()
         return [each.rank for each in engines if each.link.is_ready and each.life != self._doomed_life]
 
-    def _may_run(self) -> Callable[[int], bool]:
+    def _may_run(self) -> MayRun:
         """Whether an engine that is ready now may run a waiting sequence."""
-        ranks, sequences = self._ranks_for_replays(), self._sequences
+        ranks = self._ranks_for_replays()
         wanted = {*ranks, None} if ranks else set()
-        return lambda number: sequences[number].wanted in wanted
+        return lambda sequence: sequence.wanted in wanted

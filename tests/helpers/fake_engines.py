@@ -48,7 +48,6 @@ async def connected(
     async with client:
         await until(lambda: all(client.engine_up.values()))
         yield client
-        assert len(client._output) == len(client)
         assert sum(client._router.load(rank)[0] for rank in range(len(cores))) == len(client)
 
 

@@ -33,6 +33,7 @@ from frontend.api.generation.structured_output import reply_constraint
 from frontend.api.generation.usage import UsageCounter
 from frontend.api.models.service import ModelService
 from frontend.api.schemas.generation import GenerationRequest
+from frontend.engine_client.admission import AdmissionSlot
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.streams import Deadline, Stream
 from frontend.errors import DeadlineError, EngineError, RequestError
@@ -137,11 +138,13 @@ class Generation:
         named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
         return dataclasses.replace(request, requests=named)
 
-    async def respond(self, request: GenerateRequest, renderer: Renderer) -> Response:
-        """The complete response as JSON. Cancelling aborts the generation."""
+    async def respond(
+        self, request: GenerateRequest, renderer: Renderer, slot: AdmissionSlot | None = None
+    ) -> Response:
+        """The complete response as JSON. Cancelling aborts the generation; `slot` is its reservation."""
         counter = request.usage_counter()
         results = [Update(request_id, array("i")) for request_id in request.request_ids]
-        async with self._open(request, every_step=False) as stream:
+        async with self._open(request, slot, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
                     _raise_error(update)
@@ -156,7 +159,11 @@ class Generation:
             return Response(body, _server_timing(stream))
 
     async def stream(
-        self, request: GenerateRequest, renderer: Renderer, client: EventWriter
+        self,
+        request: GenerateRequest,
+        renderer: Renderer,
+        client: EventWriter,
+        slot: AdmissionSlot | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. Closing the generator aborts the generation.
 
@@ -164,7 +171,7 @@ class Generation:
         events of all others from the generator. Raises ApiError when the generation fails.
         """
         counter = request.usage_counter()
-        async with self._open(request) as stream:
+        async with self._open(request, slot) as stream:
             if len(request.request_ids) == 1:  # more are joined: one write for each step
                 stream.send_at_once(partial(_send, renderer, request, counter, stream, client))
             if events := renderer.start():
@@ -210,12 +217,14 @@ class Generation:
         return checked, params, cache_salt
 
     @contextlib.asynccontextmanager
-    async def _open(self, request: GenerateRequest, every_step: bool = True) -> AsyncIterator[Stream]:
+    async def _open(
+        self, request: GenerateRequest, slot: AdmissionSlot | None, every_step: bool = True
+    ) -> AsyncIterator[Stream]:
         deadline = None
         if request.timeout_s is not None:
             deadline = Deadline(request.timeout_s, request.started + request.timeout_s)
         opened = self._client.open(
-            request.requests, request.text, every_step, request.data_parallel_rank, deadline
+            request.requests, request.text, every_step, request.data_parallel_rank, deadline, slot
         )
         async with opened as stream:
             if self._tracing is None:
