@@ -3,39 +3,50 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 from frontend.errors import OverloadedError, RequestError
 from frontend.metrics.metrics import Metrics
 
-__all__ = ["Admission", "AdmissionSlot"]
+__all__ = ["Admission", "AdmissionSlot", "Load"]
 
 _RATE_WINDOW_S = 10.0
 _MIN_RETRY_S = 1
 _MAX_RETRY_S = 60
 
 
-class Admission:
-    """Admits at most `capacity()` sequences; each counts from its admission until it ends.
+class Load(Protocol):
+    """The sequences in progress."""
 
-    `most` is the largest capacity: a request for more can never be served. `live` returns the number of
-    sequences that the engines have. A request calls `slot` before its body is read, `AdmissionSlot.reserve`
-    once the number of its sequences is known, and `AdmissionSlot.begin` as they are sent to an engine.
+    @property
+    def capacity(self) -> int:
+        """How many there may be now."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+
+class Admission:
+    """Admits sequences up to the capacity of `load`; each counts from its admission until it ends.
+
+    `most` is the largest capacity: a request for more can never be served. A request calls `slot` before its
+    body is read, `AdmissionSlot.reserve` once the number of its sequences is known, and `AdmissionSlot.begin`
+    as they are sent to an engine.
     """
 
-    def __init__(self, capacity: Callable[[], int], most: int, live: Callable[[], int], metrics: Metrics):
-        self._capacity = capacity
+    def __init__(self, load: Load, most: int, metrics: Metrics):
+        self._load = load
         self._most = most
         self._metrics = metrics
-        self._live = live
         self._reserved = 0  # sequences that the engines do not have yet
         self._finished = _DecayingCount()
         self._refusals = _DecayingCount()
 
     def check(self, count: int = 1) -> None:
         """Raises OverloadedError if `count` more sequences exceed the capacity."""
-        taken = self._live() + self._reserved
-        capacity = self._capacity()
+        taken = len(self._load) + self._reserved
+        capacity = self._load.capacity
         if taken + count <= capacity:
             return
         self._metrics.refused += 1

@@ -4,7 +4,7 @@ Each core's task receives the tokens of a step, detokenizes them and wakes each 
 step. A stream keeps at most one pending update for each sequence: a slow reader gets merged updates
 and delays no other request.
 
-An engine has a rank and, counted from 0, lives. `update` gets the lives that there are now: their links
+An engine has a rank and, counted from 0, lives. `set_engines` gets the lives that there are now: their links
 are opened, those of other lives are closed. The sequences of an engine that ends wait for another engine or
 its next life, and go on there, as a RunningSequence has the request and all ids emitted. `Replays` knows
 which ones wait, and which ones fail.
@@ -14,10 +14,8 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from types import TracebackType
-
-import zmq
 
 from atom.shared.messages.admin import Done, RequestInfos
 from atom.shared.messages.engine import (
@@ -37,10 +35,10 @@ from atom.shared.messages.supervisor import EngineEnded
 from atom.shared.utils.logger import get_logger
 from frontend.engine_client.admission import Admission, AdmissionSlot
 from frontend.engine_client.client_settings import ClientSettings
-from frontend.engine_client.core_link import CoreLink, LinkState
 from frontend.engine_client.dp_router import RoutedPrompt, Router
 from frontend.engine_client.engine_connection import YIELD_S, EngineConnection
 from frontend.engine_client.engine_control import EngineControl
+from frontend.engine_client.engine_set import EngineSet
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.replay import MayRun, Replays
 from frontend.engine_client.sequence import RunningSequence
@@ -50,7 +48,6 @@ from frontend.errors import (
     DeadlineError,
     EngineLostError,
     InternalError,
-    RequestError,
     UnavailableError,
 )
 from frontend.metrics.metrics import Metrics, Progress, RunningRequest
@@ -61,9 +58,7 @@ __all__ = ["ID_BITS", "EngineClient"]
 _MOST_NAMES = 8
 """Requests that a log line names."""
 ID_BITS = 40
-"""Of an id below the number of its frontend."""
-# States of engines that are not ready, the one that may soon be ready first.
-_HOPE = (LinkState.STALLED, LinkState.READY, LinkState.CONNECTING, LinkState.DEAD)
+"""Low bits of a request id; the number of its frontend is above them."""
 
 
 class EngineClient:
@@ -73,7 +68,7 @@ class EngineClient:
     `on_ready` is called with the smallest max_model_len of the engines whenever one has become ready.
 
     While a core is silent, its streams wait; after the hang timeout they fail. The client reconnects then,
-    and after every end of a connection, until `update` leaves that life out.
+    and after every end of a connection, until `set_engines` leaves that life out.
     """
 
     def __init__(
@@ -86,35 +81,34 @@ class EngineClient:
         on_ready: Callable[[int], None] = lambda max_model_len: None,
     ):
         self.settings = settings
-        most = settings.capacity(settings.num_ranks)
-        self.admission = Admission(self._capacity, most, self.__len__, metrics)
+        self.engines = EngineSet(settings, self._process, self._lost, self._closed)
+        self.admission = Admission(self, settings.capacity(settings.num_ranks), metrics)
         self.output_memory = OutputMemory(settings.max_output_bytes)
-        self._context = zmq.Context()
         self._router = router
         self._output = output
         self._metrics = metrics
         self._on_ready = on_ready
         self._counter = itertools.count(settings.index << ID_BITS)
         self._initial = engines
-        self.engine_restarts = dict.fromkeys(range(settings.num_ranks), 0)
-        """By rank: restarts since the start of the server."""
-        self._engines: dict[int, EngineConnection] = {}  # by rank
-        self.control = EngineControl(self._engines, lambda: self._ready_ranks(None), self.new_ids)
-        self._closing: set[asyncio.Task[None]] = set()
-        self.ended_reasons: dict[int, str] = {}
-        """By rank: why its last life has ended; without ranks where none has."""
+        self.control = EngineControl(self.engines, self._counter)
         self._sequences: dict[int, RunningSequence] = {}  # by id, the oldest first
-        together, alone = settings.engines_end_together, settings.num_frontends == 1
-        self._replays = Replays(settings.max_replays, together, alone)
-        self._doomed_life = -1
-        """Of engines that end with one that has ended."""
-        self._final: dict[int, str] = {}
-        """By rank: why an engine has ended that is not started again."""
+        self._replays = Replays(
+            settings.max_replays,
+            together=settings.engines_end_together,
+            alone=settings.num_frontends == 1,
+        )
+        self._ending_life = -1
+        """Life of the engines that are about to end because another one of that life has."""
         self._ready = asyncio.Event()
 
     def __len__(self) -> int:
         """Number of sequences in progress."""
         return len(self._sequences)
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that may be in progress while these engines are ready."""
+        return self.engines.capacity
 
     def oldest_requests(self, count: int) -> list[RunningRequest]:
         """The oldest `count` sequences in progress, the oldest first."""
@@ -122,7 +116,7 @@ class EngineClient:
         return [sequence.running_request() for sequence in oldest]
 
     async def __aenter__(self) -> "EngineClient":
-        self.update(self._initial)
+        self.set_engines(self._initial)
         replaying = self._replays.run(self._may_run, self._send_again)
         self._replayer = asyncio.create_task(replaying, name="replays")
         return self
@@ -136,99 +130,31 @@ class EngineClient:
         self._replayer.cancel()
         self._replays.stop()
         reason = "the server is stopping"
-        for engine in list(self._engines.values()):
-            self._close(engine, reason)
+        self.engines.close_all(reason)
         self._fail(list(self._sequences.values()), reason)
-        await asyncio.gather(self._replayer, *self._closing, return_exceptions=True)
-        self._context.term()
+        await asyncio.gather(self._replayer, return_exceptions=True)
+        await self.engines.wait_closed()
 
     # Engines
 
-    def update(self, engines: list[EngineAddress], ended: Iterable[EngineEnded] = ()) -> None:
+    def set_engines(self, engines: Collection[EngineAddress], ended: Collection[EngineEnded] = ()) -> None:
         """Open the links of new lives, and close those of lives that are not among `engines`.
 
         Sequences on the closed ones run again, or fail with the reason in `ended`.
         """
-        lives = {(address.rank, address.life) for address in engines}
-        reasons = {(end.rank, end.life): end.reason for end in ended}
-        self.ended_reasons.update({rank: reason for (rank, _), reason in reasons.items()})
-        self.engine_restarts |= dict(sorted([*reasons, *lives]))
-        for engine in list(self._engines.values()):
-            if (engine.rank, engine.life) not in lives:
-                reason = reasons.get((engine.rank, engine.life), f"engine {engine.rank} was stopped")
-                self._close(engine, reason)
-        for address in engines:
-            if address.rank not in self._engines:
-                self._open(address)
-        self._final = {end.rank: end.reason for end in ended if end.is_final}
+        self.engines.change_to(engines, ended)
         self._fail_hopeless()
-
-    def _open(self, address: EngineAddress) -> None:
-        link = CoreLink(self._context, address.endpoint, self.settings.index)
-        engine = EngineConnection(address, link, self.settings.hang_timeout, self._process, self._lost)
-        self._engines[address.rank] = engine
-        engine.open()
-
-    def _close(self, engine: EngineConnection, reason: str) -> None:
-        del self._engines[engine.rank]
-        self.ended_reasons[engine.rank] = reason
-        self._router.forget(engine.rank)
-        self._lost(engine, reason)
-        closing = engine.close()
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-
-    @property
-    def engines(self) -> dict[int, EngineConnection]:
-        """The engine of each rank that lives or starts."""
-        return self._engines
-
-    @property
-    def limits(self) -> CoreReady | None:
-        """The limits of the engine with the smallest max_model_len; None until one was ready."""
-        known = [engine.link.limits for engine in self._engines.values() if engine.link.limits]
-        return min(known, key=lambda limits: limits.max_model_len, default=None)
 
     def check_ready(self, rank: int | None = None) -> None:
         """Raises UnavailableError while no engine, or not that of `rank`, can generate.
 
         RequestError for a rank that does not exist.
         """
-        self._ready_ranks(rank)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether an engine can generate."""
-        return any(engine.link.is_ready for engine in self._engines.values())
-
-    @property
-    def engine_up(self) -> dict[int, bool]:
-        """Whether each rank's engine can generate."""
-        ready = {rank for rank, engine in self._engines.items() if engine.link.is_ready}
-        return {rank: rank in ready for rank in range(self.settings.num_ranks)}
+        self.engines.ready_ranks(rank)
 
     async def wait_ready(self) -> None:
         """Wait until an engine is ready; the caller bounds the wait."""
         await self._ready.wait()
-
-    def _ready_ranks(self, rank: int | None) -> list[int]:
-        """The ranks that may get a request; raises as `check_ready` does."""
-        if rank is not None and not 0 <= rank < self.settings.num_ranks:
-            raise RequestError(
-                f"data_parallel_rank {rank} is none of this server's {self.settings.num_ranks} ranks: "
-                f"use 0 to {self.settings.num_ranks - 1}, or leave it out",
-                param="data_parallel_rank",
-            )
-        wanted = [engine for engine in self._engines.values() if rank in (None, engine.rank)]
-        if ready := [engine.rank for engine in wanted if engine.link.is_ready]:
-            return ready
-        if wanted:
-            min(wanted, key=lambda engine: _HOPE.index(engine.link.state)).link.check_ready()
-        reasons = [reason for number, reason in self.ended_reasons.items() if rank in (None, number)]
-        raise UnavailableError(f"the engine is gone: {'; '.join(reasons)}", code="engine_dead")
-
-    def _capacity(self) -> int:
-        return self.settings.capacity(sum(engine.link.is_ready for engine in self._engines.values()))
 
     async def abort_named(self, names: list[str], everything: bool = False) -> int:
         """End these requests, of all frontends, or all; returns how many sequences.
@@ -239,7 +165,7 @@ class EngineClient:
         ended = [sequence.id for sequence in waiting if everything or sequence.name in names]
         ends = [Finished(number, FinishReason.ABORTED) for number in ended]
         self._advance(0, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
-        if ended and not self.is_ready:
+        if ended and not self.engines.is_ready:
             return len(ended)
         return len(ended) + await self.control.abort_named(names, everything)
 
@@ -331,7 +257,7 @@ class EngineClient:
             if stream.failed:
                 return
             try:
-                ready = self._ready_ranks(rank)
+                ready = self.engines.ready_ranks(rank)
             except UnavailableError as error:
                 if not (position and self._replays.most):
                     self._metrics.engine(rank or 0).failed(
@@ -373,7 +299,7 @@ class EngineClient:
         charge = self._router.route(
             RoutedPrompt(request.prompt_ids, num_left, len(request.request_ids), request.cache_salt), ready
         )
-        engine = self._engines[charge.rank]
+        engine = self.engines[charge.rank]
         for sequence in sequences:
             sequence.engine = engine
             sequence.rank = engine.rank
@@ -414,10 +340,10 @@ class EngineClient:
                 self._deliver(engine, message)
             case CoreReady():
                 self.control.connected(engine)
-                if (limits := self.limits) is not None:
+                if (limits := self.engines.limits) is not None:
                     self._on_ready(limits.max_model_len)
                 self._ready.set()
-                self._doomed_life = -1
+                self._ending_life = -1
                 self._replays.connected(engine.rank, engine.life)
             case CoreStats() | ProfileResult() | RequestInfos() | Done():
                 self.control.answered(engine, message)
@@ -472,6 +398,11 @@ class EngineClient:
             stream.fail(EngineLostError(reason))
             self._abort(stream)
 
+    def _closed(self, engine: EngineConnection, reason: str) -> None:
+        """This life of an engine has ended."""
+        self._router.forget(engine.rank)
+        self._lost(engine, reason)
+
     def _lost(self, engine: EngineConnection, reason: str, is_fault: bool = False) -> None:
         """The connection to `engine` has ended: its sequences run again or fail, its questions fail.
 
@@ -490,15 +421,15 @@ class EngineClient:
             reason += "; replays of the request have ended so, too"
         self._fail(failed, reason)
         if self.settings.engines_end_together:
-            self._doomed_life = engine.life
+            self._ending_life = engine.life
         self._fail_hopeless()
         self.control.lost(engine, reason)
 
     def _fail_hopeless(self) -> None:
         """Fail what waits for engines that are not started again."""
-        if not (self._final and len(self._replays)):
+        final = self.engines.final
+        if not (final and len(self._replays)):
             return
-        final = self._final
         everywhere = len(final) == self.settings.num_ranks
         hopeless = [
             sequence
@@ -524,8 +455,7 @@ class EngineClient:
             self._replays.sent(sequence, len(request.prompt_ids) // ID_BYTES)
 
     def _ranks_for_replays(self) -> list[int]:
-        engines = self._engines.values()
-        return [each.rank for each in engines if each.link.is_ready and each.life != self._doomed_life]
+        return [each.rank for each in self.engines if each.link.is_ready and each.life != self._ending_life]
 
     def _may_run(self) -> MayRun:
         """Whether an engine that is ready now may run a waiting sequence."""

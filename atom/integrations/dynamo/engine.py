@@ -39,7 +39,7 @@ class DynamoEngine:
     @property
     def limits(self) -> CoreReady:
         """The limits of the engine with the shortest context, after `start`."""
-        limits = self._service.client.limits
+        limits = self._service.client.engines.limits
         assert limits is not None
         return limits
 

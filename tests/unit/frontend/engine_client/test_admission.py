@@ -1,5 +1,7 @@
 """Admission: exact at the limit, always released, and the estimate in Retry-After."""
 
+from dataclasses import dataclass
+
 import pytest
 
 import frontend.engine_client.admission as admission_module
@@ -8,19 +10,20 @@ from frontend.errors import OverloadedError, RequestError
 from frontend.metrics.metrics import Metrics
 
 
+@dataclass
 class Engine:
     """A count of live sequences."""
 
-    def __init__(self) -> None:
-        self.live = 0
+    capacity: int
+    live: int = 0
 
-    def count(self) -> int:
+    def __len__(self) -> int:
         return self.live
 
 
 def make(capacity: int) -> tuple[Admission, Engine]:
-    engine = Engine()
-    return Admission(lambda: capacity, capacity, engine.count, Metrics()), engine
+    engine = Engine(capacity)
+    return Admission(engine, capacity, Metrics()), engine
 
 
 def test_the_last_slot_is_admitted_once() -> None:
