@@ -153,7 +153,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         router_for(launch.config, settings.num_ranks, launch.index),
         OutputProcessor(tokenizer),
         app[keys.METRICS],
-        lambda max_model_len: setattr(inputs, "max_model_len", max_model_len),
+        inputs.set_max_model_len,
     )
     models_service = ModelService(config.names, inputs)
     options = ServingOptions(
@@ -281,7 +281,7 @@ async def _engine_links(app: web.Application) -> AsyncIterator[None]:
             return
 
         def update(message: Engines) -> None:
-            client.update(message.engines, message.ended)
+            client.set_engines(message.engines, message.ended)
             _apply(app, message.state)
 
         async with _running(app[keys.SUPERVISOR].follow(update)):

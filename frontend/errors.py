@@ -10,6 +10,7 @@ ApiError                 base: an HTTP status and OpenAI's error object
    └─ EngineLostError    the engine ended while it ran the request; code engine_dead
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import msgspec
@@ -67,6 +68,18 @@ class RequestError(ApiError, ValueError):
 
     status = 400
     kind = "invalid_request_error"
+
+    def rename_field(self, names: Mapping[str, str]) -> None:
+        """Name the field at fault as its endpoint does, where that has another name for it.
+
+        The message has names of one word in quotes only; those with an underscore may stand without.
+        """
+        field = self.param
+        if field is None or field not in names:
+            return
+        quote = "" if "_" in field else "'"
+        self.message = self.message.replace(f"{quote}{field}{quote}", f"{quote}{names[field]}{quote}")
+        self.param = names[field]
 
 
 class DeadlineError(RequestError):

@@ -140,7 +140,7 @@ class EngineService:
     def _update(self, state: Engines) -> None:
         """Tell the client which engines there are; before it exists, it is made with the current ones."""
         if hasattr(self, "client") and not self._stop.is_set():
-            self.client.update(state.engines, state.ended)
+            self.client.set_engines(state.engines, state.ended)
 
     def _fail(self, error: Exception, last: Engines, started: "asyncio.Future[None]") -> None:
         """The supervisor has ended with this error; `last` were the engines before."""

@@ -13,7 +13,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import msgspec
@@ -48,7 +48,7 @@ from atom.supervisor.progress import ProgressBars
 from frontend.engine_client.core_links import CoreLinks
 from frontend.text.constraint import constraint_of
 from frontend.text.grammar_process import GrammarProcess
-from frontend.text.output_processor import OutputProcessor
+from frontend.text.output_processor import OutputProcessor, RequestState
 
 __all__ = ["EngineDeadError", "LLMEngine", "Prompt", "StreamCallback"]
 
@@ -60,6 +60,17 @@ _STEP_WAIT_S = 0.2
 _STATS_DEADLINE_S = 30.0
 _CORE_READY_DEADLINE_S = 60.0
 _PROFILE_DEADLINE_S = 330.0
+
+
+@dataclass(slots=True)
+class _Running:
+    """A sequence that runs, and where its output goes."""
+
+    state: RequestState
+    sequence: Sequence
+    index: int
+    """Its number among the `n` of its request."""
+    callback: StreamCallback | None
 
 
 class LLMEngine:
@@ -123,7 +134,7 @@ class LLMEngine:
         )
         self._chat = Chat(self.checkpoint, self._input)
         self._request_ids = itertools.count()
-        self._running: dict[int, tuple[Sequence, int, StreamCallback | None]] = {}
+        self._running: dict[int, _Running] = {}  # by request id
         self._finished_early: list[Sequence] = []  # returned by the next `step`
 
     def __enter__(self) -> "LLMEngine":
@@ -210,7 +221,6 @@ class LLMEngine:
         running = [request_id for request_id in request_ids if request_id in self._running]
         for request_id in running:
             del self._running[request_id]
-        self._output.remove(running)
         self._links.abort(running)
         for request_id in running:
             self._links.end(request_id)
@@ -314,17 +324,17 @@ class LLMEngine:
                 prompt_logprobs=None if params.prompt_logprobs is None else [],
                 submitted=time.monotonic(),
             )
-            self._running[request_id] = (sequence, index, callback)
-        self._output.add(request, text_options(params))
+            state = self._output.new_state(request, text_options(params))
+            self._running[request_id] = _Running(state, sequence, index, callback)
         self._links.add(request)
 
     def _process_deltas(self, deltas: TokenDeltas) -> list[Sequence]:
-        processed = self._output.process(deltas)
+        processed = self._output.process(deltas, self._running)
         self._links.abort(processed.aborts)
         now = time.monotonic()
         ended = []
-        for update in processed.updates:
-            sequence, index, callback = self._running[update.request_id]
+        for running, update in processed.updates:
+            sequence = running.sequence
             if update.token_ids and not sequence.token_ids:
                 sequence.first_token = now
                 sequence.num_cached_tokens = update.cached_tokens
@@ -343,9 +353,9 @@ class LLMEngine:
                 del self._running[update.request_id]
                 self._links.end(update.request_id)
                 ended.append(sequence)
-            if callback is not None:
+            if running.callback is not None:
                 cached = sequence.num_cached_tokens
-                callback(output_of(update, update.request_id, index, cached, logprobs))
+                running.callback(output_of(update, update.request_id, running.index, cached, logprobs))
         return ended
 
     def _receive(self) -> tuple[int, FromCore | None]:

@@ -3,40 +3,50 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from typing import Protocol
 
 from frontend.errors import OverloadedError, RequestError
 from frontend.metrics.metrics import Metrics
 
-__all__ = ["Admission", "AdmissionSlot"]
+__all__ = ["Admission", "AdmissionSlot", "Load"]
 
 _RATE_WINDOW_S = 10.0
-_MIN_RETRY_S, _MAX_RETRY_S = 1, 60
+_MIN_RETRY_S = 1
+_MAX_RETRY_S = 60
+
+
+class Load(Protocol):
+    """The sequences in progress."""
+
+    @property
+    def capacity(self) -> int:
+        """How many there may be now."""
+
+    def __len__(self) -> int:
+        """How many there are."""
 
 
 class Admission:
-    """Admits at most `capacity()` sequences; each counts from its admission until it ends.
+    """Admits sequences up to the capacity of `load`; each counts from its admission until it ends.
 
-    `most` is the largest capacity: a request for more can never be served. `live` returns the number of
-    sequences that the engines have. A request calls `slot` before its body
-    is read, `AdmissionSlot.reserve` once the number of its sequences is known, and `begin` as each
-    sequence is sent to the engine.
+    `most` is the largest capacity: a request for more can never be served. A request calls `slot` before its
+    body is read, `AdmissionSlot.reserve` once the number of its sequences is known, and `AdmissionSlot.begin`
+    as they are sent to an engine.
     """
 
-    def __init__(self, capacity: Callable[[], int], most: int, live: Callable[[], int], metrics: Metrics):
-        self._capacity = capacity
+    def __init__(self, load: Load, most: int, metrics: Metrics):
+        self._load = load
         self._most = most
         self._metrics = metrics
-        self._live = live
-        self._reserved: dict[int, AdmissionSlot] = {}  # by request id: reserved, not yet sent to the engine
-        self._slots = 0
+        self._reserved = 0  # sequences that the engines do not have yet
         self._finished = _DecayingCount()
         self._refusals = _DecayingCount()
 
     def check(self, count: int = 1) -> None:
         """Raises OverloadedError if `count` more sequences exceed the capacity."""
-        taken = self._live() + len(self._reserved) + self._slots
-        capacity = self._capacity()
+        taken = len(self._load) + self._reserved
+        capacity = self._load.capacity
         if taken + count <= capacity:
             return
         self._metrics.refused += 1
@@ -51,37 +61,15 @@ class Admission:
         """Reserve one sequence for the block; raises OverloadedError when the server is full."""
         self.check()
         slot = AdmissionSlot(self)
-        self._slots += 1
+        self._reserved += 1
         try:
             yield slot
         finally:
             slot.release()
 
-    def begin(self, request_id: int) -> float:
-        """The engine counts this sequence from now on; returns its request's arrival time."""
-        slot = self._reserved.pop(request_id, None)
-        return time.monotonic() if slot is None else slot.arrived_at
-
     def ended(self, count: int = 1) -> None:
         """Count finished sequences: their rate determines Retry-After."""
         self._finished.add(count)
-
-    def _reserve(self, slot: "AdmissionSlot", request_ids: Sequence[int]) -> None:
-        if len(request_ids) > self._most:
-            raise RequestError(
-                f"{len(request_ids)} choices in one request, but this server takes {self._most} at most: "
-                "request fewer, or start the server with a larger --max-queued-requests"
-            )
-        self.check(len(request_ids) - 1)  # the slot itself reserves one
-        self._slots -= 1
-        self._reserved.update(dict.fromkeys(request_ids, slot))
-
-    def _release(self, request_ids: Sequence[int] | None) -> None:
-        if request_ids is None:
-            self._slots -= 1
-            return
-        for request_id in request_ids:
-            self._reserved.pop(request_id, None)
 
     def _retry_after_s(self) -> int:
         """Time in which the recently refused requests could all be admitted."""
@@ -93,21 +81,35 @@ class Admission:
 
 
 class AdmissionSlot:
-    """The reservation of one request."""
+    """The reservation of one request: of one sequence, until `reserve`."""
 
     def __init__(self, admission: Admission):
         self.arrived_at = time.monotonic()
         self._admission = admission
-        self._request_ids: Sequence[int] | None = None
+        self._count = 1
 
-    def reserve(self, request_ids: Sequence[int]) -> None:
+    def reserve(self, count: int) -> None:
         """Reserve all sequences. Raises OverloadedError, or RequestError above the capacity."""
-        self._admission._reserve(self, request_ids)
-        self._request_ids = request_ids
+        admission = self._admission
+        if count > admission._most:
+            raise RequestError(
+                f"{count} choices in one request, but this server takes {admission._most} at most: "
+                "request fewer, or start the server with a larger --max-queued-requests"
+            )
+        admission.check(count - self._count)
+        self._set(count)
+
+    def begin(self, count: int) -> None:
+        """The engines count so many of the sequences from now on."""
+        self._set(self._count - count)
 
     def release(self) -> None:
-        """Release the sequences that were not sent to the engine."""
-        self._admission._release(self._request_ids)
+        """Release the sequences that were not sent to an engine."""
+        self._set(0)
+
+    def _set(self, count: int) -> None:
+        self._admission._reserved += count - self._count
+        self._count = count
 
 
 class _DecayingCount:

@@ -4,20 +4,18 @@ Each core's task receives the tokens of a step, detokenizes them and wakes each 
 step. A stream keeps at most one pending update for each sequence: a slow reader gets merged updates
 and delays no other request.
 
-An engine has a rank and, counted from 0, lives. `update` gets the lives that there are now: their links
+An engine has a rank and, counted from 0, lives. `set_engines` gets the lives that there are now: their links
 are opened, those of other lives are closed. The sequences of an engine that ends wait for another engine or
-its next life, and go on there: their state (the AddRequest and the ids emitted) is in the OutputProcessor.
-`Replays` knows which ones wait, and which ones fail.
+its next life, and go on there, as a RunningSequence has the request and all ids emitted. `Replays` knows
+which ones wait, and which ones fail.
 """
 
 import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from types import TracebackType
-
-import zmq
 
 from atom.shared.messages.admin import Done, RequestInfos
 from atom.shared.messages.engine import (
@@ -35,22 +33,21 @@ from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.profile import ProfileResult
 from atom.shared.messages.supervisor import EngineEnded
 from atom.shared.utils.logger import get_logger
-from frontend.engine_client.admission import Admission
+from frontend.engine_client.admission import Admission, AdmissionSlot
 from frontend.engine_client.client_settings import ClientSettings
-from frontend.engine_client.core_link import CoreLink, LinkState
 from frontend.engine_client.dp_router import RoutedPrompt, Router
 from frontend.engine_client.engine_connection import YIELD_S, EngineConnection
 from frontend.engine_client.engine_control import EngineControl
+from frontend.engine_client.engine_set import EngineSet
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
-from frontend.engine_client.replay import Replays
-from frontend.engine_client.sequence import Sequence
+from frontend.engine_client.replay import MayRun, Replays
+from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Deadline, Stream, StreamOptions
 from frontend.errors import (
     ApiError,
     DeadlineError,
     EngineLostError,
     InternalError,
-    RequestError,
     UnavailableError,
 )
 from frontend.metrics.metrics import Metrics, Progress, RunningRequest
@@ -58,10 +55,10 @@ from frontend.text.output_processor import OutputProcessor, TextOptions, Update
 
 __all__ = ["ID_BITS", "EngineClient"]
 
+_MOST_NAMES = 8
+"""Requests that a log line names."""
 ID_BITS = 40
-"""Of an id below the number of its frontend."""
-# States of engines that are not ready, the one that may soon be ready first.
-_HOPE = (LinkState.STALLED, LinkState.READY, LinkState.CONNECTING, LinkState.DEAD)
+"""Low bits of a request id; the number of its frontend is above them."""
 
 
 class EngineClient:
@@ -71,7 +68,7 @@ class EngineClient:
     `on_ready` is called with the smallest max_model_len of the engines whenever one has become ready.
 
     While a core is silent, its streams wait; after the hang timeout they fail. The client reconnects then,
-    and after every end of a connection, until `update` leaves that life out.
+    and after every end of a connection, until `set_engines` leaves that life out.
     """
 
     def __init__(
@@ -84,43 +81,42 @@ class EngineClient:
         on_ready: Callable[[int], None] = lambda max_model_len: None,
     ):
         self.settings = settings
-        most = settings.capacity(settings.num_ranks)
-        self.admission = Admission(self._capacity, most, self.__len__, metrics)
+        self.engines = EngineSet(settings, self._process, self._lost, self._closed)
+        self.admission = Admission(self, settings.capacity(settings.num_ranks), metrics)
         self.output_memory = OutputMemory(settings.max_output_bytes)
-        self._context = zmq.Context()
         self._router = router
         self._output = output
         self._metrics = metrics
         self._on_ready = on_ready
         self._counter = itertools.count(settings.index << ID_BITS)
         self._initial = engines
-        self.engine_restarts = dict.fromkeys(range(settings.num_ranks), 0)
-        """By rank: restarts since the start of the server."""
-        self._engines: dict[int, EngineConnection] = {}  # by rank
-        self.control = EngineControl(self._engines, lambda: self._ready_ranks(None), self.new_ids)
-        self._closing: set[asyncio.Task[None]] = set()
-        self.ended_reasons: dict[int, str] = {}
-        """By rank: why its last life has ended; without ranks where none has."""
-        self._sequences: dict[int, Sequence] = {}
-        together, alone = settings.engines_end_together, settings.num_frontends == 1
-        self._replays = Replays(settings.max_replays, together, alone)
-        self._doomed_life = -1
-        """Of engines that end with one that has ended."""
-        self._final: dict[int, str] = {}
-        """By rank: why an engine has ended that is not started again."""
+        self.control = EngineControl(self.engines, self._counter)
+        self._sequences: dict[int, RunningSequence] = {}  # by id, the oldest first
+        self._replays = Replays(
+            settings.max_replays,
+            together=settings.engines_end_together,
+            alone=settings.num_frontends == 1,
+        )
+        self._ending_life = -1
+        """Life of the engines that are about to end because another one of that life has."""
         self._ready = asyncio.Event()
 
     def __len__(self) -> int:
         """Number of sequences in progress."""
         return len(self._sequences)
 
+    @property
+    def capacity(self) -> int:
+        """Sequences that may be in progress while these engines are ready."""
+        return self.engines.capacity
+
     def oldest_requests(self, count: int) -> list[RunningRequest]:
         """The oldest `count` sequences in progress, the oldest first."""
-        oldest = itertools.islice(self._sequences.items(), count)
-        return [sequence.shown(number) for number, sequence in oldest]
+        oldest = itertools.islice(self._sequences.values(), count)
+        return [sequence.running_request() for sequence in oldest]
 
     async def __aenter__(self) -> "EngineClient":
-        self.update(self._initial)
+        self.set_engines(self._initial)
         replaying = self._replays.run(self._may_run, self._send_again)
         self._replayer = asyncio.create_task(replaying, name="replays")
         return self
@@ -132,111 +128,44 @@ class EngineClient:
         traceback: TracebackType | None,
     ) -> None:
         self._replayer.cancel()
-        self._replays, reason = Replays(0), "the server is stopping"
-        for engine in list(self._engines.values()):
-            self._close(engine, reason)
-        self._fail(list(self._sequences), reason)
-        await asyncio.gather(self._replayer, *self._closing, return_exceptions=True)
-        self._context.term()
+        self._replays.stop()
+        reason = "the server is stopping"
+        self.engines.close_all(reason)
+        self._fail(list(self._sequences.values()), reason)
+        await asyncio.gather(self._replayer, return_exceptions=True)
+        await self.engines.wait_closed()
 
     # Engines
 
-    def update(self, engines: list[EngineAddress], ended: Iterable[EngineEnded] = ()) -> None:
+    def set_engines(self, engines: Collection[EngineAddress], ended: Collection[EngineEnded] = ()) -> None:
         """Open the links of new lives, and close those of lives that are not among `engines`.
 
         Sequences on the closed ones run again, or fail with the reason in `ended`.
         """
-        lives = {(address.rank, address.life) for address in engines}
-        reasons = {(end.rank, end.life): end.reason for end in ended}
-        self.ended_reasons.update({rank: reason for (rank, _), reason in reasons.items()})
-        self.engine_restarts |= dict(sorted([*reasons, *lives]))
-        for engine in list(self._engines.values()):
-            if (engine.rank, engine.life) not in lives:
-                reason = reasons.get((engine.rank, engine.life), f"engine {engine.rank} was stopped")
-                self._close(engine, reason)
-        for address in engines:
-            if address.rank not in self._engines:
-                self._open(address)
-        self._final = {end.rank: end.reason for end in ended if end.is_final}
+        self.engines.change_to(engines, ended)
         self._fail_hopeless()
-
-    def _open(self, address: EngineAddress) -> None:
-        link = CoreLink(self._context, address.endpoint, self.settings.index)
-        engine = EngineConnection(address, link, self.settings.hang_timeout, self._process, self._lost)
-        self._engines[address.rank] = engine
-        engine.open()
-
-    def _close(self, engine: EngineConnection, reason: str) -> None:
-        del self._engines[engine.rank]
-        self.ended_reasons[engine.rank] = reason
-        self._router.forget(engine.rank)
-        self._lost(engine, reason)
-        closing = engine.close()
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-
-    @property
-    def engines(self) -> dict[int, EngineConnection]:
-        """The engine of each rank that lives or starts."""
-        return self._engines
-
-    @property
-    def limits(self) -> CoreReady | None:
-        """The limits of the engine with the smallest max_model_len; None until one was ready."""
-        known = [engine.link.limits for engine in self._engines.values() if engine.link.limits]
-        return min(known, key=lambda limits: limits.max_model_len, default=None)
 
     def check_ready(self, rank: int | None = None) -> None:
         """Raises UnavailableError while no engine, or not that of `rank`, can generate.
 
         RequestError for a rank that does not exist.
         """
-        self._ready_ranks(rank)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether an engine can generate."""
-        return any(engine.link.is_ready for engine in self._engines.values())
-
-    @property
-    def engine_up(self) -> dict[int, bool]:
-        """Whether each rank's engine can generate."""
-        ready = {rank for rank, engine in self._engines.items() if engine.link.is_ready}
-        return {rank: rank in ready for rank in range(self.settings.num_ranks)}
+        self.engines.ready_ranks(rank)
 
     async def wait_ready(self) -> None:
         """Wait until an engine is ready; the caller bounds the wait."""
         await self._ready.wait()
-
-    def _ready_ranks(self, rank: int | None) -> list[int]:
-        """The ranks that may get a request; raises as `check_ready` does."""
-        if rank is not None and not 0 <= rank < self.settings.num_ranks:
-            raise RequestError(
-                f"data_parallel_rank {rank} is none of this server's {self.settings.num_ranks} ranks: "
-                f"use 0 to {self.settings.num_ranks - 1}, or leave it out",
-                param="data_parallel_rank",
-            )
-        wanted = [engine for engine in self._engines.values() if rank in (None, engine.rank)]
-        if ready := [engine.rank for engine in wanted if engine.link.is_ready]:
-            return ready
-        if wanted:
-            min(wanted, key=lambda engine: _HOPE.index(engine.link.state)).link.check_ready()
-        reasons = [reason for number, reason in self.ended_reasons.items() if rank in (None, number)]
-        raise UnavailableError(f"the engine is gone: {'; '.join(reasons)}", code="engine_dead")
-
-    def _capacity(self) -> int:
-        return self.settings.capacity(sum(engine.link.is_ready for engine in self._engines.values()))
 
     async def abort_named(self, names: list[str], everything: bool = False) -> int:
         """End these requests, of all frontends, or all; returns how many sequences.
 
         Those that wait for an engine: of this frontend alone.
         """
-        waiting = [number for number, sequence in self._sequences.items() if sequence.engine is None]
-        ended = [number for number in waiting if everything or self._output.names([number]) in names]
+        waiting = [sequence for sequence in self._sequences.values() if sequence.engine is None]
+        ended = [sequence.id for sequence in waiting if everything or sequence.name in names]
         ends = [Finished(number, FinishReason.ABORTED) for number in ended]
         self._advance(0, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
-        if ended and not self.is_ready:
+        if ended and not self.engines.is_ready:
             return len(ended)
         return len(ended) + await self.control.abort_named(names, everything)
 
@@ -254,38 +183,39 @@ class EngineClient:
         every_step: bool = True,
         rank: int | None = None,
         deadline: Deadline | None = None,
+        slot: AdmissionSlot | None = None,
     ) -> AsyncIterator[Stream]:
         """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
 
         Without `every_step` the stream wakes its reader once, when all sequences have ended. Without `rank`
         the router chooses one for each request. If no engine is ready, the stream fails at once; requests
-        behind the first wait for one, if replays are allowed.
+        after the first wait for one, if replays are allowed. `slot` is the reservation of the sequences.
         A stream with too much output that is not sent yet ends with an error: see `OutputMemory`. At
         the deadline the sequences end with reason timeout; the stream fails if it has no token then.
         """
         stream = self._stream(requests, every_step)
         timer = None if deadline is None else self._at(deadline, stream)
         try:
-            await self._submit_all(requests, text, stream, rank)
+            await self._submit_all(requests, text, stream, rank, slot)
             yield stream
         finally:
             if timer is not None:
                 timer.cancel()
-            self._abort(sorted(stream.open))
+            self._abort(stream)
             stream.output.close()
 
     def _stream(self, requests: list[AddRequest], every_step: bool) -> Stream:
         memory = self.output_memory
         limit = memory.stream_limit if every_step else memory.response_limit
         options = StreamOptions(every_step, max(request.sampling.logprobs for request in requests))
-        output = HeldOutput(memory, limit, lambda error: self._end(stream, error))
+        output = HeldOutput(memory, limit, lambda error: self._limit(stream, error))
         stream = Stream([i for request in requests for i in request.request_ids], options, output)
         return stream
 
-    def _end(self, stream: Stream, error: ApiError) -> None:
+    def _limit(self, stream: Stream, error: ApiError) -> None:
         """End a stream that holds too much output, and abort its sequences."""
         self._metrics.output_limited += 1
-        self._abort(sorted(stream.open))
+        self._abort(stream)
         stream.end(error)
 
     def _at(self, deadline: Deadline, stream: Stream) -> asyncio.TimerHandle:
@@ -297,7 +227,7 @@ class EngineClient:
         if stream.failed:
             return
         if not stream.first_token_at or not stream.open <= self._sequences.keys():
-            self._abort(sorted(stream.open), FinishReason.TIMEOUT)
+            self._abort(stream, FinishReason.TIMEOUT)
             stream.end(DeadlineError(timeout_s))
             return
         by_engine: dict[tuple[int, EngineConnection | None], list[int]] = {}
@@ -311,7 +241,12 @@ class EngineClient:
             self._advance(rank, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
 
     async def _submit_all(
-        self, requests: list[AddRequest], text: TextOptions, stream: Stream, rank: int | None
+        self,
+        requests: list[AddRequest],
+        text: TextOptions,
+        stream: Stream,
+        rank: int | None,
+        slot: AdmissionSlot | None,
     ) -> None:
         """Send `requests`, with turns for other tasks in between, until the stream fails."""
         yielded_at = time.monotonic()
@@ -322,7 +257,7 @@ class EngineClient:
             if stream.failed:
                 return
             try:
-                ready = self._ready_ranks(rank)
+                ready = self.engines.ready_ranks(rank)
             except UnavailableError as error:
                 if not (position and self._replays.most):
                     self._metrics.engine(rank or 0).failed(
@@ -331,52 +266,71 @@ class EngineClient:
                     stream.fail(error)
                     return
                 ready = []
-            for request_id in request.request_ids:
-                progress = Progress(self.admission.begin(request_id), request.num_prompt_ids)
-                self._sequences[request_id] = Sequence(stream, progress, rank)
-            self._output.add(request, text)
+            sequences = self._add(request, text, stream, rank, slot)
             if ready:
-                self._send(request, ready)
+                self._send(request, sequences, ready)
             else:
-                self._replays.wait(request.request_ids, stream)
+                self._replays.wait(sequences, stream)
         self._fail_hopeless()
 
-    def _send(self, request: AddRequest, ready: list[int]) -> None:
-        """Send the request of sequences without an engine to one of the ranks `ready`."""
+    def _add(
+        self,
+        request: AddRequest,
+        text: TextOptions,
+        stream: Stream,
+        rank: int | None,
+        slot: AdmissionSlot | None,
+    ) -> list[RunningSequence]:
+        """The sequences of a request, from now on in progress."""
+        if slot is not None:
+            slot.begin(len(request.request_ids))
+        arrived_at = time.monotonic() if slot is None else slot.arrived_at
+        sequences = []
+        for request_id in request.request_ids:
+            progress = Progress(arrived_at, request.num_prompt_ids)
+            state = self._output.new_state(request, text)
+            sequences.append(RunningSequence(request_id, state, stream, progress, rank))
+        self._sequences.update(zip(request.request_ids, sequences, strict=True))
+        return sequences
+
+    def _send(self, request: AddRequest, sequences: Iterable[RunningSequence], ready: list[int]) -> None:
+        """Send the request of `sequences`, which have no engine, to one of the ranks `ready`."""
         num_left = request.max_tokens + request.num_prompt_ids - len(request.prompt_ids) // ID_BYTES
         charge = self._router.route(
             RoutedPrompt(request.prompt_ids, num_left, len(request.request_ids), request.cache_salt), ready
         )
-        engine = self._engines[charge.rank]
-        for request_id in request.request_ids:
-            sequence = self._sequences[request_id]
-            sequence.engine, sequence.rank, sequence.charge = engine, engine.rank, charge
+        engine = self.engines[charge.rank]
+        for sequence in sequences:
+            sequence.engine = engine
+            sequence.rank = engine.rank
+            sequence.charge = charge
         engine.link.send(request)
 
-    def _abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
-        by_engine: dict[EngineConnection | None, list[int]] = {}
-        for request_id in request_ids:
+    def _abort(self, stream: Stream, reason: FinishReason = FinishReason.ABORTED) -> None:
+        """End the sequences of a stream, here and in their engines."""
+        by_engine: dict[EngineConnection, list[int]] = {}
+        for request_id in sorted(stream.open):
             if (sequence := self._sequences.get(request_id)) is not None:
-                by_engine.setdefault(sequence.engine, []).append(request_id)
+                if sequence.engine is not None:
+                    by_engine.setdefault(sequence.engine, []).append(request_id)
                 self._metrics.engine(sequence.rank).aborted(1)
-                self._remove(request_id, sequence)
+                self._end(sequence)
+                self.admission.ended()
         for engine, running in by_engine.items():
-            self._output.remove(running)
-            self.admission.ended(len(running))
-            if engine is not None:
-                engine.link.send(Abort(running, reason))
+            engine.link.send(Abort(running, reason))
 
-    def _remove(self, request_id: int, sequence: Sequence) -> None:
-        """A sequence has ended."""
-        del self._sequences[request_id]
-        self._release(sequence)
-        self._replays.ended(request_id, sequence.stream)
+    def _end(self, sequence: RunningSequence) -> None:
+        """A sequence has ended, for any reason; its caller counts it."""
+        del self._sequences[sequence.id]
+        self._leave_engine(sequence)
+        self._replays.ended(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        """A sequence has left its engine, if it had one."""
+    def _leave_engine(self, sequence: RunningSequence) -> None:
+        """A sequence runs no longer on its engine, if it had one."""
         if sequence.charge is not None:
             self._router.release(sequence.charge)
-        sequence.engine = sequence.charge = None
+        sequence.engine = None
+        sequence.charge = None
 
     # Messages
 
@@ -386,10 +340,10 @@ class EngineClient:
                 self._deliver(engine, message)
             case CoreReady():
                 self.control.connected(engine)
-                if (limits := self.limits) is not None:
+                if (limits := self.engines.limits) is not None:
                     self._on_ready(limits.max_model_len)
                 self._ready.set()
-                self._doomed_life = -1
+                self._ending_life = -1
                 self._replays.connected(engine.rank, engine.life)
             case CoreStats() | ProfileResult() | RequestInfos() | Done():
                 self.control.answered(engine, message)
@@ -402,107 +356,109 @@ class EngineClient:
 
     def _advance(self, rank: int, now: float, deltas: TokenDeltas) -> list[Abort]:
         """Give new tokens and ends to the streams; what ended here must be aborted in the core."""
-        done = self._output.process(deltas)
-        sequences, replays = self._sequences, self._replays
+        done = self._output.process(deltas, self._sequences)
         metrics = self._metrics.engine(rank)
         for first in deltas.first:
-            if (admitted := sequences.get(first.request_id)) is not None:
+            if (admitted := self._sequences.get(first.request_id)) is not None:
                 metrics.admitted(first)
                 admitted.stream.admitted(first.queued_s, first.prefill_s)
-        for update in done.updates:
-            sequence = sequences[update.request_id]
+        replays = self._replays
+        for sequence, update in done.updates:
             if tokens := len(update.token_ids):
                 metrics.advanced(sequence.progress, tokens, now)
                 if replays.is_watching:
-                    replays.advanced(update.request_id, sequence.progress.tokens)
+                    replays.advanced(sequence)
             sequence.stream.put(update, now)
             if update.finished:
                 self._finish(update, sequence, now)
         if not done.aborts:
             return []
-        failed = {update.request_id for update in done.updates if update.error}.intersection(done.aborts)
+        failed = {update.request_id for _, update in done.updates if update.error}.intersection(done.aborts)
         stopped = [request_id for request_id in done.aborts if request_id not in failed]
         reasons = (stopped, FinishReason.STOP_STRING), (sorted(failed), FinishReason.ERROR)
         return [Abort(ids, reason) for ids, reason in reasons if ids]
 
-    def _finish(self, update: Update, sequence: Sequence, now: float) -> None:
+    def _finish(self, update: Update, sequence: RunningSequence, now: float) -> None:
         assert update.reason is not None
         sequence.stream.ended(update.reason, sequence.progress.tokens)
         self._metrics.engine(sequence.rank).finished(sequence.progress, update.reason, now)
-        self._remove(update.request_id, sequence)
+        self._end(sequence)
         self.admission.ended()
 
     # Ends of engines
 
-    def _fail(self, request_ids: list[int], reason: str) -> None:
+    def _fail(self, sequences: Iterable[RunningSequence], reason: str) -> None:
         """These sequences fail, and with each its stream, whose other sequences are aborted."""
         streams = set()
-        for request_id in request_ids:
-            sequence = self._sequences[request_id]
+        for sequence in sequences:
             streams.add(sequence.stream)
             self._metrics.engine(sequence.rank).failed(1)
-            self._remove(request_id, sequence)
-        self._output.remove(request_ids)
+            self._end(sequence)
         for stream in streams:
             stream.fail(EngineLostError(reason))
-            self._abort(sorted(stream.open))
+            self._abort(stream)
+
+    def _closed(self, engine: EngineConnection, reason: str) -> None:
+        """This life of an engine has ended."""
+        self._router.forget(engine.rank)
+        self._lost(engine, reason)
 
     def _lost(self, engine: EngineConnection, reason: str, is_fault: bool = False) -> None:
         """The connection to `engine` has ended: its sequences run again or fail, its questions fail.
 
         After a fault of this process, `is_fault`, streams may not have got all tokens: they fail.
         """
-        lost = {number: each for number, each in self._sequences.items() if each.engine is engine}
-        for sequence in lost.values():
-            self._release(sequence)
-        failed = list(lost) if is_fault else self._replays.died(lost, engine.rank, engine.life)
-        if num_again := len(lost.keys() - failed):  # what waited may fail, too
+        lost = [sequence for sequence in self._sequences.values() if sequence.engine is engine]
+        for sequence in lost:
+            self._leave_engine(sequence)
+        failed = lost if is_fault else self._replays.died(lost, engine.rank, engine.life)
+        if num_again := len(set(lost).difference(failed)):  # what waited may fail, too
             self._metrics.engine(engine.rank).replayed += num_again
             get_logger().warning("engine %d: %d of %d sequences run again", engine.rank, num_again, len(lost))
         if failed and self._replays.most and not is_fault:
-            get_logger().error("requests that have ended engines fail: %s", self._output.names(failed))
+            names = sorted({sequence.name for sequence in failed})
+            get_logger().error("requests that have ended engines fail: %s", ", ".join(names[:_MOST_NAMES]))
             reason += "; replays of the request have ended so, too"
         self._fail(failed, reason)
         if self.settings.engines_end_together:
-            self._doomed_life = engine.life
+            self._ending_life = engine.life
         self._fail_hopeless()
         self.control.lost(engine, reason)
 
     def _fail_hopeless(self) -> None:
         """Fail what waits for engines that are not started again."""
-        if not (self._final and len(self._replays)):
+        final = self.engines.final
+        if not (final and len(self._replays)):
             return
-        final, everywhere = self._final, len(self._final) == self.settings.num_ranks
+        everywhere = len(final) == self.settings.num_ranks
         hopeless = [
-            number
-            for number, sequence in self._sequences.items()
+            sequence
+            for sequence in self._sequences.values()
             if sequence.engine is None and (sequence.wanted in final or everywhere)
         ]
-        for number in hopeless:
-            if (sequence := self._sequences.get(number)) is not None:  # else its stream has failed
-                self._fail([number], final.get(sequence.rank) or next(iter(final.values())))
+        for sequence in hopeless:
+            if sequence.id in self._sequences:  # else its stream has failed
+                self._fail([sequence], final.get(sequence.rank) or next(iter(final.values())))
 
-    def _send_again(self, number: int) -> None:
+    def _send_again(self, sequence: RunningSequence) -> None:
         """Send a sequence that waits for an engine."""
-        sequence = self._sequences[number]
         sequence.replays += 1
         try:
-            request = self._output.resumed(number, sequence.replays)
+            request = sequence.resumed()
             ranks = self._ranks_for_replays()
-            self._send(request, ranks if sequence.wanted is None else [sequence.wanted])
+            self._send(request, [sequence], ranks if sequence.wanted is None else [sequence.wanted])
         except Exception:
-            get_logger().error("sequence %d cannot run again", number, exc_info=True)
+            get_logger().error("sequence %d cannot run again", sequence.id, exc_info=True)
             sequence.stream.fail(InternalError())
-            self._abort(sorted(sequence.stream.open))
+            self._abort(sequence.stream)
         else:
-            self._replays.sent(number, sequence, len(request.prompt_ids) // ID_BYTES)
+            self._replays.sent(sequence, len(request.prompt_ids) // ID_BYTES)
 
     def _ranks_for_replays(self) -> list[int]:
-        engines = self._engines.values()
-        return [each.rank for each in engines if each.link.is_ready and each.life != self._doomed_life]
+        return [each.rank for each in self.engines if each.link.is_ready and each.life != self._ending_life]
 
-    def _may_run(self) -> Callable[[int], bool]:
+    def _may_run(self) -> MayRun:
         """Whether an engine that is ready now may run a waiting sequence."""
-        ranks, sequences = self._ranks_for_replays(), self._sequences
+        ranks = self._ranks_for_replays()
         wanted = {*ranks, None} if ranks else set()
-        return lambda number: sequences[number].wanted in wanted
+        return lambda sequence: sequence.wanted in wanted

@@ -8,8 +8,8 @@ import zmq
 
 from atom.shared.messages.engine import Abort, AddRequest, FromCore, ToCore
 from atom.shared.messages.launch import EngineAddress
-from frontend.engine_client.core_link import CoreLink
 from frontend.engine_client.dp_router import Charge, RoutedPrompt, Router
+from frontend.engine_client.engine_link import EngineLink
 
 __all__ = ["CoreLinks"]
 
@@ -18,7 +18,7 @@ class CoreLinks:
     """Sends each request to one of the engines, which `router` chooses."""
 
     def __init__(self, context: "zmq.Context[Any]", engines: Iterable[EngineAddress], router: Router):
-        self._links = {address.rank: CoreLink(context, address.endpoint, 0) for address in engines}
+        self._links = {address.rank: EngineLink(context, address.endpoint, 0) for address in engines}
         self._router = router
         self._charges: dict[int, Charge] = {}  # by request id
         self._poller = zmq.Poller()

@@ -16,7 +16,7 @@ from atom.shared.messages.engine import CoreDead, FromCore, GetStats
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.utils.liveness import PeerMonitor, heartbeat_interval
 from atom.shared.utils.logger import get_logger
-from frontend.engine_client.core_link import CoreLink, LinkState
+from frontend.engine_client.engine_link import EngineLink, LinkState
 from frontend.engine_client.frame_reader import FrameReader
 
 __all__ = ["YIELD_S", "EngineConnection"]
@@ -40,7 +40,7 @@ class EngineConnection:
     def __init__(
         self,
         address: EngineAddress,
-        link: CoreLink,
+        link: EngineLink,
         hang_timeout: float,
         on_message: Callable[["EngineConnection", FromCore], None],
         on_loss: Callable[["EngineConnection", str, bool], None],

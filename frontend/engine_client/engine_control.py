@@ -1,7 +1,7 @@
 """What is asked of engine cores besides requests: their counters, profiles and administration."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from atom.shared.messages.admin import (
@@ -17,9 +17,10 @@ from atom.shared.messages.admin import (
 )
 from atom.shared.messages.engine import CoreStats, GetStats
 from atom.shared.messages.profile import Profile, ProfileResult
-from frontend.engine_client.core_link import LinkState
 from frontend.engine_client.engine_connection import EngineConnection
+from frontend.engine_client.engine_link import LinkState
 from frontend.engine_client.engine_queries import Queries
+from frontend.engine_client.engine_set import EngineSet
 
 __all__ = ["EngineControl"]
 
@@ -31,21 +32,14 @@ _PROFILE_DEADLINE_S = 330.0
 
 
 class EngineControl:
-    """Asks `engines`, which its owner keeps by rank; the owner passes on their answers and their ends.
+    """Asks `engines`; the owner passes on their answers and their ends.
 
-    `ready_ranks` returns the ranks that can be asked, or raises UnavailableError. `new_ids` makes numbers
-    for questions.
+    Each question has one of `numbers`, which its answers repeat.
     """
 
-    def __init__(
-        self,
-        engines: Mapping[int, EngineConnection],
-        ready_ranks: Callable[[], list[int]],
-        new_ids: Callable[[int], list[int]],
-    ):
+    def __init__(self, engines: EngineSet, numbers: Iterator[int]):
         self._engines = engines
-        self._ready_ranks = ready_ranks
-        self._new_ids = new_ids
+        self._numbers = numbers
         self._stats: dict[EngineConnection, asyncio.Future[CoreStats]] = {}
         self._profiles: Queries[ProfileResult] = Queries()
         self._queries: Queries[Answer] = Queries()
@@ -53,7 +47,7 @@ class EngineControl:
 
     async def stats(self, timeout_s: float) -> dict[int, CoreStats]:
         """The current counters of each rank whose core responds in time."""
-        ready = [engine for engine in self._engines.values() if engine.link.is_ready]
+        ready = [engine for engine in self._engines if engine.link.is_ready]
         waiting = {engine.rank: self._request_stats(engine) for engine in ready}
         if waiting:
             await asyncio.wait(waiting.values(), timeout=timeout_s)
@@ -75,10 +69,10 @@ class EngineControl:
 
         Raises UnavailableError without an engine, EngineError when one does not respond.
         """
-        ranks = self._ready_ranks()
+        ranks = self._engines.ready_ranks()
         profiles = [
             self._profiles.ask(self._engines[rank], number, Profile(on, number), _PROFILE_DEADLINE_S)
-            for rank, number in zip(ranks, self._new_ids(len(ranks)), strict=True)
+            for rank, number in zip(ranks, self._numbers, strict=False)  # the numbers have no end
         ]
         results = await asyncio.gather(*profiles)
         return list(zip(ranks, results, strict=True))
@@ -99,10 +93,10 @@ class EngineControl:
 
     async def _ask_all(self, question: Callable[[int], Question], kind: type[A]) -> list[tuple[int, A]]:
         """Ask every ready engine. Raises EngineError when one does not answer."""
-        ranks = self._ready_ranks()
+        ranks = self._engines.ready_ranks()
         questions = [
             self._queries.ask(self._engines[rank], number, question(number), _ANSWER_DEADLINE_S)
-            for rank, number in zip(ranks, self._new_ids(len(ranks)), strict=True)
+            for rank, number in zip(ranks, self._numbers, strict=False)  # the numbers have no end
         ]
         answers = await asyncio.gather(*questions)
         pairs = zip(ranks, answers, strict=True)
@@ -117,7 +111,7 @@ class EngineControl:
     def log_level(self, level: LogLevel) -> None:
         if level != self._log_level:
             self._log_level = level
-            for engine in self._engines.values():
+            for engine in self._engines:
                 if engine.link.state is not LinkState.DEAD:  # its socket may be closed
                     engine.link.send(SetLogLevel(level))
 

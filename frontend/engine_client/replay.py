@@ -7,7 +7,7 @@ deaths of each request are counted, over all of its sequences:
     1           it is sent again as soon as an engine is ready
     2           it is suspected, and tried: a few suspected requests at a time, until each is past the place
                 where it died. If an engine ends meanwhile, only they, and requests that had hardly begun
-                there, can be the cause. Of several that are tried, each half is tried then
+                there, can be the cause. If several were tried, each half of them is tried next
     tried alone, and the engine ends: two more deaths, if nothing else can have been the cause
     more than `most`: it fails
 
@@ -20,20 +20,21 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from atom.shared.utils.logger import get_logger
 from frontend.engine_client.engine_connection import YIELD_S
-from frontend.engine_client.sequence import Sequence
+from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Stream
 
-__all__ = ["Replays"]
+__all__ = ["MayRun", "Replays"]
 
-MayRun = Callable[[int], bool]
+MayRun = Callable[[RunningSequence], bool]
 
 _SUSPECT = 2
-"""Deaths."""
+"""Deaths after which a request is suspected."""
 _TRIED_TOGETHER = 4
 _MOST_ENDED = 6
 """Engines in a row that tried requests may end: then all suspected requests fail."""
@@ -54,9 +55,9 @@ class _Case:
 
     deaths: int = 0
     died_at: float = 0.0
-    ids: set[int] = field(default_factory=set)
+    sequences: set[RunningSequence] = field(default_factory=set)
     """Its sequences that have lost an engine and not ended."""
-    suspected: set[int] = field(default_factory=set)
+    suspected: set[RunningSequence] = field(default_factory=set)
     """Those of them that wait to be tried."""
     in_group: bool = False
 
@@ -66,8 +67,18 @@ class _Trial:
     """Suspected requests that run."""
 
     streams: set[Stream]
-    until: dict[int, int | None]
-    """Of sequences that are not past the place where they died: tokens they need; None: not sent."""
+    sequences: set[RunningSequence]
+    """Those that are not past the place where they died."""
+
+
+class _Blame(NamedTuple):
+    """The deaths that were counted when an engine ended."""
+
+    life: int
+    streams: set[Stream]
+    """The requests that may have ended it."""
+    deaths: int
+    """How many each of them was charged with."""
 
 
 class Replays:
@@ -82,16 +93,14 @@ class Replays:
         self._together = together
         self._alone = alone
         self._cases: dict[Stream, _Case] = {}
-        self._waiting: dict[int, Stream] = {}  # sequences that may be sent
+        self._waiting: dict[RunningSequence, None] = {}  # those that may be sent, in order
         self._groups: deque[list[Stream]] = deque()  # suspected requests, tried one group after the other
         self._trial: _Trial | None = None
         self._try_from = 0.0
-        self._num_ended = 0  # by tried requests, in a row
+        self._num_ended = 0  # engines that tried requests have ended, in a row
         self._explained_life = -1  # that tried requests have ended, where engines end together
-        # By rank: the life that it has lost, whose death that was, and how many deaths it counted.
-        self._counted: dict[int, tuple[int, set[Stream], int]] = {}
-        self._starting: dict[int, int] = {}  # ids sent, by sequence
-        self._starting_ids = 0
+        self._blames: dict[int, _Blame] = {}  # by rank, until its engine is connected again
+        self._starting_ids = 0  # sum over all sequences
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -101,55 +110,63 @@ class Replays:
     @property
     def is_watching(self) -> bool:
         """Whether `advanced` must be called."""
-        return self._trial is not None or bool(self._starting)
+        return self._trial is not None or self._starting_ids > 0
+
+    def stop(self) -> None:
+        """From now on every sequence that loses its engine fails."""
+        self.most = 0
 
     # Ends of engines
 
-    def died(self, lost: Mapping[int, Sequence], rank: int, life: int) -> list[int]:
+    def died(self, lost: Collection[RunningSequence], rank: int, life: int) -> list[RunningSequence]:
         """The engine of these sequences has ended. Returns those that fail; the others wait."""
         if not self.most:
             return list(lost)
-        by_stream: dict[Stream, list[int]] = {}
-        for number, sequence in lost.items():
-            by_stream.setdefault(sequence.stream, []).append(number)
-            self._started(number)
+        by_stream: dict[Stream, list[RunningSequence]] = {}
+        for sequence in lost:
+            by_stream.setdefault(sequence.stream, []).append(sequence)
+            self._started(sequence)
         # All engines that end together end because of what is tried on one of them.
         explained = self._together and (life == self._explained_life or self._trial is not None)
         tried = self._end_of_trial(by_stream)
-        new = {each.stream for each in lost.values() if each.progress.tokens < each.tokens_at_death + _PAST}
-        new -= tried
+        blamed = self._blamed(lost, tried)
         if explained:
-            guilty, self._explained_life = set(), life
-        elif len(tried) > 1:
-            guilty = new
-        else:
-            guilty = tried | new if tried else set(by_stream)
-        weight = 2 if len(tried) == 1 and guilty == tried and self._alone else 1
-        self._counted[rank] = life, guilty, weight
+            blamed = set()
+            self._explained_life = life
+        weight = 2 if len(tried) == 1 and blamed == tried and self._alone else 1
+        self._blames[rank] = _Blame(life, blamed, weight)
         failed = []
         suspected: dict[Stream, None] = {}
-        for stream, numbers in by_stream.items():
+        for stream, sequences in by_stream.items():
             case = self._cases.setdefault(stream, _Case())
-            case.ids.update(numbers)
-            if stream in guilty:
+            case.sequences.update(sequences)
+            if stream in blamed:
                 self._count(case, weight)
-                for number in numbers:
-                    lost[number].tokens_at_death = lost[number].progress.tokens
+                for sequence in sequences:
+                    sequence.tokens_at_death = sequence.progress.tokens
             if case.deaths > self.most:
-                failed += numbers
-            elif stream in tried or (stream in guilty and case.deaths >= _SUSPECT):
+                failed += sequences
+            elif stream in tried or (stream in blamed and case.deaths >= _SUSPECT):
                 if not case.in_group:
                     suspected[stream] = None
                 case.in_group = True
-                case.suspected.update(numbers)
+                case.suspected.update(sequences)
             else:
-                self._waiting.update(dict.fromkeys(numbers, stream))
+                self._waiting.update(dict.fromkeys(sequences))
         self._suspect_again([stream for stream in suspected if stream in tried])
         self._suspect([stream for stream in suspected if stream not in tried])
         if self._num_ended > max(_MOST_ENDED, self.most):
-            failed += [number for case in self._cases.values() for number in case.suspected]
+            failed += [sequence for case in self._cases.values() for sequence in case.suspected]
         self.wake()
         return failed
+
+    def _blamed(self, lost: Collection[RunningSequence], tried: set[Stream]) -> set[Stream]:
+        """The requests that may have ended the engine of the sequences `lost`."""
+        if not tried:
+            return {sequence.stream for sequence in lost}
+        new = {each.stream for each in lost if each.progress.tokens < each.tokens_at_death + _PAST}
+        # Several that were tried are tried again in halves: only what is new counts this death.
+        return new - tried if len(tried) > 1 else new | tried
 
     def _count(self, case: _Case, weight: int) -> None:
         now = time.monotonic()
@@ -157,7 +174,7 @@ class Replays:
         case.died_at = now
 
     def _end_of_trial(self, lost: Iterable[Stream]) -> set[Stream]:
-        """The tried requests that were on an engine that has ended; the others are tried on."""
+        """The tried requests that were on an engine that has ended; the trial of the others goes on."""
         trial = self._trial
         if trial is None or not (tried := trial.streams.intersection(lost)):
             return set()
@@ -165,11 +182,13 @@ class Replays:
         trial.streams -= tried
         for stream in tried:
             case = self._cases[stream]
-            for number in case.ids:
-                trial.until.pop(number, None)
-                if self._waiting.pop(number, None) is not None:
-                    case.suspected.add(number)
-        if not trial.until:
+            for sequence in case.sequences:
+                sequence.passes_at = 0
+                trial.sequences.discard(sequence)
+                if sequence in self._waiting:
+                    del self._waiting[sequence]
+                    case.suspected.add(sequence)
+        if not trial.sequences:
             self._trial = None
         return tried
 
@@ -178,29 +197,29 @@ class Replays:
         self._groups.extend(streams[first : first + size] for first in range(0, len(streams), size))
 
     def _suspect_again(self, streams: list[Stream]) -> None:
-        """Of requests that were tried together, try each half before all others; a single one after them."""
+        """Try each half of requests that were tried together before all others; a single one after them."""
         half = len(streams) // 2
         if half:
             self._groups.extendleft((streams[half:], streams[:half]))
         elif streams:
             self._groups.append(streams)
 
-    def wait(self, numbers: Iterable[int], stream: Stream) -> None:
+    def wait(self, sequences: Iterable[RunningSequence], stream: Stream) -> None:
         """These sequences of a request could not be sent, as the engine of others has ended."""
         case = self._cases.setdefault(stream, _Case())
-        case.ids.update(numbers)
+        case.sequences.update(sequences)
         if case.in_group:
-            case.suspected.update(numbers)
+            case.suspected.update(sequences)
         else:
-            self._waiting.update(dict.fromkeys(numbers, stream))
+            self._waiting.update(dict.fromkeys(sequences))
         self.wake()
 
     def connected(self, rank: int, life: int) -> None:
         """An engine is ready. If its connection alone was lost, nothing has died."""
-        if (found := self._counted.pop(rank, None)) is not None and found[0] == life:
-            for stream in found[1]:
+        if (blame := self._blames.pop(rank, None)) is not None and blame.life == life:
+            for stream in blame.streams:
                 if (case := self._cases.get(stream)) is not None:
-                    case.deaths -= found[2]
+                    case.deaths -= blame.deaths
         if not self._alone:
             self._try_from = time.monotonic() + random.uniform(0.0, _SPREAD_S)
         self.wake()
@@ -211,7 +230,7 @@ class Replays:
         """Something has changed: see what may run."""
         self._changed.set()
 
-    async def run(self, may_run: Callable[[], MayRun], send: Callable[[int], None]) -> None:
+    async def run(self, may_run: Callable[[], MayRun], send: Callable[[RunningSequence], None]) -> None:
         """Until cancelled, call `send` with each sequence once it may run, between other tasks.
 
         `may_run()` tells that of each sequence for the engines that are ready at that moment. `send` calls
@@ -233,77 +252,87 @@ class Replays:
             get_logger().critical("the frontend cannot send sequences again", exc_info=True)
             os._exit(1)
 
-    async def _send_due(self, may_run: Callable[[], MayRun], send: Callable[[int], None]) -> None:
-        accepts, yielded_at = may_run(), time.monotonic()
-        for number in self.due(accepts):
+    async def _send_due(self, may_run: Callable[[], MayRun], send: Callable[[RunningSequence], None]) -> None:
+        accepts = may_run()
+        yielded_at = time.monotonic()
+        for sequence in self.due(accepts):
             if time.monotonic() - yielded_at > YIELD_S:
                 await asyncio.sleep(0)
-                accepts, yielded_at = may_run(), time.monotonic()
-            if number in self._waiting and self._starting_ids < _MOST_STARTING_IDS and accepts(number):
-                send(number)
+                accepts = may_run()
+                yielded_at = time.monotonic()
+            has_room = self._starting_ids < _MOST_STARTING_IDS
+            if sequence in self._waiting and has_room and accepts(sequence):
+                send(sequence)
 
-    def due(self, may_run: MayRun) -> list[int]:
+    def due(self, may_run: MayRun) -> list[RunningSequence]:
         """The waiting sequences to send now: all that may run."""
         if self._trial is None and time.monotonic() >= self._try_from:
             self._begin_trial(may_run)
-        return [number for number in self._waiting if may_run(number)]
+        return [sequence for sequence in self._waiting if may_run(sequence)]
 
     def _begin_trial(self, may_run: MayRun) -> None:
         for place, group in enumerate(self._groups):
             streams = {stream for stream in group if any(map(may_run, self._cases[stream].suspected))}
             if streams:
                 self._groups[place] = [stream for stream in group if stream not in streams]
-                numbers = {number: stream for stream in streams for number in self._cases[stream].suspected}
+                sequences: set[RunningSequence] = set()
                 for stream in streams:
                     case = self._cases[stream]
-                    case.in_group, case.suspected = False, set()
-                self._waiting.update(numbers)
-                self._trial = _Trial(streams, dict.fromkeys(numbers))
+                    sequences |= case.suspected
+                    case.suspected = set()
+                    case.in_group = False
+                self._waiting.update(dict.fromkeys(sorted(sequences, key=lambda each: each.id)))
+                self._trial = _Trial(streams, sequences)
                 break
         self._groups = deque(group for group in self._groups if group)
 
-    def sent(self, number: int, sequence: Sequence, num_ids: int) -> None:
+    def sent(self, sequence: RunningSequence, num_ids: int) -> None:
         """It was sent to an engine, with `num_ids` ids."""
-        del self._waiting[number]
-        self._starting[number] = num_ids
+        del self._waiting[sequence]
+        sequence.starting_ids = num_ids
         self._starting_ids += num_ids
-        if self._trial is not None and number in self._trial.until:
-            self._trial.until[number] = sequence.progress.tokens + _PAST
+        if self._trial is not None and sequence in self._trial.sequences:
+            sequence.passes_at = sequence.progress.tokens + _PAST
 
-    def advanced(self, number: int, num_tokens: int) -> None:
-        """It has `num_tokens` tokens of output, one or more of them new."""
-        self._started(number)
-        if self._trial is not None and num_tokens >= (self._trial.until.get(number) or num_tokens + 1):
-            self._passed(number)
+    def advanced(self, sequence: RunningSequence) -> None:
+        """It has one or more new tokens."""
+        self._started(sequence)
+        if sequence.passes_at and sequence.progress.tokens >= sequence.passes_at:
+            self._leave_trial(sequence)
 
-    def ended(self, number: int, stream: Stream) -> None:
+    def ended(self, sequence: RunningSequence) -> None:
         """It has ended, for any reason."""
+        stream = sequence.stream
         if (case := self._cases.get(stream)) is None:
             return
-        self._started(number)
-        self._waiting.pop(number, None)
-        self._passed(number)
-        case.ids.discard(number)
-        case.suspected.discard(number)
+        self._started(sequence)
+        self._waiting.pop(sequence, None)
+        self._leave_trial(sequence)
+        case.sequences.discard(sequence)
+        case.suspected.discard(sequence)
         if case.in_group and not case.suspected:
             case.in_group = False
             for group in self._groups:
                 if stream in group:
                     group.remove(stream)
-        if not case.ids:
+        if not case.sequences:
             del self._cases[stream]
 
-    def _passed(self, number: int) -> None:
+    def _leave_trial(self, sequence: RunningSequence) -> None:
+        """It is past the place where it died, or has ended; with the last one the trial has passed."""
+        sequence.passes_at = 0
         trial = self._trial
-        if trial is None or number not in trial.until:
+        if trial is None or sequence not in trial.sequences:
             return
-        del trial.until[number]
-        if not trial.until:
-            self._trial, self._num_ended = None, 0
+        trial.sequences.remove(sequence)
+        if not trial.sequences:
+            self._trial = None
+            self._num_ended = 0
             self.wake()
 
-    def _started(self, number: int) -> None:
+    def _started(self, sequence: RunningSequence) -> None:
         """It does not wait for its first token any more."""
-        if (num_ids := self._starting.pop(number, None)) is not None:
-            self._starting_ids -= num_ids
+        if sequence.starting_ids:
+            self._starting_ids -= sequence.starting_ids
+            sequence.starting_ids = 0
             self.wake()

@@ -2,31 +2,67 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
+from atom.shared.messages.engine import AddRequest, pack_ids
 from frontend.engine_client.dp_router import Charge
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.streams import Stream
 from frontend.metrics.metrics import Progress, RunningRequest
+from frontend.text.output_processor import RequestState
 
-__all__ = ["Sequence"]
+__all__ = ["RunningSequence"]
 
 
-@dataclass(slots=True)
-class Sequence:
+@dataclass(slots=True, eq=False)
+class RunningSequence:
     """One sequence that an engine generates, or that waits for an engine."""
 
+    id: int
+    """Its id in messages, unique among the sequences of all frontends."""
+    state: RequestState
     stream: Stream
     progress: Progress
     wanted: int | None
     """The rank that its client chose."""
     rank: int = 0
-    """Of its engine, or of the last one."""
+    """Rank of its engine, or of the last one."""
     engine: EngineConnection | None = None
     charge: Charge | None = None
+    """What the router has charged to its engine's rank."""
     replays: int = 0
     """How often it was sent again."""
     tokens_at_death: int = 0
     """Tokens that it had when an engine last ended that it may have ended."""
+    starting_ids: int = 0
+    """Ids that it was sent again with; 0 once it has a new token."""
+    passes_at: int = 0
+    """Tokens with which it is past the place where it died, while it is tried; 0: it is not tried now."""
 
-    def shown(self, number: int) -> RunningRequest:
+    @property
+    def name(self) -> str:
+        """The id of its request that the client knows."""
+        return self.state.request.name
+
+    def running_request(self) -> RunningRequest:
+        """Its figures for the status page."""
         progress = self.progress
-        return RunningRequest(number, self.rank, progress.prompt_tokens, progress.tokens, progress.arrived_at)
+        return RunningRequest(
+            self.id, self.rank, progress.prompt_tokens, progress.tokens, progress.arrived_at
+        )
+
+    def resumed(self) -> AddRequest:
+        """The request that lets it go on after the ids that it has emitted."""
+        request = self.state.request
+        sampling = request.sampling
+        index = request.request_ids.index(self.id)
+        return msgspec.structs.replace(
+            request,
+            request_ids=[self.id],
+            prompt_ids=request.prompt_ids + pack_ids(self.state.emitted),
+            prompt_length=request.num_prompt_ids,
+            sampling=msgspec.structs.replace(sampling, sequence=sampling.sequence + index),
+            # They come with the first token.
+            prompt_logprobs=-1 if self.state.emitted else request.prompt_logprobs,
+            replays=self.replays,
+        )

@@ -69,15 +69,15 @@ async def _respond(request: web.Request, endpoint: Endpoint, slot: AdmissionSlot
         async with open_body(request) as body:
             generate = await generation.prepare(endpoint, body, _caller(request))
             del body
-        slot.reserve(generate.request_ids)
+        slot.reserve(len(generate.request_ids))
         renderer = generate.renderer()
-        response = None if generate.streaming else await generation.respond(generate, renderer)
+        response = None if generate.streaming else await generation.respond(generate, renderer, slot)
     if response is not None:
         with request.app[CLIENT].output_memory.sending(len(response.body)):
             return await send_json(request, response.body, {"Server-Timing": response.server_timing})
     # Closing `frames` aborts the generation.
     events = EventStream(request, renderer.error)
-    async with contextlib.aclosing(generation.stream(generate, renderer, events)) as frames:
+    async with contextlib.aclosing(generation.stream(generate, renderer, events, slot)) as frames:
         return await events.send(frames)
 
 

@@ -30,7 +30,7 @@ async def show_version(request: web.Request) -> web.Response:
 async def server_info(request: web.Request) -> web.Response:
     """The resolved configuration, without API keys."""
     launch = request.app[LAUNCH]
-    ready = request.app[CLIENT].limits
+    ready = request.app[CLIENT].engines.limits
     checkpoint = launch.checkpoint
     info = {
         "version": _VERSION,
@@ -41,7 +41,7 @@ async def server_info(request: web.Request) -> web.Response:
         "engine": None if ready is None else msgspec.structs.asdict(ready),
         "engines": [
             {"rank": engine.rank, "life": engine.life, "state": engine.link.state.value}
-            for _, engine in sorted(request.app[CLIENT].engines.items())
+            for engine in sorted(request.app[CLIENT].engines, key=lambda engine: engine.rank)
         ],
         "config": msgspec.to_builtins(launch.config),
         "server": _without_keys(launch.server),
@@ -62,8 +62,8 @@ async def metrics(request: web.Request) -> web.Response:
         model=request.app[MODELS].name,
         metrics=totals.metrics,
         engines=stats,
-        engine_up=client.engine_up,
-        engine_restarts=dict(client.engine_restarts),
+        engine_up=client.engines.up,
+        engine_restarts=dict(client.engines.restarts),
         live=totals.live,
         block_size=launch.config.block_tokens,
         frontend=launch.index if launch.num_frontends > 1 else None,

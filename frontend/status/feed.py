@@ -143,7 +143,7 @@ class StatusFeed:
         self._history.append(point)
         self._events.extend(events)
         metrics = totals.metrics
-        limits = self._client.limits
+        limits = self._client.engines.limits
         finished: Counter[str] = Counter()
         for engine in metrics.engines.values():
             finished.update(engine.finish_reasons)

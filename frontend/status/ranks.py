@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from atom.shared.messages.engine import CoreStats
 from frontend.engine_client.client import EngineClient
-from frontend.engine_client.core_link import LinkState
+from frontend.engine_client.engine_link import LinkState
 from frontend.status.records import Rank
 
 __all__ = ["Ranks"]
@@ -33,7 +33,7 @@ class Ranks:
 
     def _rank(self, rank: int, stats: CoreStats | None, now: float) -> Rank:
         state, reason = self._state(rank)
-        life = self._client.engine_restarts.get(rank, 0)
+        life = self._client.engines.restarts.get(rank, 0)
         if stats is None:
             return Rank(rank, life, state, reason)
         prefill, decode = self._rates(rank, _Seen(now, life, stats))
@@ -60,14 +60,14 @@ class Ranks:
         """(state, why it is not ready)."""
         engine = self._client.engines.get(rank)
         if engine is None:
-            return "down", self._client.ended_reasons.get(rank, "")
+            return "down", self._client.engines.ended_reasons.get(rank, "")
         link = engine.link
         if link.is_ready:
             return "ready", ""
         if link.state is LinkState.STALLED or link.silence:
             return "stalled", link.problem
         if engine.life or link.problem:
-            return "restarting", link.problem or self._client.ended_reasons.get(rank, "")
+            return "restarting", link.problem or self._client.engines.ended_reasons.get(rank, "")
         return "starting", ""
 
     def _rates(self, rank: int, seen: _Seen) -> tuple[float, float]:

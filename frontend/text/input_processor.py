@@ -44,8 +44,8 @@ class CheckedParams:
 class InputProcessor:
     """Checks and encodes requests for one model.
 
-    `max_model_len` may be lowered when the engine core is ready. `scheduling_policy` is the
-    core's: only "priority" reads priorities. `speculates` tells whether predictions are used.
+    `max_model_len` is in tokens. `scheduling_policy` is the engine core's: only "priority" reads priorities.
+    `speculates` tells whether predictions are used.
     """
 
     def __init__(
@@ -62,6 +62,10 @@ class InputProcessor:
         self._speculates = speculates
         self._vocab_size = checkpoint.vocab_size
         self._eos_token_ids = list(checkpoint.eos_token_ids)
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Take over the limit of the engines, which their memory may have lowered."""
+        self.max_model_len = max_model_len
 
     def encode(
         self,

@@ -5,9 +5,9 @@ It does no I/O: the HTTP frontend and the library share it.
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -17,7 +17,6 @@ from atom.shared.messages.engine import (
     FinishReason,
     SampledLogprobs,
     TokenDeltas,
-    pack_ids,
     unpack_ids,
 )
 from atom.shared.utils.logger import get_logger
@@ -32,7 +31,7 @@ from frontend.text.token_logprobs import (
 )
 from frontend.text.tokenizer import Tokenizer
 
-__all__ = ["OutputProcessor", "Processed", "RequestState", "TextOptions", "Update"]
+__all__ = ["HasState", "OutputProcessor", "Processed", "RequestState", "TextOptions", "Update"]
 
 _RAW_REASONS = {
     FinishReason.EOS: "eos",
@@ -117,13 +116,25 @@ class Update(msgspec.Struct, gc=False):
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
 
 
+class HasState(Protocol):
+    """What the caller keeps of one sequence."""
+
+    @property
+    def state(self) -> "RequestState":
+        """Its request and ids."""
+
+
+S = TypeVar("S", bound=HasState)
+
+
 @dataclass(slots=True)
-class Processed:
+class Processed(Generic[S]):
     """The result of one step."""
 
-    updates: list[Update] = field(default_factory=list)
+    updates: list[tuple[S, Update]] = field(default_factory=list)
+    """One at most for each sequence."""
     aborts: list[int] = field(default_factory=list)
-    """Requests that ended here (stop string or error) and must be aborted in the core."""
+    """Sequences that ended here (stop string or error) and must be aborted in the core."""
 
 
 class NewText(NamedTuple):
@@ -267,125 +278,105 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Holds the state of all running sequences. Without a tokenizer updates have ids only."""
+    """Makes updates of steps, for sequences that its caller keeps. Without a tokenizer they have ids only."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        self._states: dict[int, RequestState] = {}
 
-    def __len__(self) -> int:
-        return len(self._states)
+    def new_state(self, request: AddRequest, text: TextOptions) -> RequestState:
+        """The state of one sequence of `request`."""
+        return RequestState(request, self._tokenizer, text)
 
-    def add(self, request: AddRequest, text: TextOptions) -> None:
-        """Register `request`."""
-        for request_id in request.request_ids:
-            self._states[request_id] = RequestState(request, self._tokenizer, text)
+    def process(self, deltas: TokenDeltas, running: Mapping[int, S]) -> Processed[S]:
+        """Process one step. Tokens of sequences that are not in `running`, by id, are ignored.
 
-    def names(self, request_ids: Iterable[int]) -> str:
-        """The ids that clients know of up to eight of these requests."""
-        found = sorted({self._states[request_id].request.name for request_id in request_ids})
-        return ", ".join(found[:8])
-
-    def resumed(self, request_id: int, replays: int) -> AddRequest:
-        """The request that lets one sequence go on after the ids that it has emitted."""
-        state = self._states[request_id]
-        request, sampling = state.request, state.request.sampling
-        place = request.request_ids.index(request_id)
-        return msgspec.structs.replace(
-            request,
-            request_ids=[request_id],
-            prompt_ids=request.prompt_ids + pack_ids(state.emitted),
-            prompt_length=request.num_prompt_ids,
-            sampling=msgspec.structs.replace(sampling, sequence=sampling.sequence + place),
-            # They come with the first token.
-            prompt_logprobs=-1 if state.emitted else request.prompt_logprobs,
-            replays=replays,
-        )
-
-    def remove(self, request_ids: Iterable[int]) -> None:
-        """Drop these requests; their later tokens are ignored."""
-        for request_id in request_ids:
-            self._states.pop(request_id, None)
-
-    def process(self, deltas: TokenDeltas) -> Processed:
-        """Process one step. Tokens of finished or dropped requests are ignored.
-
-        A request whose tokens cannot be processed ends with an error and is aborted; all others
-        go on.
+        A sequence whose tokens cannot be processed ends with an error and is aborted; all others go on. The
+        caller removes those that have finished.
         """
-        done = Processed()
+        done: Processed[S] = Processed()
         ids = unpack_ids(deltas.token_ids)
         ends = {end.request_id: end for end in deltas.finished}
         cached = {first.request_id: first.cached_tokens for first in deltas.first}
         sampled = _StepLogprobs(deltas.logprobs) if deltas.logprobs is not None else None
-        self._add_prompt_logprobs(deltas, done)
+        if deltas.prompt_logprobs:
+            running = self._add_prompt_logprobs(deltas, running, done)
         start = 0
         for row, request_id in enumerate(deltas.request_ids):
             stop = start + (deltas.counts[row] if deltas.counts else 1)
-            if (state := self._states.get(request_id)) is not None:
+            if (sequence := running.get(request_id)) is not None:
                 update = Update(request_id, ids[start:stop], cached_tokens=cached.get(request_id, 0))
                 if deltas.num_proposed:
                     update.num_proposed = deltas.num_proposed[row]
                     update.num_accepted = stop - start - 1
                 end = ends.pop(request_id, None)
+                state = sequence.state
                 try:
                     if state.ids_only and end is None:
                         state.emitted.extend(update.token_ids)
-                        done.updates.append(update)
+                        done.updates.append((sequence, update))
                     else:
                         logprobs: Sequence[LogprobRow] = ()
                         if sampled is not None and state.logprobs is not None:
                             logprobs = sampled.rows(start, stop)
-                        self._advance(done, state, update, end, logprobs)
+                        self._advance(done, sequence, update, end, logprobs)
                 except BaseException as error:
-                    self._fail(done, request_id, error, core_finished=end is not None)
+                    self._fail(done, sequence, request_id, error, core_finished=end is not None)
             start = stop
         for request_id, end in ends.items():
-            if (state := self._states.get(request_id)) is not None:
+            if (sequence := running.get(request_id)) is not None:
                 try:
-                    self._advance(done, state, Update(request_id, array("i")), end)
+                    self._advance(done, sequence, Update(request_id, array("i")), end)
                 except BaseException as error:
-                    self._fail(done, request_id, error, core_finished=True)
+                    self._fail(done, sequence, request_id, error, core_finished=True)
         return done
 
-    def _add_prompt_logprobs(self, deltas: TokenDeltas, done: Processed) -> None:
+    def _add_prompt_logprobs(
+        self, deltas: TokenDeltas, running: Mapping[int, S], done: Processed[S]
+    ) -> Mapping[int, S]:
+        """Returns `running` without the sequences that failed."""
         for chunk in deltas.prompt_logprobs:
-            state = self._states.get(chunk.owner)
-            if state is not None and state.prompt_logprobs is not None:
+            sequence = running.get(chunk.owner)
+            if sequence is not None and sequence.state.prompt_logprobs is not None:
                 try:
-                    state.prompt_logprobs.add(chunk)
+                    sequence.state.prompt_logprobs.add(chunk)
                 except BaseException as error:
-                    self._fail(done, chunk.owner, error, core_finished=False)
+                    self._fail(done, sequence, chunk.owner, error, core_finished=False)
+                    running = {number: each for number, each in running.items() if number != chunk.owner}
+        return running
 
-    def _fail(self, done: Processed, request_id: int, error: BaseException, core_finished: bool) -> None:
-        """End one request with an error. A panic of a native extension is not an Exception."""
+    def _fail(
+        self, done: Processed[S], sequence: S, request_id: int, error: BaseException, core_finished: bool
+    ) -> None:
+        """End one sequence with an error. A panic of a native extension is not an Exception."""
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)):
             raise error
         get_logger().error("request %d failed while its tokens became text", request_id, exc_info=error)
-        self._states.pop(request_id, None)
         message = f"the generated tokens could not be processed: {type(error).__name__}; see the server's log"
         update = Update(request_id, array("i"), finished=True, error=message)
         update.reason = _RAW_REASONS[FinishReason.ERROR]
-        done.updates.append(update)
+        done.updates.append((sequence, update))
         if not core_finished and request_id not in done.aborts:
             done.aborts.append(request_id)
 
     def _advance(
         self,
-        done: Processed,
-        state: RequestState,
+        done: Processed[S],
+        sequence: S,
         update: Update,
         end: Finished | None,
         logprobs: Sequence[LogprobRow] = (),
     ) -> None:
+        state = sequence.state
         ids = update.token_ids
         if state.prompt_logprobs is not None and ids:
-            update.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
+            update.prompt_logprobs = state.prompt_logprobs
+            state.prompt_logprobs = None
         new = state.append(state.visible_ids(ids, end), logprobs)
         update.text, update.reasoning, used, stop_string, update.calls, update.num_reasoning = new
         without_text = logprobs[used:]
         if stop_string is not None:
-            update.token_ids, without_text = ids[:used], ()
+            update.token_ids = ids[:used]
+            without_text = ()
             update.num_accepted = min(update.num_accepted, used)
         elif end is not None:
             tail = state.finish(end.reason in (FinishReason.EOS, FinishReason.STOP_TOKEN))
@@ -398,20 +389,21 @@ class OutputProcessor:
         if stop_string is not None:
             self._finish_on_stop(done, update, stop_string, core_finished=end is not None)
         elif end is not None:
-            update.finished, update.reason, update.error = True, _raw_reason(end), end.message
+            update.finished = True
+            update.reason = _raw_reason(end)
+            update.error = end.message
             if end.reason is FinishReason.STOP_TOKEN:
                 update.stop_reason = end.stop_token_id
-            del self._states[update.request_id]
         update.called = update.finished and state.called
         if state.logprobs is not None:
             characters = len(update.text) + len(update.reasoning) + call_characters(update.calls)
             update.logprobs = state.release_logprobs(characters, without_text, update.finished)
-        done.updates.append(update)
+        done.updates.append((sequence, update))
 
-    def _finish_on_stop(self, done: Processed, update: Update, stop: str, core_finished: bool) -> None:
-        update.finished, update.stop_reason = True, stop
+    def _finish_on_stop(self, done: Processed[S], update: Update, stop: str, core_finished: bool) -> None:
+        update.finished = True
+        update.stop_reason = stop
         update.reason = _RAW_REASONS[FinishReason.STOP_STRING]
-        del self._states[update.request_id]
         if not core_finished:
             done.aborts.append(update.request_id)
 

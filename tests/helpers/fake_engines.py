@@ -46,9 +46,8 @@ async def connected(
     router = Router(policy, len(cores), block_size=16)
     client = EngineClient([core.address for core in cores], made, router, OutputProcessor(None), Metrics())
     async with client:
-        await until(lambda: all(client.engine_up.values()))
+        await until(lambda: all(client.engines.up.values()))
         yield client
-        assert len(client._output) == len(client)
         assert sum(client._router.load(rank)[0] for rank in range(len(cores))) == len(client)
 
 

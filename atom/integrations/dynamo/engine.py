@@ -39,7 +39,7 @@ class DynamoEngine:
     @property
     def limits(self) -> CoreReady:
         """The limits of the engine with the shortest context, after `start`."""
-        limits = self._service.client.limits
+        limits = self._service.client.engines.limits
         assert limits is not None
         return limits
 
@@ -74,13 +74,13 @@ class DynamoEngine:
         read = read_request(request, room, self._service.host.checkpoint.default_sampling)
         with client.admission.slot() as slot:
             ids = client.new_ids(read.params.n)
-            slot.reserve(ids)
+            slot.reserve(len(ids))
             grammar = await self._service.grammar(read.constraint, read.params)
             checked = inputs.check_params(read.params, grammar)
             added = inputs.request(read.prompt_ids, read.params, ids, read.cache_salt, checked)
             added = msgspec.structs.replace(added, name=name)
             reply = Reply(ids, len(read.prompt_ids), read.tokens_as_ids)
-            async with client.open([added], TextOptions(), rank=read.rank) as stream:
+            async with client.open([added], TextOptions(), rank=read.rank, slot=slot) as stream:
                 async for updates in stream:
                     for update in updates:
                         if update.error:

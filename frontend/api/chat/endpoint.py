@@ -25,6 +25,7 @@ class ChatEndpoint:
     """POST /v1/chat/completions."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
+    operation: ClassVar[str] = "chat"
     field_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, inputs: InputProcessor, encoder: PromptEncoder, prompts: ChatPrompts, lenient: bool):

@@ -21,6 +21,7 @@ class CompletionEndpoint:
     """POST /v1/completions."""
 
     id_prefix: ClassVar[str] = "cmpl-"
+    operation: ClassVar[str] = "text_completion"
     field_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, encoder: PromptEncoder, fim: FillInTheMiddle | None, lenient: bool):

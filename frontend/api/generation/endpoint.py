@@ -40,6 +40,8 @@ class Endpoint(Protocol):
     """Reads the bodies of one route."""
 
     id_prefix: ClassVar[str]
+    operation: ClassVar[str]
+    """The name of `gen_ai.operation.name` in traces: chat or text_completion."""
     field_names: ClassVar[Mapping[str, str]]
     """The names of fields of ParsedRequest that have others in the body."""
 

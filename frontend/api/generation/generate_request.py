@@ -1,7 +1,7 @@
 """A checked and tokenized request, and what its response contains."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from atom.shared.messages.engine import AddRequest
@@ -10,7 +10,6 @@ from frontend.api.generation.prompts import Prompt
 from frontend.api.generation.renderer import Renderer
 from frontend.api.generation.usage import UsageCounter
 from frontend.metrics.tracing import TraceContext
-from frontend.text.constraint import Constraint
 from frontend.text.output_processor import TextOptions, Update
 
 __all__ = ["GenerateRequest", "ResponseOptions"]
@@ -47,6 +46,8 @@ class GenerateRequest:
     id: str
     model: str
     """The name by which the client knows it."""
+    operation: str
+    """The operation's name in traces."""
     fingerprint: str
     created: int
     requests: list[AddRequest]
@@ -63,10 +64,6 @@ class GenerateRequest:
     timeout_s: float | None = None
     """From `started` on; the request is ended then."""
     trace: TraceContext | None = None
-    prediction_ids: Sequence[int] = ()
-    """The output that the client expects."""
-    constraint: Constraint | None = None
-    """What the output must be; None: any text."""
 
     @property
     def request_ids(self) -> list[int]:

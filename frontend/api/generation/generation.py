@@ -7,11 +7,10 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import re
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -33,10 +32,12 @@ from frontend.api.generation.structured_output import reply_constraint
 from frontend.api.generation.usage import UsageCounter
 from frontend.api.models.service import ModelService
 from frontend.api.schemas.generation import GenerationRequest
+from frontend.engine_client.admission import AdmissionSlot
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.streams import Deadline, Stream
 from frontend.errors import DeadlineError, EngineError, RequestError
 from frontend.metrics.tracing import RequestTrace, Tracing
+from frontend.text.constraint import Constraint
 from frontend.text.detokenizer import decode
 from frontend.text.grammars import Grammars
 from frontend.text.input_processor import InputProcessor
@@ -71,6 +72,28 @@ class Response:
     body: bytes
     server_timing: str
     """The Server-Timing header: durations in milliseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """What a body asks for, checked and tokenized."""
+
+    name: str
+    """The request's id without the prefix of its endpoint."""
+    model: str
+    created: int
+    prompts: list[Prompt]
+    params: list[SamplingParams]
+    """Parameters of each prompt; they differ in max_tokens only."""
+    cache_salt: str
+    text: TextOptions
+    options: ResponseOptions
+    data_parallel_rank: int | None
+    timeout_s: float | None
+    prediction_ids: Sequence[int]
+    """The output that the client expects."""
+    constraint: Constraint | None
+    """What the output must be; None: any text."""
 
 
 class EventWriter(Protocol):
@@ -117,31 +140,47 @@ class Generation:
         try:
             return await self._prepare(endpoint, parsed, len(body), caller, started)
         except RequestError as error:
-            _rename(error, endpoint.field_names)
+            error.rename_field(endpoint.field_names)
             raise
 
     async def _prepare(
         self, endpoint: Endpoint, parsed: ParsedRequest, size: int, caller: Caller, started: float
     ) -> GenerateRequest:
-        request, params, cache_salt = await self._executor.run(
-            size + parsed.earlier_bytes,
-            lambda: self._check(parsed, endpoint.id_prefix, caller, started),
-        )
-        grammar = None if request.constraint is None else await self._grammar(request, params[0])
-        self._client.check_ready(request.data_parallel_rank)
+        checked = await self._executor.run(size + parsed.earlier_bytes, lambda: self._check(parsed, caller))
+        grammar = None if checked.constraint is None else await self._grammar(checked, started)
+        self._client.check_ready(checked.data_parallel_rank)
+        n = checked.params[0].n
         # The ids of one request are consecutive, since only the event loop allocates them.
-        ids = self._client.new_ids(request.n * len(request.prompts))
-        requests = await self._executor.run(
-            size // 8, lambda: self._requests(request, params, ids, cache_salt, grammar)
+        ids = self._client.new_ids(n * len(checked.prompts))
+        requests = await self._executor.run(size // 8, lambda: self._requests(checked, ids, grammar))
+        name = endpoint.id_prefix + checked.name
+        return GenerateRequest(
+            id=name,
+            model=checked.model,
+            operation=endpoint.operation,
+            fingerprint=self._options.fingerprint,
+            created=checked.created,
+            requests=[msgspec.structs.replace(each, name=name, tenant=caller.tenant) for each in requests],
+            prompts=checked.prompts,
+            text=checked.text,
+            options=checked.options,
+            n=n,
+            streaming=bool(parsed.fields.stream),
+            warnings=parsed.warnings,
+            started=started,
+            new_renderer=parsed.renderer,
+            data_parallel_rank=checked.data_parallel_rank,
+            timeout_s=checked.timeout_s,
+            trace=caller.trace,
         )
-        named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
-        return dataclasses.replace(request, requests=named)
 
-    async def respond(self, request: GenerateRequest, renderer: Renderer) -> Response:
-        """The complete response as JSON. Cancelling aborts the generation."""
+    async def respond(
+        self, request: GenerateRequest, renderer: Renderer, slot: AdmissionSlot | None = None
+    ) -> Response:
+        """The complete response as JSON. Cancelling aborts the generation; `slot` is its reservation."""
         counter = request.usage_counter()
         results = [Update(request_id, array("i")) for request_id in request.request_ids]
-        async with self._open(request, every_step=False) as stream:
+        async with self._open(request, slot, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
                     _raise_error(update)
@@ -156,7 +195,11 @@ class Generation:
             return Response(body, _server_timing(stream))
 
     async def stream(
-        self, request: GenerateRequest, renderer: Renderer, client: EventWriter
+        self,
+        request: GenerateRequest,
+        renderer: Renderer,
+        client: EventWriter,
+        slot: AdmissionSlot | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. Closing the generator aborts the generation.
 
@@ -164,7 +207,7 @@ class Generation:
         events of all others from the generator. Raises ApiError when the generation fails.
         """
         counter = request.usage_counter()
-        async with self._open(request) as stream:
+        async with self._open(request, slot) as stream:
             if len(request.request_ids) == 1:  # more are joined: one write for each step
                 stream.send_at_once(partial(_send, renderer, request, counter, stream, client))
             if events := renderer.start():
@@ -176,10 +219,7 @@ class Generation:
                     yield events
         yield renderer.end(counter.usage(stream))
 
-    def _check(
-        self, parsed: ParsedRequest, id_prefix: str, caller: Caller, started: float
-    ) -> tuple[GenerateRequest, list[SamplingParams], str]:
-        """(the request without engine requests, parameters per prompt, cache salt)."""
+    def _check(self, parsed: ParsedRequest, caller: Caller) -> _Checked:
         fields = parsed.fields
         model = self._models.check(fields.model)
         options = self._response_options(parsed)
@@ -187,35 +227,30 @@ class Generation:
         cache_salt = salt(fields.cache_salt, caller)
         prompts, params = self._prompts(parsed, options)
         prediction = fields.prediction
-        checked = GenerateRequest(
-            id=id_prefix + name,
+        return _Checked(
+            name=name,
             model=model,
-            fingerprint=self._options.fingerprint,
             created=int(time.time()),
-            requests=[],
             prompts=prompts,
+            params=params,
+            cache_salt=cache_salt,
             text=self._text_options(fields, prompts),
             options=options,
-            n=params[0].n,
-            streaming=bool(fields.stream),
-            warnings=parsed.warnings,
-            started=started,
-            new_renderer=parsed.renderer,
             data_parallel_rank=_first_given(fields.data_parallel_rank, caller.data_parallel_rank),
             timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
-            trace=caller.trace,
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
             constraint=None if options.score_only else reply_constraint(fields, prompts[0]),
         )
-        return checked, params, cache_salt
 
     @contextlib.asynccontextmanager
-    async def _open(self, request: GenerateRequest, every_step: bool = True) -> AsyncIterator[Stream]:
+    async def _open(
+        self, request: GenerateRequest, slot: AdmissionSlot | None, every_step: bool = True
+    ) -> AsyncIterator[Stream]:
         deadline = None
         if request.timeout_s is not None:
             deadline = Deadline(request.timeout_s, request.started + request.timeout_s)
         opened = self._client.open(
-            request.requests, request.text, every_step, request.data_parallel_rank, deadline
+            request.requests, request.text, every_step, request.data_parallel_rank, deadline, slot
         )
         async with opened as stream:
             if self._tracing is None:
@@ -303,40 +338,34 @@ class Generation:
         )
         return [_with_max_tokens(params, limit) for limit in limits]
 
-    async def _grammar(self, request: GenerateRequest, params: SamplingParams) -> Grammar:
+    async def _grammar(self, checked: _Checked, started: float) -> Grammar:
         """The compiled grammar of the outputs.
 
         Raises RequestError for a constraint that cannot be met, DeadlineError if compiling takes too long.
         """
-        assert request.constraint is not None
-        row = self._inputs.row_grammar(request.constraint, params, request.prompts[0].reasoning)
-        timeout_s = request.timeout_s
-        left_s = None if timeout_s is None else request.started + timeout_s - time.monotonic()
+        assert checked.constraint is not None
+        row = self._inputs.row_grammar(checked.constraint, checked.params[0], checked.prompts[0].reasoning)
+        timeout_s = checked.timeout_s
+        left_s = None if timeout_s is None else started + timeout_s - time.monotonic()
         try:
             async with asyncio.timeout(left_s):
-                compiled = await self._grammars.compile(request.constraint)
+                compiled = await self._grammars.compile(checked.constraint)
         except TimeoutError:
             assert timeout_s is not None
             raise DeadlineError(timeout_s) from None
         return self._grammars.grammar(row, compiled)
 
-    def _requests(
-        self,
-        request: GenerateRequest,
-        params: list[SamplingParams],
-        ids: list[int],
-        cache_salt: str,
-        grammar: Grammar | None,
-    ) -> list[AddRequest]:
+    def _requests(self, checked: _Checked, ids: list[int], grammar: Grammar | None) -> list[AddRequest]:
         """The engine's requests: `n` consecutive `ids` for each prompt."""
-        checked, n = self._inputs.check_params(params[0], grammar), params[0].n
-        check_bad_words(checked, len(ids))
+        n = checked.params[0].n
+        shared = self._inputs.check_params(checked.params[0], grammar)
+        check_bad_words(shared, len(ids))
         requests = []
-        for index, (prompt, prompt_params) in enumerate(zip(request.prompts, params, strict=True)):
+        for index, (prompt, params) in enumerate(zip(checked.prompts, checked.params, strict=True)):
             request_ids = ids[index * n : (index + 1) * n]
             requests.append(
                 self._inputs.request(
-                    prompt.ids, prompt_params, request_ids, cache_salt, checked, request.prediction_ids
+                    prompt.ids, params, request_ids, checked.cache_salt, shared, checked.prediction_ids
                 )
             )
         return requests
@@ -395,14 +424,6 @@ def _response_bytes(result: Update) -> int:
     )
 
 
-def _rename(error: RequestError, names: Mapping[str, str]) -> None:
-    """Name the field at fault as the client does."""
-    if (field := error.param) is not None and field in names:
-        word = rf"\b{field}\b" if "_" in field else rf"(?<='){field}(?=')"
-        error.message = re.sub(word, names[field], error.message)
-        error.param = names[field]
-
-
 def _server_timing(stream: Stream) -> str:
     decode_s = stream.last_token_at - stream.first_token_at
     phases = {"queue": stream.queue_s, "prefill": stream.prefill_s, "decode": decode_s}
@@ -413,7 +434,7 @@ def _trace(request: GenerateRequest, stream: Stream, error: str) -> RequestTrace
     return RequestTrace(
         id=request.id,
         model=request.model,
-        operation="text_completion" if request.id.startswith("cmpl-") else "chat",
+        operation=request.operation,
         context=request.trace,
         started_at=request.started,
         ended_at=time.monotonic(),

@@ -43,6 +43,7 @@ class MessagesEndpoint:
     """POST /v1/messages and /v1/messages/count_tokens."""
 
     id_prefix: ClassVar[str] = "msg_"
+    operation: ClassVar[str] = "chat"
     field_names: ClassVar[Mapping[str, str]] = {
         "prompt": "messages",
         "response_format": "output_config.format",

@@ -67,6 +67,7 @@ class ResponsesEndpoint:
     """POST /v1/responses."""
 
     id_prefix: ClassVar[str] = "resp_"
+    operation: ClassVar[str] = "chat"
     field_names: ClassVar[Mapping[str, str]] = {
         "prompt": "input",
         "messages": "input",

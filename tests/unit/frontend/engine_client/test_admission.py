@@ -1,5 +1,7 @@
 """Admission: exact at the limit, always released, and the estimate in Retry-After."""
 
+from dataclasses import dataclass
+
 import pytest
 
 import frontend.engine_client.admission as admission_module
@@ -8,19 +10,20 @@ from frontend.errors import OverloadedError, RequestError
 from frontend.metrics.metrics import Metrics
 
 
+@dataclass
 class Engine:
     """A count of live sequences."""
 
-    def __init__(self) -> None:
-        self.live = 0
+    capacity: int
+    live: int = 0
 
-    def count(self) -> int:
+    def __len__(self) -> int:
         return self.live
 
 
 def make(capacity: int) -> tuple[Admission, Engine]:
-    engine = Engine()
-    return Admission(lambda: capacity, capacity, engine.count, Metrics()), engine
+    engine = Engine(capacity)
+    return Admission(engine, capacity, Metrics()), engine
 
 
 def test_the_last_slot_is_admitted_once() -> None:
@@ -38,27 +41,27 @@ def test_the_last_slot_is_admitted_once() -> None:
 def test_sequences_are_reserved_together_or_not_at_all() -> None:
     admission, _ = make(4)
     with admission.slot() as first:
-        first.reserve([1, 2, 3])
+        first.reserve(3)
         with admission.slot() as second:
             with pytest.raises(OverloadedError):
-                second.reserve([4, 5])
-            second.reserve([4])
+                second.reserve(2)
+            second.reserve(1)
     with admission.slot() as slot:
-        slot.reserve([6, 7, 8, 9])
+        slot.reserve(4)
 
 
 def test_a_sequence_is_counted_once_when_the_engine_has_it() -> None:
     admission, engine = make(3)
     with admission.slot() as slot:
-        slot.reserve([1, 2])
-        for request_id in (1, 2):
-            assert admission.begin(request_id) == slot.arrived_at
+        slot.reserve(2)
+        for _ in range(2):
+            slot.begin(1)
             engine.live += 1
         with admission.slot():
             pass
         engine.live -= 1  # one has ended while its request still runs
         with admission.slot() as another:
-            another.reserve([3, 4])
+            another.reserve(2)
     engine.live = 2
     with admission.slot():
         pass
@@ -67,7 +70,7 @@ def test_a_sequence_is_counted_once_when_the_engine_has_it() -> None:
 def test_a_request_above_the_capacity_is_invalid() -> None:
     admission, _ = make(3)
     with pytest.raises(RequestError, match="3 at most"), admission.slot() as slot:
-        slot.reserve([1, 2, 3, 4])
+        slot.reserve(4)
     assert admission._metrics.refused == 0
 
 

@@ -57,7 +57,7 @@ def test_a_death_fails_the_streams_of_that_rank_alone(start: Start) -> None:
                 with pytest.raises(EngineLostError, match="worker 0: killed by SIGKILL") as failure:
                     await reader
                 assert failure.value.code == "engine_dead"
-            assert client.is_ready and client.engine_up == {0: False, 1: True}
+            assert client.engines.is_ready and client.engines.up == {0: False, 1: True}
             client.check_ready()
             seen = stream.last_token_at
             await until(lambda: stream.last_token_at > seen)
@@ -80,14 +80,14 @@ def test_a_new_life_takes_requests_and_the_old_one_ends_with_its_reason(start: S
         async with connected([old, other]) as client:
             reader, _ = await running(client, 0)
             new = start(0, life=1)
-            client.update([new.address, other.address], [EngineEnded(0, 0, "worker 1: out of memory")])
+            client.set_engines([new.address, other.address], [EngineEnded(0, 0, "worker 1: out of memory")])
             with pytest.raises(EngineLostError, match="worker 1: out of memory"):
                 await reader
-            await until(lambda: client.engine_up[0])
+            await until(lambda: client.engines.up[0])
             assert await generate(client, rank=0) == IDS
             assert (received(old), received(new)) == (1, 1)
             assert client.engines[0].life == 1
-            assert client.engine_restarts == {0: 1, 1: 0}
+            assert client.engines.restarts == {0: 1, 1: 0}
 
     asyncio.run(run())
 
@@ -97,11 +97,11 @@ def test_an_unchanged_list_changes_nothing(start: Start) -> None:
 
     async def run() -> None:
         async with connected(cores) as client:
-            before = dict(client.engines)
+            before = list(client.engines)
             reader, _ = await running(client, 1)
             for _ in range(3):
-                client.update([core.address for core in cores], [EngineEnded(1, -1, "an earlier life")])
-            assert client.engines == before
+                client.set_engines([core.address for core in cores], [EngineEnded(1, -1, "an earlier life")])
+            assert list(client.engines) == before
             assert await reader == IDS
 
     asyncio.run(run())
@@ -112,7 +112,7 @@ def test_without_any_engine_requests_are_refused_until_one_is_back(start: Start)
 
     async def run() -> None:
         async with connected(cores) as client:
-            client.update([], [EngineEnded(0, 0, "worker 0: killed"), EngineEnded(1, 0, "core: killed")])
+            client.set_engines([], [EngineEnded(0, 0, "worker 0: killed"), EngineEnded(1, 0, "core: killed")])
             with pytest.raises(UnavailableError, match="worker 0: killed; core: killed") as refused:
                 client.check_ready()
             assert (refused.value.code, refused.value.status) == ("engine_dead", 503)
@@ -121,8 +121,8 @@ def test_without_any_engine_requests_are_refused_until_one_is_back(start: Start)
             with pytest.raises(UnavailableError):
                 await generate(client)
             back = start(1, life=1)
-            client.update([back.address])
-            await until(lambda: client.is_ready)
+            client.set_engines([back.address])
+            await until(lambda: client.engines.is_ready)
             assert await generate(client) == IDS
 
     asyncio.run(run())
@@ -133,7 +133,7 @@ def test_a_life_that_starts_is_reported_as_starting(start: Start) -> None:
 
     async def run() -> None:
         async with connected(cores) as client:
-            client.update([start(0, life=1, is_ready=False).address], [EngineEnded(0, 0, "killed")])
+            client.set_engines([start(0, life=1, is_ready=False).address], [EngineEnded(0, 0, "killed")])
             with pytest.raises(UnavailableError, match="still starting"):
                 client.check_ready()
 
@@ -153,7 +153,7 @@ def test_a_rank_may_be_chosen(start: Start) -> None:
                     client.check_ready(rank)
                 assert (refused.value.status, refused.value.param) == (400, "data_parallel_rank")
             cores[1].die("worker 0: killed")
-            await until(lambda: not client.engine_up[1])
+            await until(lambda: not client.engines.up[1])
             with pytest.raises(UnavailableError, match="the engine is gone"):
                 await generate(client, rank=1)
             assert await generate(client) == IDS
@@ -231,9 +231,11 @@ def test_ten_thousand_random_ends_leave_nothing(start: Start) -> None:
                     cores[rank].die("killed")
                     lives[rank] += 1
                     cores[rank] = start(rank, lives[rank], endless=True)
-                    client.update([core.address for core in cores.values()], [EngineEnded(rank, 0, "killed")])
+                    client.set_engines(
+                        [core.address for core in cores.values()], [EngineEnded(rank, 0, "killed")]
+                    )
                 await asyncio.gather(*tasks, return_exceptions=True)
-            assert (len(client), len(client._output), client.output_memory.used) == (0, 0, 0)
+            assert (len(client), client.output_memory.used) == (0, 0)
             assert [client._router.load(rank) for rank in cores] == [(0, 0), (0, 0)]
             assert not client.output_memory._held
             counted = [sum(client._metrics.engine(rank).finish_reasons.values()) for rank in cores]
@@ -249,7 +251,7 @@ def test_admission_counts_the_engines_that_are_ready(start: Start) -> None:
         async with connected(cores, max_num_seqs=10, max_queued=5) as client:
             client.admission.check(25)
             cores[0].die("killed")
-            await until(lambda: not client.engine_up[0])
+            await until(lambda: not client.engines.up[0])
             client.admission.check(15)
             with pytest.raises(Exception, match="limit of 15"):
                 client.admission.check(16)
@@ -268,10 +270,10 @@ def test_the_smallest_context_length_counts(start: Start) -> None:
         router, output = Router("least_tokens", 2, block_size=16), OutputProcessor(None)
         client = EngineClient(addresses, settings, router, output, Metrics(), seen.append)
         async with client:
-            await until(lambda: all(client.engine_up.values()))
-            assert client.limits is not None and client.limits.max_model_len == seen[-1] == 60
-            client.update(addresses[:1])
-            assert client.limits.max_model_len == 100
+            await until(lambda: all(client.engines.up.values()))
+            assert client.engines.limits is not None and client.engines.limits.max_model_len == seen[-1] == 60
+            client.set_engines(addresses[:1])
+            assert client.engines.limits.max_model_len == 100
 
     asyncio.run(run())
 
@@ -298,10 +300,10 @@ def test_random_deaths_and_new_lives_lose_no_token_of_the_others(start: Start) -
         dying.die(f"killed {life}") if generator.random() < 0.5 else dying.frozen.set()
         await asyncio.sleep(generator.uniform(0, 0.02))
         ended = [EngineEnded(rank, life, f"killed {life}")]
-        client.update([core.address for core in cores.values()], ended)
+        client.set_engines([core.address for core in cores.values()], ended)
         lives[rank] += 1
         cores[rank] = start(rank, lives[rank])
-        client.update([core.address for core in cores.values()], ended)
+        client.set_engines([core.address for core in cores.values()], ended)
 
     async def run() -> None:
         async with connected(list(cores.values()), policy="prefix") as client:
@@ -312,7 +314,7 @@ def test_random_deaths_and_new_lives_lose_no_token_of_the_others(start: Start) -
                 if number % 25 == 24:
                     await kill_one(client)
             await asyncio.gather(*readers)
-            await until(lambda: all(client.engine_up.values()))
+            await until(lambda: all(client.engines.up.values()))
             assert await asyncio.gather(*(generate(client, rank=rank) for rank in cores)) == [IDS] * 3
             assert len(client) == 0 and client._router.load(0) == (0, 0)
 

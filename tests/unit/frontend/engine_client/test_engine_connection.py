@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atom.shared.messages.engine import AddRequest, FinishReason, TokenDeltas
+from atom.shared.messages.engine import AddRequest, FinishReason
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.client_settings import ClientSettings
 from frontend.engine_client.dp_router import Router
@@ -49,12 +49,12 @@ def test_streams_wait_while_the_core_is_silent_and_continue_afterwards(tmp_path:
                 reader = asyncio.create_task(read(stream))
                 await until(lambda: stream.first_token_at)
                 core.frozen.set()
-                await until(lambda: not client.is_ready)
+                await until(lambda: not client.engines.is_ready)
                 with pytest.raises(UnavailableError, match="engine core 0 has not responded for"):
                     client.check_ready()
                 assert not reader.done()
                 core.frozen.clear()
-                await until(lambda: client.is_ready)
+                await until(lambda: client.engines.is_ready)
                 assert await reader == IDS
             assert await generate(client) == IDS
 
@@ -68,13 +68,13 @@ def test_streams_of_a_hung_core_fail_and_the_link_heals(tmp_path: Path) -> None:
             async with client.open([request(client)], TextOptions()) as stream:
                 await until(lambda: stream.first_token_at)
                 core.frozen.set()
-                await until(lambda: not client.is_ready)
+                await until(lambda: not client.engines.is_ready)
                 with pytest.raises(EngineLostError, match="has not responded for 3 s"):
                     await read(stream)
             with pytest.raises(UnavailableError, match="has not responded for 3 s"):
                 client.check_ready()
             core.frozen.clear()
-            await until(lambda: client.is_ready)
+            await until(lambda: client.engines.is_ready)
             assert await generate(client) == IDS
 
     with FakeCore(tmp_path, script, step_s=0.02) as core:
@@ -94,7 +94,7 @@ def test_after_the_end_of_the_core_the_link_reconnects_to_a_new_one(tmp_path: Pa
                 client.check_ready()
             assert refused.value.code == "engine_dead"
             with FakeCore(tmp_path, script):
-                await until(lambda: client.is_ready)
+                await until(lambda: client.engines.is_ready)
                 assert await generate(client) == IDS
 
     core = FakeCore(tmp_path, script, step_s=0.02)
@@ -110,7 +110,7 @@ def test_a_frontend_that_the_core_dropped_connects_again(tmp_path: Path) -> None
                 core.drop_frontends("this frontend did not read its tokens in time")
                 with pytest.raises(EngineLostError, match="did not read"):
                     await read(stream)
-            await until(lambda: client.is_ready)
+            await until(lambda: client.engines.is_ready)
             assert await generate(client) == IDS
 
     with FakeCore(tmp_path, script, step_s=0.02) as core:
@@ -123,7 +123,7 @@ def test_a_panic_while_tokens_are_processed_fails_the_streams_and_heals(
     async def run(core: FakeCore) -> None:
         async with connected(core) as client:
 
-            def process(deltas: TokenDeltas) -> None:
+            def process(*_: object) -> None:
                 monkeypatch.undo()
                 raise Panic("index out of bounds")
 
@@ -131,7 +131,7 @@ def test_a_panic_while_tokens_are_processed_fails_the_streams_and_heals(
                 monkeypatch.setattr(client._output, "process", process)
                 with pytest.raises(EngineLostError, match="an internal error of the frontend"):
                     await read(stream)
-            await until(lambda: client.is_ready)
+            await until(lambda: client.engines.is_ready)
             assert await generate(client) == IDS
 
     with FakeCore(tmp_path, script, step_s=0.005) as core:
@@ -142,7 +142,7 @@ def test_a_request_after_the_engines_death_fails_in_its_stream(tmp_path: Path) -
     async def run(core: FakeCore) -> None:
         async with connected(core) as client:
             await asyncio.to_thread(core.__exit__)
-            await until(lambda: not client.is_ready)
+            await until(lambda: not client.engines.is_ready)
             async with client.open([request(client)], TextOptions()) as stream:
                 with pytest.raises(ApiError) as failure:
                     await read(stream)
@@ -167,10 +167,10 @@ def test_a_backlog_of_messages_does_not_hold_the_event_loop(
                     turns += 1
                     await asyncio.sleep(0)
 
-            def process(deltas: TokenDeltas) -> Any:
+            def process(*given: Any) -> Any:
                 time.sleep(0.02)  # longer than the reader may hold the loop
                 turns_at.append(turns)
-                return original(deltas)
+                return original(*given)
 
             turns_at: list[int] = []
             original = client._output.process
@@ -192,10 +192,10 @@ def slow_submission(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> li
     submitted: list[AddRequest] = []
     original = client._send
 
-    def send(sent: AddRequest, ready: list[int]) -> None:
+    def send(sent: AddRequest, *others: Any) -> None:
         time.sleep(0.02)
         submitted.append(sent)
-        original(sent, ready)
+        original(sent, *others)
 
     monkeypatch.setattr(client, "_send", send)
     return submitted
@@ -219,7 +219,7 @@ def test_other_tasks_run_while_many_prompts_are_submitted(
                 observer.cancel()
                 assert sorted(await read(stream)) == sorted(IDS * len(requests))
             assert seen >= set(range(1, len(requests)))
-            assert len(client) == len(client._output) == 0
+            assert len(client) == 0
 
     with FakeCore(tmp_path, script) as core:
         asyncio.run(run(core))
@@ -243,7 +243,7 @@ def test_a_request_cancelled_during_its_submission_is_aborted(
             with pytest.raises(asyncio.CancelledError):
                 await opening
             assert 2 <= len(submitted) < len(requests)
-            assert len(client) == len(client._output) == 0
+            assert len(client) == 0
             sent = [request_id for each in submitted for request_id in each.request_ids]
             await asyncio.to_thread(core.wait_for, lambda: sorted(core.aborted) == sent)
 
@@ -267,7 +267,7 @@ def test_the_submission_ends_with_the_connection(tmp_path: Path, monkeypatch: py
             with pytest.raises(EngineLostError, match="the engine has ended"):
                 await opening
             assert len(submitted) < len(requests)
-            assert len(client) == len(client._output) == 0
+            assert len(client) == 0
 
     with FakeCore(tmp_path, lambda _: Script(IDS, None)) as core:
         asyncio.run(run(core))

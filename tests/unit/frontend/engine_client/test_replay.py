@@ -102,9 +102,9 @@ def test_prompts_wait_if_the_engine_ends_before_they_are_sent(
         async with connected([old], max_replays=3) as client:
             original = client._send
 
-            def send(sent: AddRequest, ready: list[int]) -> None:
+            def send(*given: Any) -> None:
                 time.sleep(0.02)  # longer than a submission may hold the loop
-                original(sent, ready)
+                original(*given)
 
             monkeypatch.setattr(client, "_send", send)
             asked = [long_request(client) for _ in range(8)]
@@ -112,14 +112,14 @@ def test_prompts_wait_if_the_engine_ends_before_they_are_sent(
             await until(lambda: len(client._sequences) >= 2)
             end = EngineEnded(0, 0, "killed", is_final=not revived)
             assert len(client._sequences) < 8
-            client.update([], [end])
+            client.set_engines([], [end])
             if not revived:
                 with pytest.raises(EngineLostError, match="killed"):
                     await stream
             else:
                 await until(lambda: len(client._sequences) == 8)
                 new = start(0, life=1, script=long_script)
-                client.update([new.address], [end])
+                client.set_engines([new.address], [end])
                 assert all(ids == long_script(asked[0]).ids for ids in (await stream).values())
             assert len(client._replays) == len(client) == 0
 
@@ -137,7 +137,7 @@ def test_the_next_life_of_the_only_engine_goes_on(start: Start) -> None:
             leaving = asyncio.create_task(by_sequence(client, [long_request(client)]))
             await until(lambda: client._metrics.engine(0).generated_tokens > 20)
             old.die("killed")
-            await until(lambda: not client.is_ready)
+            await until(lambda: not client.engines.is_ready)
             with pytest.raises(ApiError, match="the engine is gone"):
                 await generate(client)
             leaving.cancel()
@@ -146,7 +146,7 @@ def test_the_next_life_of_the_only_engine_goes_on(start: Start) -> None:
             await asyncio.sleep(0.05)
             assert not stream.done()
             new = start(0, life=1, script=long_script)
-            client.update([new.address], [EngineEnded(0, 0, "killed")])
+            client.set_engines([new.address], [EngineEnded(0, 0, "killed")])
             assert await stream == {asked.request_ids[0]: [4000 + token for token in LONG]}
             assert received(new) == 1
 
@@ -187,7 +187,7 @@ def test_a_sequence_stays_at_the_rank_that_its_client_chose(start: Start) -> Non
             await asyncio.sleep(0.05)
             assert not cores[1].requests and not stream.done()
             new = start(0, life=1, script=long_script)
-            client.update([new.address, cores[1].address], [EngineEnded(0, 0, "killed")])
+            client.set_engines([new.address, cores[1].address], [EngineEnded(0, 0, "killed")])
             assert [len(ids) for ids in (await stream).values()] == [len(LONG)]
             assert (received(new), received(cores[1])) == (1, 0)
 
@@ -205,7 +205,7 @@ def test_without_a_next_life_it_fails_with_the_cause(start: Start, final_first: 
             if not final_first:
                 core.die("out of memory")
                 await until(lambda: len(client._replays))
-            client.update([], ends)
+            client.set_engines([], ends)
             with pytest.raises(EngineLostError, match="out of memory"):
                 await reader
             assert len(client) == len(client._replays) == 0
@@ -222,7 +222,7 @@ def test_a_rank_that_is_final_fails_its_own_alone(start: Start) -> None:
             free = asyncio.create_task(by_sequence(client, [long_request(client)]))
             await until(lambda: len(client) == 2)
             cores[0].die("killed")
-            client.update([cores[1].address], [EngineEnded(0, 0, "killed", is_final=True)])
+            client.set_engines([cores[1].address], [EngineEnded(0, 0, "killed", is_final=True)])
             with pytest.raises(EngineLostError, match="killed"):
                 await bound
             assert [len(ids) for ids in (await free).values()] == [len(LONG)]
@@ -310,7 +310,7 @@ def test_tokens_that_a_closed_engine_had_sent_come_from_the_next_one_alone(
                     moved = sequence.progress.tokens
                     steps = cores[0].steps
                     cores[0].wait_for(lambda: cores[0].steps > steps + 3)
-                    client.update([cores[1].address], [EngineEnded(0, 0, "killed")])
+                    client.set_engines([cores[1].address], [EngineEnded(0, 0, "killed")])
 
             monkeypatch.setattr(client, "_deliver", close_amid_frames)
             monkeypatch.setattr(engine_connection, "YIELD_S", DEADLINE_S)
@@ -335,7 +335,9 @@ def test_engines_that_end_together_get_nothing_meanwhile(start: Start) -> None:
             assert received(cores[1]) == 1
             cores[1].die("killed, too")
             new = [start(rank, life=1, script=long_script) for rank in (0, 1)]
-            client.update([core.address for core in new], [EngineEnded(rank, 0, "killed") for rank in (0, 1)])
+            client.set_engines(
+                [core.address for core in new], [EngineEnded(rank, 0, "killed") for rank in (0, 1)]
+            )
             assert [len(ids) for ids in (await stream).values()] == [len(LONG)] * 2
             assert sum(received(core) for core in new) == 2
 
@@ -360,7 +362,7 @@ class Lives:
                     life = core.life + 1
                     self.cores[rank] = self._start(rank, life=life, **self._fields)
                     addresses = [each.address for each in self.cores]
-                    client.update(addresses, [EngineEnded(rank, core.life, "died")])
+                    client.set_engines(addresses, [EngineEnded(rank, core.life, "died")])
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -375,7 +377,7 @@ def test_no_stream_breaks_while_engines_die_at_random(start: Start, seed: int, t
             follower = asyncio.create_task(lives.follow(client))
             streams = []
             for _ in range(40):
-                await until(lambda: client.is_ready)
+                await until(lambda: client.engines.is_ready)
                 requests = [
                     long_request(client, generator.randint(1, 3)) for _ in range(generator.randint(1, 3))
                 ]
@@ -396,7 +398,7 @@ def test_no_stream_breaks_while_engines_die_at_random(start: Start, seed: int, t
             assert lives.deaths >= 3 and len(client) == 0
             replays = client._replays
             assert not (replays._cases or replays._waiting or replays._groups or replays._trial)
-            assert not replays._starting and replays._starting_ids == 0
+            assert replays._starting_ids == 0
 
     asyncio.run(run())
 
@@ -441,7 +443,7 @@ def test_only_what_was_generated_is_sent_again(start: Start) -> None:
         async with connected(cores, max_replays=3) as client:
             assert await generate(client, rank=0) == IDS
             cores[0].die("killed")
-            await until(lambda: not client.engine_up[0])
+            await until(lambda: not client.engines.up[0])
             async with client.open([request(client)], TextOptions()) as stream:
                 assert await read(stream) == IDS
             assert received(cores[1]) == 1
@@ -460,9 +462,9 @@ def test_an_engine_that_responds_again_takes_what_waits(start: Start) -> None:
             await until(lambda: client._metrics.engine(0).generated_tokens > 5)
             cores[0].waits = lambda: True
             cores[1].frozen.set()
-            await until(lambda: not client.engine_up[1])
+            await until(lambda: not client.engines.up[1])
             cores[0].die("killed")
-            client.update([cores[1].address], [EngineEnded(0, 0, "killed", is_final=True)])
+            client.set_engines([cores[1].address], [EngineEnded(0, 0, "killed", is_final=True)])
             await until(lambda: len(client._replays) == 1)
             cores[1].frozen.clear()
             assert list((await stream).values()) == [[4000 + token for token in LONG]]
@@ -504,7 +506,7 @@ def test_after_a_fault_of_the_frontend_nothing_goes_on(start: Start, monkeypatch
                 patch.setattr(type(client._metrics.engine(0)), "advanced", fail)
                 with pytest.raises(EngineLostError, match="an internal error of the frontend"):
                     await reader
-            await until(lambda: client.engine_up[0])
+            await until(lambda: client.engines.up[0])
             assert len(client) == len(client._replays) == 0
 
     asyncio.run(run())
@@ -528,6 +530,7 @@ def test_replays_are_counted_when_waiting_sequences_fail_with_others(
             for failing in (bound, other):
                 with pytest.raises(EngineLostError):
                     await failing
+            monkeypatch.undo()
             assert [client._metrics.engine(rank).replayed for rank in (0, 1)] == [3, 0]
 
     asyncio.run(run())

@@ -1,55 +1,64 @@
 """Which sequences run again after the end of an engine, in which order, and which ones fail."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
+from atom.shared.messages.engine import AddRequest, Sampling
 from frontend.engine_client.replay import Replays
-from frontend.engine_client.sequence import Sequence
+from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Stream, StreamOptions
 from frontend.metrics.metrics import Progress
+from frontend.text.output_processor import OutputProcessor, TextOptions
+
+NUMBERS = itertools.count()
 
 
-def case(tokens: int = 0, num: int = 1) -> list[Sequence]:
+def case(tokens: int = 0, num: int = 1) -> list[RunningSequence]:
     """The sequences of a request that have as many tokens."""
     stream = Stream([], StreamOptions(), None)  # type: ignore[arg-type]
-    return [Sequence(stream, Progress(0.0, 3, tokens), None) for _ in range(num)]
+    request = AddRequest([0], b"", 10, Sampling(0.0, 0, 1.0, 0.0, 0))
+    state = OutputProcessor(None).new_state(request, TextOptions())
+    return [RunningSequence(next(NUMBERS), state, stream, Progress(0.0, 3, tokens), None) for _ in range(num)]
 
 
 class Driven:
-    """Replays with sequences that run as soon as they may, and the numbers of the failed ones."""
+    """Replays with sequences that run as soon as they may, by their places, and those that failed."""
 
-    def __init__(self, sequences: list[Sequence], most: int = 3, **fields: bool):
+    def __init__(self, sequences: list[RunningSequence], most: int = 3, **fields: bool):
         self.replays = Replays(most, **fields)
-        self.all = dict(enumerate(sequences))
-        self.running = dict(self.all)
+        self.all = list(sequences)
+        self.running = list(range(len(sequences)))
         self.failed: list[int] = []
         self.life = 0
 
-    def die(self, *guests: Sequence) -> None:
+    def die(self, *others: RunningSequence) -> None:
         """The engine of all running sequences, and of others, ends."""
-        for sequence in guests:
-            number = len(self.all)
-            self.all[number] = self.running[number] = sequence
-        new = self.replays.died(self.running, 0, self.life)
-        self.failed += new
-        self.running, self.life = {}, self.life + 1
-        for number in new:
-            self.replays.ended(number, self.all[number].stream)
+        for sequence in others:
+            self.running.append(len(self.all))
+            self.all.append(sequence)
+        failed = self.replays.died([self.all[place] for place in self.running], 0, self.life)
+        self.failed += map(self.all.index, failed)
+        self.running = []
+        self.life += 1
+        for sequence in failed:
+            self.replays.ended(sequence)
         self.send()
 
     def send(self) -> list[int]:
         """Send what is due."""
-        found = self.replays.due(lambda number: number not in self.running)
-        for number in found:
-            self.running[number] = self.all[number]
-            self.replays.sent(number, self.all[number], 20)
-        return found
+        found = self.replays.due(lambda sequence: self.all.index(sequence) not in self.running)
+        for sequence in found:
+            self.replays.sent(sequence, 20)
+        places = list(map(self.all.index, found))
+        self.running += places
+        return places
 
-    def advance(self, *numbers: int, tokens: int = 16) -> list[int]:
+    def advance(self, *places: int, tokens: int = 16) -> list[int]:
         """New tokens; returns what is sent then."""
-        for number in numbers:
-            self.all[number].progress.tokens += tokens
-            self.replays.advanced(number, self.all[number].progress.tokens)
+        for place in places:
+            self.all[place].progress.tokens += tokens
+            self.replays.advanced(self.all[place])
         return self.send()
 
 
@@ -144,24 +153,24 @@ def test_engines_that_end_together_count_one_death() -> None:
         one, other = case(20)[0], case(20)[0]
         replays = Replays(3, together=True)
         for life in (0, 1):
-            assert replays.died({0: one, 1: other}, 0, life) == []
-            for number in replays.due(lambda number: True):
-                replays.sent(number, (one, other)[number], 20)
+            assert replays.died([one, other], 0, life) == []
+            for sequence in replays.due(lambda sequence: True):
+                replays.sent(sequence, 20)
         assert replays.is_watching
         for rank in (first, 1 - first):
-            assert replays.died({rank: (one, other)[rank]}, rank, 2) == []
+            assert replays.died([(one, other)[rank]], rank, 2) == []
         assert [replays._cases[each.stream].deaths for each in (one, other)] == [2, 2]
 
 
 def test_few_long_sequences_start_at_once() -> None:
-    sequences = dict(enumerate(case(num=3)))
+    first, second, third = sequences = case(num=3)
     replays = Replays(3)
     replays.died(sequences, 0, 0)
-    sent: list[int] = []
+    sent: list[RunningSequence] = []
 
-    def send(number: int) -> None:
-        sent.append(number)
-        replays.sent(number, sequences[number], 1 << 20)
+    def send(sequence: RunningSequence) -> None:
+        sent.append(sequence)
+        replays.sent(sequence, 1 << 20)
 
     async def passes(condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
@@ -169,14 +178,14 @@ def test_few_long_sequences_start_at_once() -> None:
                 await asyncio.sleep(0.001)
 
     async def run() -> None:
-        task = asyncio.create_task(replays.run(lambda: lambda number: True, send))
-        await passes(lambda: sent == [0, 1])
+        task = asyncio.create_task(replays.run(lambda: lambda sequence: True, send))
+        await passes(lambda: sent == [first, second])
         await asyncio.sleep(0.02)
-        assert sent == [0, 1]
-        replays.advanced(1, 1)
-        await passes(lambda: sent == [0, 1, 2])
-        replays.ended(0, sequences[0].stream)
-        replays.advanced(2, 1)
+        assert sent == [first, second]
+        replays.advanced(second)
+        await passes(lambda: sent == sequences)
+        replays.ended(first)
+        replays.advanced(third)
         assert not replays.is_watching
         task.cancel()
 
@@ -185,5 +194,6 @@ def test_few_long_sequences_start_at_once() -> None:
 
 def test_without_replays_all_fail() -> None:
     replays = Replays(0)
-    assert replays.died(dict(enumerate(case(num=2))), 0, 0) == [0, 1]
-    assert (len(replays), replays.due(lambda number: True)) == (0, [])
+    sequences = case(num=2)
+    assert replays.died(sequences, 0, 0) == sequences
+    assert (len(replays), replays.due(lambda sequence: True)) == (0, [])

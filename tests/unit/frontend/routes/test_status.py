@@ -249,12 +249,11 @@ def feed_of(ranks: int) -> StatusFeed:
     async def stats(_: float) -> dict[int, CoreStats]:
         return {rank: CoreStats(*range(13), num_accepted_tokens_per_pos=[5, 3, 1]) for rank in range(ranks)}
 
+    by_rank = {rank: SimpleNamespace(link=link, life=0) for rank in range(ranks)}
     client: Any = SimpleNamespace(
-        engines={rank: SimpleNamespace(link=link, life=0) for rank in range(ranks)},
-        engine_restarts={},
+        engines=SimpleNamespace(get=by_rank.get, restarts={}, limits=None),
         settings=SimpleNamespace(num_ranks=ranks),
         control=SimpleNamespace(stats=stats),
-        limits=None,
     )
     rows = [RunningRequest(number, 0, 100, 10, time.monotonic()) for number in range(MAX_SHOWN)]
     shared = SharedMetrics("", 0, 0, metrics, lambda: 900, lambda count: rows[:count])

@@ -20,10 +20,11 @@ from atom.shared.messages.engine import (
     pack_ids,
 )
 from frontend.text.detokenizer import Detokenizer
-from frontend.text.output_processor import OutputProcessor, Processed, TextOptions, Update
-from frontend.text.token_logprobs import LogprobColumns, TokenLogprob
+from frontend.text.output_processor import TextOptions, Update
+from frontend.text.token_logprobs import LogprobColumns, PromptLogprobTrack, TokenLogprob
 from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
+from tests.helpers.text_outputs import Step, TextOutputs
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 EOS = 1
@@ -39,8 +40,8 @@ def processor(
     include_stop: bool = False,
     skip_special_tokens: bool = True,
     min_tokens: int = 0,
-) -> OutputProcessor:
-    output = OutputProcessor(TOKENIZER)
+) -> TextOutputs:
+    output = TextOutputs(TOKENIZER)
     text = TextOptions(stops or (), include_stop, skip_special_tokens)
     for request_id in ids:
         plain = request(request_id)
@@ -50,7 +51,7 @@ def processor(
     return output
 
 
-def step(output: OutputProcessor, rows: dict[int, list[int]], *ends: Finished) -> Processed:
+def step(output: TextOutputs, rows: dict[int, list[int]], *ends: Finished) -> Step:
     ids = [token_id for new in rows.values() for token_id in new]
     counts = [len(new) for new in rows.values()]
     return output.process(TokenDeltas(1, list(rows), pack_ids(ids), counts, [], list(ends)))
@@ -83,7 +84,7 @@ def test_the_ending_id_counts_but_is_no_text(reason: FinishReason, stop_token_id
     assert update.token_ids.tolist() == [*encode("a"), stop_token_id]
     stopped_on = stop_token_id if reason is FinishReason.STOP_TOKEN else None
     assert (update.finished, update.reason, update.stop_reason) == (True, raw, stopped_on)
-    assert len(output) == 0
+    assert not output.running
 
 
 def test_the_last_of_max_tokens_is_text() -> None:
@@ -140,7 +141,7 @@ def test_held_back_text_comes_with_the_end() -> None:
 
 def test_late_tokens_are_ignored() -> None:
     output = processor(1, 2)
-    output.remove([1, 7])
+    del output.running[1]
     done = step(output, {1: encode("a"), 2: encode("b")}, Finished(1, FinishReason.MAX_TOKENS))
     assert [update.request_id for update in done.updates] == [2]
 
@@ -151,13 +152,13 @@ def test_an_error_comes_alone() -> None:
 
 
 def test_without_a_tokenizer_ids_are_all_there_is() -> None:
-    output = OutputProcessor(None)
+    output = TextOutputs(None)
     output.add(request(1), TextOptions())
     (first,) = step(output, {1: [4, 5], 2: [9]}).updates
     (last,) = step(output, {1: [6]}, Finished(1, FinishReason.MAX_TOKENS)).updates
     assert (first.text, first.token_ids.tolist(), first.finished) == ("", [4, 5], False)
     assert (last.text, last.token_ids.tolist(), last.finished) == ("", [6], True)
-    assert len(output) == 0
+    assert not output.running
 
 
 def test_merged_updates_lose_nothing() -> None:
@@ -277,6 +278,22 @@ def test_broken_log_probabilities_fail_one_request() -> None:
     assert done.aborts == [3]
 
 
+def test_broken_prompt_log_probabilities_fail_one_request_and_hide_its_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(track: PromptLogprobTrack, chunk: PromptLogprobs) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(PromptLogprobTrack, "add", broken)
+    output = processor(1)
+    output.add(msgspec.structs.replace(request(2), prompt_logprobs=0), TextOptions())
+    a = encode("a")[0]
+    chunks = [PromptLogprobs(2, 1, LogprobTable(1, b"", b"", b""))] * 2
+    done = output.process(TokenDeltas(1, [1, 2], pack_ids([a, a]), prompt_logprobs=chunks))
+    assert [(update.request_id, update.reason) for update in done.updates] == [(2, "error"), (1, None)]
+    assert done.aborts == [2]
+
+
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, None], ids=["text", "ids"])
 def test_prompt_logprobs_are_not_read_on_the_event_loop(
     tokenizer: Tokenizer | None, monkeypatch: pytest.MonkeyPatch
@@ -289,7 +306,7 @@ def test_prompt_logprobs_are_not_read_on_the_event_loop(
         return row(columns, index, top)
 
     monkeypatch.setattr(LogprobColumns, "row", counted)
-    output = OutputProcessor(tokenizer)
+    output = TextOutputs(tokenizer)
     output.add(msgspec.structs.replace(request(1), prompt_logprobs=0), TextOptions())
 
     def chunk(start: int, *ids: int) -> PromptLogprobs:

@@ -44,6 +44,7 @@ ECHO = ResponseEcho(
 REQUEST = GenerateRequest(
     id="x_1",
     model="m",
+    operation="chat",
     fingerprint="f",
     created=1,
     requests=[AddRequest([7], b"", 1, Sampling(1.0, 0, 1.0, 0.0, 0))],

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.engine import AddRequest, Finished, FinishReason, Sampling, TokenDeltas, pack_ids
-from frontend.text.output_processor import OutputProcessor, TextOptions, Update
+from frontend.text.output_processor import TextOptions, Update
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.choose import choose_format
 from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import DEADLINE_S, MODEL, Client, running_frontend
+from tests.helpers.text_outputs import TextOutputs
 
 TAGS = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 PLAIN = tiny_tokenizer.build(TAGS)
@@ -68,7 +69,7 @@ class Replies:
         self, ids: list[int], cuts: Sequence[int] = (), stops: Sequence[str] = ()
     ) -> tuple[str, str, str | None]:
         """(content, reasoning, why it ended) of a choice whose steps end at `cuts`."""
-        output = OutputProcessor(self._tokenizer)
+        output = TextOutputs(self._tokenizer)
         request = AddRequest([1], pack_ids([5]), 1000, Sampling(0.0, 0, 1.0, 0.0, seed=1))
         found = self._format
         output.add(request, TextOptions(stops, reply=found and (lambda: found.parser(ReplyOptions()))))

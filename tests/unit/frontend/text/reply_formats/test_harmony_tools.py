@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from atom.shared.messages.engine import AddRequest, Finished, FinishReason, Sampling, TokenDeltas, pack_ids
-from frontend.text.output_processor import OutputProcessor, TextOptions, Update
+from frontend.text.output_processor import TextOptions, Update
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.harmony import HarmonyFormat
 from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
+from tests.helpers.text_outputs import TextOutputs
 from tests.unit.frontend.text.reply_formats.test_harmony import (
     CALL,
     CHANNEL,
@@ -88,7 +89,7 @@ class Replies:
         self._format = HarmonyFormat(self._tokenizer)
 
     def parse(self, ids: Sequence[int], step: int, options: ReplyOptions) -> Update:
-        output = OutputProcessor(self._tokenizer)
+        output = TextOutputs(self._tokenizer)
         request = AddRequest([1], pack_ids([5]), 1000, Sampling(0.0, 0, 1.0, 0.0, seed=1))
         output.add(request, TextOptions(reply=lambda: self._format.parser(options)))
         total = Update(1, array("i"))

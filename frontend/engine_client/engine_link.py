@@ -15,7 +15,7 @@ from atom.shared.messages.engine import CoreDead, CoreReady, CoreStalled, FromCo
 from atom.shared.utils.endpoint import connect
 from frontend.errors import UnavailableError
 
-__all__ = ["CoreLink", "LinkState"]
+__all__ = ["EngineLink", "LinkState"]
 
 
 class LinkState(Enum):
@@ -30,7 +30,7 @@ class LinkState(Enum):
     """It has ended, or the connection has."""
 
 
-class CoreLink:
+class EngineLink:
     """One DEALER socket to the core at `endpoint`; `index` is this frontend's number.
 
     Receive with `decode(frame)`.

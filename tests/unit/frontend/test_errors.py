@@ -1,0 +1,29 @@
+"""Errors, and the names of fields in them."""
+
+import pytest
+
+from frontend.errors import RequestError
+
+NAMES = {"stop": "stop_sequences", "max_tokens": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "renamed"),
+    [
+        ("stop", "'stop' has 9 strings that stop", "'stop_sequences' has 9 strings that stop"),
+        (
+            "max_tokens",
+            "max_tokens is 0: raise max_tokens",
+            "max_output_tokens is 0: raise max_output_tokens",
+        ),
+        ("n", "'n' is 0, as 'stop' is", "'n' is 0, as 'stop' is"),
+        (None, "'stop' is no field here", "'stop' is no field here"),
+    ],
+)
+def test_the_field_at_fault_has_the_name_of_its_endpoint(
+    field: str | None, message: str, renamed: str
+) -> None:
+    error = RequestError(message, field)
+    error.rename_field(NAMES)
+    assert error.message == renamed
+    assert error.param == NAMES.get(field or "", field)
