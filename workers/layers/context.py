@@ -44,12 +44,6 @@ class BuildContext:
     overlap_tokens: int = 0
     """Tokens of the smallest step whose all-reduces run beside GEMMs; 0: in no step."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
-    fused_norms: bool = True
-    """Whether a norm and the quantization of its output, for the linear layer behind it, are one kernel."""
-    fused_activations: bool = True
-    """The same of a gated activation."""
-    fused_head_norms: bool = False
-    """Whether head norms, RoPE and the write to the KV cache have to be one kernel."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Module name -> its name in the checkpoint, where the two differ."""
     prefix: str = ""

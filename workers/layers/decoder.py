@@ -205,7 +205,7 @@ class GatedMLP(nn.Module):
         features = mlp_range(args.intermediate_size, build)
         self.gate_up_proj = ColumnParallelLinear(hidden, [features, features], bias, build.at("gate_up_proj"))
         self.down_proj = RowParallelLinear(features, hidden, bias, build.at("down_proj"))
-        self._gated = gated_linear(args.hidden_act, build.fused_activations)
+        self._gated = gated_linear(args.hidden_act)
 
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None

@@ -40,7 +40,6 @@ class KVGroup:
             head_dim=self.head_dim,
             window=self.window,
             sinks=sinks,
-            fused_norms=build.fused_head_norms,
         )
         return replace(self, backend=choose_backend(config))
 

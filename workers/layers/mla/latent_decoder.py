@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from atom.shared.utils import envs
 from atom_ops import RoutingRule, TokenShard
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, TokenMixers, common_fields
@@ -60,7 +58,6 @@ class LatentDecoderLM(DecoderLM):
         """
         config = {**_DEFAULTS, **config}
         _check_supported(config)
-        build = replace(build, fused_norms=envs.ATOM_ENABLE_DS_INPUT_RMSNORM_QUANT_FUSION)
         args = decoder_args(config)
         latent = latent_args(config)
         token_mixers = (
@@ -124,8 +121,6 @@ def latent_args(config: Mapping[str, Any]) -> LatentArgs:
         scale=(nope + rope) ** -0.5 * _yarn_mscale(config["rope_parameters"]) ** 2,
         bias=config["attention_bias"],
         interleaved=config.get("rope_interleave", True),
-        fused_norms=envs.ATOM_ENABLE_DS_QKNORM_FUSION,
-        fused_rounding=envs.ATOM_ENABLE_DS_QKNORM_QUANT_FUSION,
     )
 
 

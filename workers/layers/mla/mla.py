@@ -75,10 +75,6 @@ class LatentArgs:
     """RoPE style: pairs of neighbouring features (GPT-J), or of both halves (NeoX)."""
     eps: float = 1e-6
     """Of the latents' norms; config.json has no field for it."""
-    fused_norms: bool = True
-    """Whether one kernel normalises both latents."""
-    fused_rounding: bool = True
-    """Whether the norm of the queries' latents may round them, for a quantized projection."""
 
 
 class LatentAttention(nn.Module):
@@ -90,12 +86,6 @@ class LatentAttention(nn.Module):
         """`groups` are all cache groups of the model; one of them contains `layer`."""
         super().__init__()
         self._args, self._layer = args, layer
-        self._rounds_latents = (
-            args.q_lora_rank is not None
-            and args.fused_norms
-            and args.fused_rounding
-            and build.quantization.linear(build.at("q_b_proj").prefix) is not PLAIN
-        )
         self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
         shard = head_shard(args.num_heads, args.num_heads, build.tp.size, build.tp.rank)
         heads = ShardRange(args.num_heads, shard.q_start, shard.q_count)
@@ -149,31 +139,25 @@ class LatentAttention(nn.Module):
         self, latents_TN: torch.Tensor, rotation: Rotation, cache: LatentLayer, slots_T: torch.Tensor
     ) -> torch.Tensor:
         """Queries [T, H, E] before RoPE, from the first projection; also writes the step's cache rows."""
-        cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
         kv_norm = self.kv_a_layernorm
-        if self._args.q_lora_rank is None:
-            q_TO, row_TK = latents_TN.tensor_split([latents_TN.shape[1] - cache.rows.shape[2]], 1)
-            write_latent(row_TK, kv_norm.weight, kv_norm.eps, *cos_sin, cache, slots_T, interleaved)
-            return self._by_head(q_TO)
-        if self._rounds_latents:
-            norms = LatentNorms(self.q_a_layernorm.weight, kv_norm.weight, kv_norm.eps)
-            weight = self.q_b_proj.weight
-            q_TO = latent_queries(latents_TN, norms, *cos_sin, cache, slots_T, weight, interleaved)
-            return self._by_head(q_TO)
-        return self.expand_queries(self.write(latents_TN, rotation, cache, slots_T))
+        at = rotation.cos_T1R, rotation.sin_T1R, cache, slots_T
+        if self._args.q_lora_rank is not None:
+            norms, weight = self._latent_norms(), self.q_b_proj.weight
+            return self._by_head(latent_queries(latents_TN, norms, *at, weight, self._args.interleaved))
+        q_TO, row_TK = latents_TN.tensor_split([latents_TN.shape[1] - cache.rows.shape[2]], 1)
+        write_latent(row_TK, kv_norm.weight, kv_norm.eps, *at, self._args.interleaved)
+        return self._by_head(q_TO)
 
     def write(
         self, latents_TN: torch.Tensor, rotation: Rotation, cache: LatentLayer, slots_T: torch.Tensor
     ) -> torch.Tensor:
         """Write the KV latents and keys to the cache; returns the normalised query latents [T, Q]."""
-        cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
+        at = rotation.cos_T1R, rotation.sin_T1R, cache, slots_T
+        return norm_and_write_latents(latents_TN, self._latent_norms(), *at, self._args.interleaved)
+
+    def _latent_norms(self) -> LatentNorms:
         kv_norm = self.kv_a_layernorm
-        if self._args.fused_norms:
-            norms = LatentNorms(self.q_a_layernorm.weight, kv_norm.weight, kv_norm.eps)
-            return norm_and_write_latents(latents_TN, norms, *cos_sin, cache, slots_T, interleaved)
-        q_TQ, row_TK = latents_TN.tensor_split([latents_TN.shape[1] - cache.rows.shape[2]], 1)
-        write_latent(row_TK, kv_norm.weight, kv_norm.eps, *cos_sin, cache, slots_T, interleaved)
-        return self.q_a_layernorm(q_TQ)
+        return LatentNorms(self.q_a_layernorm.weight, kv_norm.weight, kv_norm.eps)
 
     def expand_queries(self, q_TQ: torch.Tensor) -> torch.Tensor:
         """Queries [T, H, E] before RoPE, from their normalised latents."""

@@ -280,7 +280,7 @@ class SharedExperts(nn.Module):
             hidden, [features, features], False, build.at("gate_up_proj")
         )
         self.down_proj = RowParallelLinear(features, hidden, False, build.at("down_proj"))
-        self._gated = gated_linear(args.hidden_act, build.fused_activations)
+        self._gated = gated_linear(args.hidden_act)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.down_proj.after_gate(self._gated, self.gate_up_proj(x_TD))
