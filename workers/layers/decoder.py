@@ -4,9 +4,23 @@
         └───────────── + ───────────────┴────────────── + ─────────────────┘
 
 A family passes its arguments, and its own `mlp` or `token_mixers` where it differs. A token mixer is
-the layer's attention or linear attention. Modules are named as in checkpoints. Each block receives the
-norm in front of it, because most fuse it with their first matmul. Its output is a partial sum over the
-tensor-parallel ranks; the next norm all-reduces it, adds it to the residual and normalises in one call.
+the layer's attention or linear attention. Modules are named as in checkpoints.
+
+docs/develop/qwen3_in_plain_torch.py is the same model in 60 lines. Its lines are computed here by:
+
+    embedding                                   `VocabEmbedding`
+    rotation                                    `RotaryEmbedding`, once for all layers
+    x + mlp, input norm, q, k and v             `SelfAttention.after_norm`, `qkv_proj.after_norm`
+    head norms, rotary, attention               `SelfAttention.attend`, an `AttentionBackend`
+    o_proj                                      `RowParallelLinear`
+    x + self_attention, norm, gate and up       `GatedMLP.after_norm`, `gate_up_proj.after_norm`
+    silu(gate) * up, down_proj                  `RowParallelLinear.after_gate`
+    last x + mlp, model.norm                    `RMSNorm.add` in `Decoder.forward`
+    lm_head                                     `LMHead`, for the sampling rows only
+
+Each block receives the norm before it (`after_norm`), because most fuse the sum, the norm and their first
+matmul. Its output is a partial sum over the tensor-parallel ranks; the next norm all-reduces it, adds it to
+the residual and normalises in one call.
 
 T tokens, R sampling rows, D hidden, O features of the fused projection.
 """
