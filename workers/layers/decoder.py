@@ -132,7 +132,9 @@ class SelfAttention(WeightedLayer):
 
     def __init__(self, args: DecoderArgs, layer: int, groups: Sequence[KVGroup], build: BuildContext):
         super().__init__()
-        heads, kv_heads, head_dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
+        heads = args.num_attention_heads
+        kv_heads = args.num_key_value_heads
+        head_dim = args.head_dim
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
         q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
         kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
@@ -157,7 +159,6 @@ class SelfAttention(WeightedLayer):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TokenMixer`."""
         qkv_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
         return self.o_proj(self.attend(qkv_TO, rotation, ctx)), residual_TD
 
@@ -215,7 +216,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, args: DecoderArgs, build: BuildContext):
         super().__init__()
-        hidden, bias = args.hidden_size, args.mlp_bias
+        hidden = args.hidden_size
+        bias = args.mlp_bias
         features = mlp_range(args.intermediate_size, build)
         self.gate_up_proj = ColumnParallelLinear(hidden, [features, features], bias, build.at("gate_up_proj"))
         self.down_proj = RowParallelLinear(features, hidden, bias, build.at("down_proj"))
@@ -224,7 +226,6 @@ class GatedMLP(nn.Module):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FeedForward`."""
         gate_up_T2F, residual_TD = self.gate_up_proj.after_norm(norm, x_TD, residual_TD)
         return self.down_proj.after_gate(self._gated, gate_up_T2F), residual_TD
 
@@ -270,13 +271,15 @@ class DecoderLayer(nn.Module):
     def in_parts(
         self, parts: Sequence[Part], next_norm: RMSNorm, rotation: Rotation, ctx: ForwardContext
     ) -> list[Part]:
-        """The step's tokens in parts, behind `input_layernorm`; returns them behind `next_norm`.
+        """Compute the layer for a step's tokens in parts: from after `input_layernorm` to after `next_norm`.
 
         Everything but attention computes each token alone, while the all-reduces of other parts run.
         """
-        attention, mlp = getattr(self, self._token_mixer), self.mlp
+        attention = getattr(self, self._token_mixer)
+        mlp = self.mlp
         assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
-        qkv, residuals = [], []
+        qkv = []
+        residuals = []
         for end in parts:
             normed_TD, residual_TD = end()
             qkv.append(attention.qkv_proj(normed_TD))
@@ -312,7 +315,8 @@ class Decoder(nn.Module):
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """[T, D]."""
         rotation = self.rotary(positions_T)
-        x_TD, residual_TD = self.embed_tokens(ids_T), None
+        x_TD = self.embed_tokens(ids_T)
+        residual_TD = None
         if 0 < self.overlap_tokens <= len(x_TD) and (parts := self._tp.begin_step_in_parts(x_TD)) > 1:
             return self._in_parts(x_TD.tensor_split(parts), rotation, ctx)
         for layer in self.layers:

@@ -70,7 +70,8 @@ class LatentDecoderLM(DecoderLM):
 
         super().__init__(config, args, build, mlp, token_mixers)
         # Layers after the last one are for multi-token prediction.
-        first, count = args.num_hidden_layers, config.get("num_nextn_predict_layers") or 0
+        first = args.num_hidden_layers
+        count = config.get("num_nextn_predict_layers") or 0
         self.unused_on_disk += tuple(f"model.layers.{layer}.*" for layer in range(first, first + count))
 
 
@@ -109,7 +110,8 @@ def decoder_args(config: Mapping[str, Any]) -> DecoderArgs:
 
 def latent_args(config: Mapping[str, Any]) -> LatentArgs:
     """The attention's arguments. Raises KeyError for a missing field."""
-    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    nope = config["qk_nope_head_dim"]
+    rope = config["qk_rope_head_dim"]
     return LatentArgs(
         hidden_size=config["hidden_size"],
         num_heads=config["num_attention_heads"],
