@@ -41,8 +41,6 @@ class AttentionConfig:
     """Sliding window in tokens; 0: none."""
     sinks: bool
     """Whether the layers have attention sinks."""
-    fused_norms: bool = False
-    """Whether head norms, RoPE and the write to the cache have to be one kernel."""
 
 
 class AttentionBackend(ABC):

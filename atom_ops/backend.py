@@ -1,7 +1,7 @@
 """Which providers run each op on one device; resolved once, when a worker starts."""
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +24,8 @@ def resolve(
     order: Sequence[str] | None = None,
     batch_invariant: bool = False,
     preferred: Sequence[str] = (),
+    separated: Collection[str] = (),
+    without_attention: Collection[str] = (),
 ) -> dict[str, tuple[str, ...]]:
     """Set every op's providers and the attention backends for `device`.
 
@@ -33,6 +35,9 @@ def resolve(
     ValueError for an explicit name that nothing has or that cannot run on `device`.
 
     `preferred` providers come before the default order, where they can run.
+
+    Composed ops in `separated` have no provider but the reference, which calls their parts. Attention
+    backends in `without_attention` are not used.
 
     `batch_invariant` allows only providers whose rows do not depend on the batch and prefers the
     batch-invariant GEMM; raises ValueError where there is none. Attention is batch-invariant by its
@@ -53,10 +58,12 @@ def resolve(
     if device.type == "cpu":
         _reuse_freed_memory()
     for each in REGISTRY.values():
-        known = (each.providers[name] for name in names if name in each.providers)
+        used = () if each.name in separated else names
+        known = (each.providers[name] for name in used if name in each.providers)
         allowed = (provider for provider in known if provider.batch_invariant or not batch_invariant)
         each.use([provider.name for provider in allowed if provider.supported(device)])
-    use_attention_backends(names, device, batch_invariant)
+    layouts = [name for name in names if name not in without_attention]
+    use_attention_backends(layouts, device, batch_invariant)
     return {name: each.order for name, each in sorted(REGISTRY.items())}
 
 

@@ -130,7 +130,7 @@ class Worker:
         return agreed
 
     def _load(self) -> Loaded:
-        resolved = resolve_ops(self._device, self._config.device.batch_invariant)
+        resolved = resolve_ops(self._device, self._config, self._checkpoint)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
         for line in backend.warnings(self._device):

@@ -44,7 +44,6 @@ class AiterAttention(AttentionBackend):
     def supports(self, config: AttentionConfig) -> bool:
         return (
             takes_dtype(config.dtype)
-            and not config.fused_norms
             and config.kv_dtype == config.dtype
             and config.block_size.bit_count() == 1
             and config.head_dim % 8 == 0

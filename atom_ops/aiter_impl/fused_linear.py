@@ -46,7 +46,7 @@ def _scaled_by_token(weight: ChannelFP8) -> bool:
     batch_invariant=False,
     quantizes_activations=True,
 )
-def _norm_linear(
+def norm_linear(
     x_TD: Tensor,
     residual_TD: Tensor | None,
     norm_weight_D: Tensor,

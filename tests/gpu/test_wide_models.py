@@ -88,7 +88,7 @@ def differences(
     assert not backend.ran_in_torch() or device == CPU
     torch.cuda.empty_cache()
     monkeypatch.setattr(
-        worker_module, "resolve_ops", lambda device, invariant: backend.resolve(device, ["torch"])
+        worker_module, "resolve_ops", lambda device, *model: backend.resolve(device, ["torch"])
     )
     wanted = logits_of(directory, device)
     same = (found.argmax(1) == wanted.argmax(1)).float().mean()

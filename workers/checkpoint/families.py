@@ -10,7 +10,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-_ARCHITECTURES, _KEEPS_STATES = "ARCHITECTURES", "KEEPS_STATES"
+_ARCHITECTURES = "ARCHITECTURES"
+_KEEPS_STATES = "KEEPS_STATES"
 
 
 @cache

@@ -30,7 +30,8 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     Raises ValueError if no architecture is named, and for an override of another type.
     """
     path = directory / "config.json"
-    config, changes = with_new_names(read_json(path)), with_new_names(overrides)
+    config = with_new_names(read_json(path))
+    changes = with_new_names(overrides)
     _check_kinds(config, changes, "")
     merged = _merged(config, changes)
     named = merged.get("architectures")

@@ -49,7 +49,8 @@ Report = Callable[[str, int, int], None]
 def main() -> None:
     """Entry point of `python -m workers.checkpoint.prepare`."""
     launch = read_launch(PrepareLaunch)
-    status, result = ExitStatus.DONE, dict[str, object]()
+    status = ExitStatus.DONE
+    result = dict[str, object]()
     try:
         with progress_reports(launch.supervisor) as report:
             checkpoint = prepare(launch.config, Path(launch.cache_dir), report)

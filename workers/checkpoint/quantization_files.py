@@ -1,6 +1,6 @@
 """What a checkpoint's files say about its quantization.
 
-config.json under quantization_config, in older files compression_config; or a file beside it:
+config.json under quantization_config, in older files compression_config; or a file next to it:
 quantize_config.json (GPTQ, AWQ) or hf_quant_config.json (modelopt).
 """
 
@@ -11,7 +11,8 @@ from typing import Any
 from workers.checkpoint.hf_config import read_json
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-_MODELOPT, _GPTQ = "hf_quant_config.json", "quantize_config.json"
+_MODELOPT = "hf_quant_config.json"
+_GPTQ = "quantize_config.json"
 
 
 def stated_quantization(config: Mapping[str, Any], directory: Path) -> Any:
@@ -25,7 +26,7 @@ def stated_quantization(config: Mapping[str, Any], directory: Path) -> Any:
 
 
 def _of_files(directory: Path) -> dict[str, Any] | None:
-    """The settings of the files beside config.json; modelopt may quantize the KV cache alone."""
+    """The settings of the files next to config.json; modelopt may quantize the KV cache alone."""
     modelopt = _of_modelopt(directory)
     if modelopt is not None and modelopt.get("quant_algo") is not None:
         return modelopt
@@ -33,14 +34,14 @@ def _of_files(directory: Path) -> dict[str, Any] | None:
 
 
 def _with_file(
-    stated: Mapping[str, Any], beside: Mapping[str, Any] | None, directory: Path
+    stated: Mapping[str, Any], in_file: Mapping[str, Any] | None, directory: Path
 ) -> dict[str, Any]:
-    """The settings of both."""
-    merged = {**(beside or {}), **stated}
-    one, other = (str((each or {}).get("quant_algo", "")).upper() for each in (beside, merged))
-    if one and one != other:
+    """The settings of config.json, and those of the other file that it lacks."""
+    merged = {**(in_file or {}), **stated}
+    in_it, in_config = (str((each or {}).get("quant_algo", "")).upper() for each in (in_file, merged))
+    if in_it and in_it != in_config:
         raise ValueError(
-            f"{directory} is quantized (modelopt) with quant_algo {other} in config.json and {one} in "
+            f"{directory} is quantized (modelopt) with quant_algo {in_config} in config.json and {in_it} in "
             f"{_MODELOPT}: remove the wrong one"
         )
     return merged

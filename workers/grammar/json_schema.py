@@ -155,9 +155,9 @@ def _check(part: Schema) -> None:
     keywords = part.keys() & (_OBJECTS | _ARRAYS | _OTHERS)
     head = next((name for name in _HEADS if name in part), None)
     if head is not None:
-        beside = keywords - {head} - ({"type"} if head in ("enum", "const") else set())
-        if beside:
-            raise _refusal(f"'{min(beside)}' beside '{head}'")
+        others = keywords - {head} - ({"type"} if head in ("enum", "const") else set())
+        if others:
+            raise _refusal(f"'{min(others)}' beside '{head}'")
         if head == "allOf" and len(part[head]) > 1:
             raise _refusal("'allOf' with several parts")
     elif "type" not in part and not keywords <= (_OBJECTS if "properties" in part else _ARRAYS):
@@ -197,7 +197,8 @@ def _rewrite(part: Schema) -> None:
     if types == "object" and not any(name in part for name in _OPEN):
         part["additionalProperties"] = True  # it would allow the empty object alone
     if any(name in part for name in _LENGTHS):  # it would allow control characters, and surrogates
-        low, high = part.pop("minLength", 0), part.pop("maxLength", "")
+        low = part.pop("minLength", 0)
+        high = part.pop("maxLength", "")
         part["pattern"] = f"^{_PLAIN_CHARACTER}{{{low},{high}}}$"
     for name in ("enum", "const"):
         if name in part and types is not None:

@@ -17,7 +17,7 @@ _MAX_TEXT_BYTES = 128 * 1024 * 1024
 
 
 class GrammarLibrary:
-    """Loads grammars in a thread, beside the steps; loading releases the GIL.
+    """Loads grammars in a thread, alongside the steps; loading releases the GIL.
 
     What the first one needs does not: the import of xgrammar, and the bytes of each id of the vocabulary.
     """

@@ -1,7 +1,7 @@
 """The grammars of the rows of the persistent batch: which ids each of them may sample next.
 
 A row's matcher follows its output. To mask the logits of step n + 1 it needs the id of step n: that is
-copied to the host behind step n, while the forward pass of n + 1 runs, so only the sampler waits for it.
+copied to the host after step n, while the forward pass of n + 1 runs, so only the sampler waits for it.
 With tensor parallelism every rank follows the same ids, and masks alike.
 
 G rows with a grammar, W words of 32 ids each.
@@ -44,12 +44,14 @@ class RowMatcher:
 
     def accept(self, token_id: int) -> None:
         """The row has sampled this id."""
-        grammar, at_start, self._at_start = self._grammar, self._at_start, False
+        grammar = self._grammar
+        at_start = self._at_start
+        self._at_start = False
         if self._in_reasoning:
             self._in_reasoning = token_id != grammar.reasoning_end
         elif at_start and token_id == grammar.reasoning_begin:
             self._in_reasoning = True
-        # Behind the end the core has not yet seen it, and drops what is sampled.
+        # A terminated matcher takes no id: the core has not seen the end yet, and drops what is sampled.
         elif not (self._is_lost or self._matcher.is_terminated() or self._matcher.accept_token(token_id)):
             self._is_lost = True
             self.failure = (
@@ -135,7 +137,8 @@ class RowMatchers:
 
     def _settle(self) -> None:
         """Follow the ids of the last step."""
-        sampled, self._sampled = self._sampled, None
+        sampled = self._sampled
+        self._sampled = None
         if sampled is None:
             return
         if sampled.copied is not None:

@@ -25,7 +25,8 @@ def tokenizer_info(checkpoint: Checkpoint) -> "xgrammar.TokenizerInfo":
 
     assert checkpoint.tokenizer_file is not None, "grammars need a tokenizer"
     backend = tokenizers.Tokenizer.from_buffer(Path(checkpoint.tokenizer_file).read_bytes())
-    pieces, added = TokenPieces(backend), backend.get_added_tokens_decoder()
+    pieces = TokenPieces(backend)
+    added = backend.get_added_tokens_decoder()
     without_text = {i: _SPECIAL for i, token in added.items() if token.special}
     without_text |= dict.fromkeys(checkpoint.eos_token_ids, b"")
     vocabulary = [

@@ -4,25 +4,18 @@ from collections.abc import Callable
 
 import torch
 
-from atom_ops import Weight, linear, silu_and_mul, silu_and_mul_linear
+from atom_ops import Weight, silu_and_mul_linear
 
 GatedLinear = Callable[[torch.Tensor, Weight, torch.Tensor | None], torch.Tensor]
-"""Maps [T, 2F] (gate beside up), the weight and the bias of a linear layer to [T, O]."""
+"""Maps [T, 2F] (gate, then up), the weight and the bias of a linear layer to [T, O]."""
 
 
-def _silu_and_mul_then_linear(x_T2F: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    return linear(silu_and_mul(x_T2F), weight, bias)
+_FUNCTIONS: dict[str, GatedLinear] = {"silu": silu_and_mul_linear}
 
 
-_FUSED: dict[str, GatedLinear] = {"silu": silu_and_mul_linear}
-_SEPARATE: dict[str, GatedLinear] = {"silu": _silu_and_mul_then_linear}
-
-
-def gated_linear(hidden_act: str, fused: bool = True) -> GatedLinear:
-    """The function for that activation. Raises ValueError that lists the supported ones.
-
-    `fused`: the activation and the quantization of its output may be one kernel.
-    """
-    if hidden_act not in _FUSED:
-        raise ValueError(f"hidden_act {hidden_act} is not supported; supported are: {', '.join(_FUSED)}")
-    return (_FUSED if fused else _SEPARATE)[hidden_act]
+def gated_linear(hidden_act: str) -> GatedLinear:
+    """The function for that activation. Raises ValueError that lists the supported ones."""
+    if hidden_act not in _FUNCTIONS:
+        supported = ", ".join(_FUNCTIONS)
+        raise ValueError(f"hidden_act {hidden_act} is not supported; supported are: {supported}")
+    return _FUNCTIONS[hidden_act]

@@ -25,7 +25,7 @@ class CausalLM(nn.Module, ABC):
     kv_groups: list[CacheGroup]
     """Every layer that caches something belongs to exactly one."""
     overlap_tokens: int = 0
-    """Tokens of the smallest step whose all-reduces run beside GEMMs, where ranks can; 0: in no step."""
+    """Tokens of the smallest step whose all-reduces overlap GEMMs, where ranks can; 0: in no step."""
     unused_on_disk: tuple[str, ...] = ()
     """Patterns of tensors that a checkpoint may hold and that are not loaded."""
 

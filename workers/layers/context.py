@@ -1,4 +1,4 @@
-"""Arguments of building a model and of one forward pass, beside its configuration and the tokens.
+"""Arguments of building a model and of one forward pass, besides its configuration and the tokens.
 
 Both are passed as arguments; nothing in the workers reads a global.
 """
@@ -34,22 +34,16 @@ class BuildContext:
     block_size: int = 16
     """Tokens of a KV block on a rank."""
     kv_dtype: torch.dtype | None = None
-    """Of cached keys and values; None: `dtype`."""
+    """Dtype of cached keys and values; None: `dtype`."""
     dispatch: ExpertDispatch = field(default_factory=LocalDispatch)
     """How tokens reach the experts of MoE layers."""
     redundant_experts: int | None = None
-    """Replicas of experts beside one of each; None: experts have no slots, and stay where they are."""
+    """Replicas of experts besides one of each; None: experts have no slots and stay where they are."""
     second_stream: SecondStream | None = None
-    """Where shared experts run beside the routed ones; None: after them."""
+    """Where shared experts run alongside the routed ones; None: after them."""
     overlap_tokens: int = 0
-    """Tokens of the smallest step whose all-reduces run beside GEMMs; 0: in no step."""
+    """Tokens of the smallest step whose all-reduces overlap GEMMs; 0: in no step."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
-    fused_norms: bool = True
-    """Whether a norm and the quantization of its output, for the linear layer behind it, are one kernel."""
-    fused_activations: bool = True
-    """The same of a gated activation."""
-    fused_head_norms: bool = False
-    """Whether head norms, RoPE and the write to the KV cache have to be one kernel."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Module name -> its name in the checkpoint, where the two differ."""
     prefix: str = ""
@@ -100,7 +94,7 @@ class ForwardContext:
     groups: Sequence[GroupContext | StatePlan]
     """By KV group; a `StatePlan` for groups of recurrent layers."""
     topk_indices: SharedTopK = field(default_factory=SharedTopK)
-    """Of the latest layer with an indexer."""
+    """Top-k indices of the latest layer with an indexer."""
     splitter: Splitter | None = None
     """Set while the pass is captured in pieces."""
 

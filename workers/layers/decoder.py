@@ -4,9 +4,23 @@
         └───────────── + ───────────────┴────────────── + ─────────────────┘
 
 A family passes its arguments, and its own `mlp` or `token_mixers` where it differs. A token mixer is
-the layer's attention or linear attention. Modules are named as in checkpoints. Each block receives the
-norm in front of it, because most fuse it with their first matmul. Its output is a partial sum over the
-tensor-parallel ranks; the next norm all-reduces it, adds it to the residual and normalises in one call.
+the layer's attention or linear attention. Modules are named as in checkpoints.
+
+docs/develop/qwen3_in_plain_torch.py is the same model in 60 lines. Its lines are computed here by:
+
+    embedding                                   `VocabEmbedding`
+    rotation                                    `RotaryEmbedding`, once for all layers
+    x + mlp, input norm, q, k and v             `SelfAttention.after_norm`, `qkv_proj.after_norm`
+    head norms, rotary, attention               `SelfAttention.attend`, an `AttentionBackend`
+    o_proj                                      `RowParallelLinear`
+    x + self_attention, norm, gate and up       `GatedMLP.after_norm`, `gate_up_proj.after_norm`
+    silu(gate) * up, down_proj                  `RowParallelLinear.after_gate`
+    last x + mlp, model.norm                    `RMSNorm.add` in `Decoder.forward`
+    lm_head                                     `LMHead`, for the sampling rows only
+
+Each block receives the norm before it (`after_norm`), because most fuse the sum, the norm and their first
+matmul. Its output is a partial sum over the tensor-parallel ranks; the next norm all-reduces it, adds it to
+the residual and normalises in one call.
 
 T tokens, R sampling rows, D hidden, O features of the fused projection.
 """
@@ -118,7 +132,9 @@ class SelfAttention(WeightedLayer):
 
     def __init__(self, args: DecoderArgs, layer: int, groups: Sequence[KVGroup], build: BuildContext):
         super().__init__()
-        heads, kv_heads, head_dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
+        heads = args.num_attention_heads
+        kv_heads = args.num_key_value_heads
+        head_dim = args.head_dim
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
         q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
         kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
@@ -143,7 +159,6 @@ class SelfAttention(WeightedLayer):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TokenMixer`."""
         qkv_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
         return self.o_proj(self.attend(qkv_TO, rotation, ctx)), residual_TD
 
@@ -201,16 +216,16 @@ class GatedMLP(nn.Module):
 
     def __init__(self, args: DecoderArgs, build: BuildContext):
         super().__init__()
-        hidden, bias = args.hidden_size, args.mlp_bias
+        hidden = args.hidden_size
+        bias = args.mlp_bias
         features = mlp_range(args.intermediate_size, build)
         self.gate_up_proj = ColumnParallelLinear(hidden, [features, features], bias, build.at("gate_up_proj"))
         self.down_proj = RowParallelLinear(features, hidden, bias, build.at("down_proj"))
-        self._gated = gated_linear(args.hidden_act, build.fused_activations)
+        self._gated = gated_linear(args.hidden_act)
 
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FeedForward`."""
         gate_up_T2F, residual_TD = self.gate_up_proj.after_norm(norm, x_TD, residual_TD)
         return self.down_proj.after_gate(self._gated, gate_up_T2F), residual_TD
 
@@ -256,13 +271,15 @@ class DecoderLayer(nn.Module):
     def in_parts(
         self, parts: Sequence[Part], next_norm: RMSNorm, rotation: Rotation, ctx: ForwardContext
     ) -> list[Part]:
-        """The step's tokens in parts, behind `input_layernorm`; returns them behind `next_norm`.
+        """Compute the layer for a step's tokens in parts: from after `input_layernorm` to after `next_norm`.
 
         Everything but attention computes each token alone, while the all-reduces of other parts run.
         """
-        attention, mlp = getattr(self, self._token_mixer), self.mlp
+        attention = getattr(self, self._token_mixer)
+        mlp = self.mlp
         assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
-        qkv, residuals = [], []
+        qkv = []
+        residuals = []
         for end in parts:
             normed_TD, residual_TD = end()
             qkv.append(attention.qkv_proj(normed_TD))
@@ -298,7 +315,8 @@ class Decoder(nn.Module):
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """[T, D]."""
         rotation = self.rotary(positions_T)
-        x_TD, residual_TD = self.embed_tokens(ids_T), None
+        x_TD = self.embed_tokens(ids_T)
+        residual_TD = None
         if 0 < self.overlap_tokens <= len(x_TD) and (parts := self._tp.begin_step_in_parts(x_TD)) > 1:
             return self._in_parts(x_TD.tensor_split(parts), rotation, ctx)
         for layer in self.layers:

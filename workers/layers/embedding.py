@@ -55,7 +55,8 @@ class VocabEmbedding(WeightedLayer):
 
     def take_weight(self) -> Weight:
         """The weight as it was loaded, for a tied LM head."""
-        weight, self._for_head = self._for_head, None
+        weight = self._for_head
+        self._for_head = None
         return self.weight if weight is None else weight
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:

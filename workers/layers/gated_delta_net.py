@@ -82,8 +82,10 @@ class GatedDeltaNet(WeightedLayer):
         """`group` is the index of the layer's KV group."""
         super().__init__()
         keys, values = args.local_heads(build)
-        self._layer, self._group = layer, group
-        self._heads, self._value_features = values.size, args.value_features
+        self._layer = layer
+        self._group = group
+        self._heads = values.size
+        self._value_features = args.value_features
         values_of_key = args.value_heads // args.key_heads
         features = 2 * (args.key_features + values_of_key * args.value_features)
         self.in_proj = ReorderedLinear(
@@ -111,7 +113,8 @@ class GatedDeltaNet(WeightedLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TokenMixer`. `rotation` is unused: there is no RoPE here."""
         all_TO, residual_TD = self.in_proj.after_norm(norm, x_TD, residual_TD)
-        values, gates = self._heads * self._value_features, 2 * self._heads
+        values = self._heads * self._value_features
+        gates = 2 * self._heads
         qkv_TC, z_TO, gates_T2N = all_TO.split([all_TO.shape[1] - values - gates, values, gates], 1)
         out_TNF = ctx.mix(self._recur, rotation, qkv_TC, gates_T2N)
         z_TNF = z_TO.unflatten(1, (self._heads, self._value_features))
@@ -121,7 +124,8 @@ class GatedDeltaNet(WeightedLayer):
     def _recur(
         self, ctx: ForwardContext, rotation: Rotation, qkv_TC: torch.Tensor, gates_T2N: torch.Tensor
     ) -> torch.Tensor:
-        states, plan = ctx.kv_layers[self._layer], ctx.groups[self._group]
+        states = ctx.kv_layers[self._layer]
+        plan = ctx.groups[self._group]
         assert isinstance(states, StateLayer) and isinstance(plan, StatePlan)
         mixed_TC = causal_conv(qkv_TC, self.conv1d.weight.squeeze(1), states.conv, plan)
         decay = DecayWeights(self.A_log, self.dt_bias)
@@ -136,7 +140,8 @@ class _Convolution(WeightedLayer):
     def __init__(self, args: DeltaArgs, build: BuildContext):
         super().__init__()
         keys, values = args.local_heads(build)
-        key, value = keys.scaled(args.key_features), values.scaled(args.value_features)
+        key = keys.scaled(args.key_features)
+        value = values.scaled(args.value_features)
         shape = (2 * key.total + value.total, 1, args.conv_kernel_size)
         parts = ((0, key), (key.total, key), (2 * key.total, value))
         self.add_weight(

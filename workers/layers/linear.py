@@ -83,7 +83,6 @@ class ColumnParallelLinear(Linear):
                 self.add_matrix(f"part{number}", scheme, [replace(shard, module=number)], build)
         else:
             self.add_matrix("weight", schemes[0], shards, build)
-        self._fused_norm = build.fused_norms or all(scheme is PLAIN for scheme in schemes)
         if bias:
             self.add_weight("bias", [ShardSpec((o.total,), 0, o) for o in outputs], build)
 
@@ -104,7 +103,7 @@ class ColumnParallelLinear(Linear):
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(linear(norm(x + residual)), x + residual); see `RMSNorm.add` for `x_TD`."""
-        if not self._fused_norm or (norm.tp.size > 1 and residual_TD is not None):
+        if norm.tp.size > 1 and residual_TD is not None:
             normed_TD, total_TD = norm.add(x_TD, residual_TD)
             return self(normed_TD), total_TD
         return add_norm_linear(x_TD, residual_TD, norm.weight, norm.eps, self.weight, self.bias)

@@ -66,7 +66,7 @@ class CheckpointTensor:
     name: str
     """Relative to the layer's name."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the whole tensor: it has one of them."""
+    """Shapes that the whole tensor may have."""
     entry: int | None = None
     """Index into the first dimension; None: the whole tensor."""
     other_names: tuple[str, ...] = ()
@@ -118,7 +118,8 @@ class ShardSpec:
     def of(self, stored: StoredTensor) -> "ShardSpec":
         """The same shard of one of the tensors that store this matrix."""
         outputs, inputs = self.shape
-        shape, decode = stored.shape((outputs, inputs)), stored.decode
+        shape = stored.shape((outputs, inputs))
+        decode = stored.decode
         kept = self.kept.in_units(stored.unit[self.dim])
         if self.dim == 1 and stored.all_inputs:
             kept = ShardRange.whole(shape[1])
@@ -167,7 +168,8 @@ class RoundedMatrix:
         dtype: torch.dtype,
     ):
         self.scheme = scheme
-        self._quantize, self.dtype = quantize, dtype
+        self._quantize = quantize
+        self.dtype = dtype
         whole_rows = any(stored.unit[1] == WHOLE for stored in scheme.tensors)
         cut = next((part.kept for part in parts if part.dim == 1), None)
         self._kept_inputs = cut if whole_rows else None
@@ -178,7 +180,9 @@ class RoundedMatrix:
 
     def _rows_of_parts(self, parts: Sequence[ShardSpec]) -> dict[int, list[int]]:
         """First row of each part -> its first row in each of the scheme's tensors."""
-        found, row, rows = {}, 0, [0] * len(self.scheme.tensors)
+        found = {}
+        row = 0
+        rows = [0] * len(self.scheme.tensors)
         for part in parts:
             found[row] = list(rows)
             row += part.kept_shape[0]
@@ -260,7 +264,8 @@ class WeightedLayer(nn.Module):
         build: BuildContext,
     ) -> None:
         """Register the buffers of the matrix `name`, each with its own shards, which cut no block."""
-        self.prefix, self._dtype = build.prefix, build.dtype
+        self.prefix = build.prefix
+        self._dtype = build.dtype
         self._schemes[name] = scheme
         if scheme.quantize is not None:
             (parts,) = shards.values()
@@ -361,7 +366,9 @@ def check_blocks(scheme: Scheme, shards: Sequence[ShardSpec], build: BuildContex
         for what, size, unit in zip(_DIMS, shard.shape, scheme.unit, strict=True):
             if size % unit and not scheme.ragged:
                 raise ValueError(f"{build.prefix}: {size} {what}, not a multiple of {unit} ({scheme.name})")
-        what, unit, kept = _DIMS[shard.dim], scheme.unit[shard.dim], shard.kept
+        what = _DIMS[shard.dim]
+        unit = scheme.unit[shard.dim]
+        kept = shard.kept
         if kept.cuts(unit):
             raise ValueError(
                 f"{build.prefix}: with --tensor-parallel-size {build.tp.size} this rank would keep "

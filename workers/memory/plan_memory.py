@@ -54,7 +54,7 @@ def plan(launch: PlanLaunch) -> PlanResult:
     """Plan every layout of `launch`. Raises ValueError if the configured one is not supported."""
     config, size = launch.config, launch.config.parallel.tensor_parallel_size
     if launch.gpu_bytes is None:
-        resolve_ops(torch.device(config.device.device), config.device.batch_invariant)
+        resolve_ops(torch.device(config.device.device), config, launch.checkpoint)
     else:
         backend.resolve(_META)  # no provider: plain weights and the default KV layout
     memory = _memory(config, launch.checkpoint.vocab_size, launch.gpu_bytes)

@@ -16,7 +16,8 @@ _DEFAULTS = {
     "topk_group": None,
     "routed_scaling_factor": 1.0,
 }
-_GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
+_GREEDY = "greedy"
+_IN_GROUPS = "group_limited_greedy"
 
 
 class DeepseekV2ForCausalLM(LatentDecoderLM):

@@ -44,7 +44,8 @@ class Glm4MoeForCausalLM(DecoderLM):
             return MoE(moe, at) if layer >= config["first_k_dense_replace"] else GatedMLP(args, at)
 
         super().__init__(config, args, build, mlp)
-        first, count = args.num_hidden_layers, config["num_nextn_predict_layers"] or 0
+        first = args.num_hidden_layers
+        count = config["num_nextn_predict_layers"] or 0
         mtp_layers = range(first, first + count)
         self.unused_on_disk += tuple(f"model.layers.{layer}.*" for layer in mtp_layers)
 

@@ -35,7 +35,8 @@ def indexer_kinds(config: Mapping[str, Any]) -> list[str]:
     pattern = config.get("index_topk_pattern")
     if pattern is not None:
         return [_KINDS.get(letter, letter) for letter in pattern]
-    every, first = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
+    every = max(config.get("index_topk_freq", 1), 1)
+    first = config.get("index_skip_topk_offset", 2)
     layers = range(config["num_hidden_layers"])
     return ["shared" if max(layer - first + 1, 0) % every else "full" for layer in layers]
 

@@ -26,7 +26,8 @@ class GptOssForCausalLM(DecoderLM):
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         config = {**_DEFAULTS, **config}
-        layers, bias = config["num_hidden_layers"], config["attention_bias"]
+        layers = config["num_hidden_layers"]
+        bias = config["attention_bias"]
         types = config.get("layer_types") or _alternating(layers)
         args = DecoderArgs(
             **common_fields(config),

@@ -1,10 +1,8 @@
 """Llama 2, 3 and 3.1, and models with the same architecture (SmolLM2, TinyLlama, …)."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from atom.shared.utils import envs
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
 
@@ -18,12 +16,7 @@ class LlamaForCausalLM(DecoderLM):
         config = {**_DEFAULTS, **config}
         bias = config["attention_bias"]
         args = DecoderArgs(**common_fields(config), qkv_bias=bias, o_bias=bias, mlp_bias=config["mlp_bias"])
-        fused = replace(
-            build,
-            fused_norms=envs.ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT,
-            fused_activations=envs.ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_SILU_MUL_QUANT,
-        )
-        super().__init__(config, args, fused)
+        super().__init__(config, args, build)
 
 
 ARCHITECTURES = {"LlamaForCausalLM": LlamaForCausalLM}

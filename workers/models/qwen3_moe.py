@@ -1,10 +1,8 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in most or all layers."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from atom.shared.utils import envs
 from atom_ops import RoutingRule
 from workers.layers.attention.window import same_window
 from workers.layers.context import BuildContext
@@ -49,8 +47,7 @@ class Qwen3MoeForCausalLM(DecoderLM):
             sparse = experts > 0 and (layer + 1) % every == 0 and layer not in dense
             return MoE(moe, at) if sparse else GatedMLP(args, at)
 
-        fused = envs.ATOM_ENABLE_QK_NORM_ROPE_CACHE_QUANT_FUSION or envs.ATOM_ROPE_FUSED_QKNORM
-        super().__init__(config, args, replace(build, fused_head_norms=fused), mlp)
+        super().__init__(config, args, build, mlp)
 
 
 ARCHITECTURES = {"Qwen3MoeForCausalLM": Qwen3MoeForCausalLM}

@@ -37,7 +37,8 @@ _DEFAULTS = {
     "mlp_only_layers": None,
     "norm_topk_prob": True,
 }
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR = "linear_attention"
+_FULL = "full_attention"
 
 
 class Qwen3NextForCausalLM(DecoderLM):
@@ -53,7 +54,8 @@ class Qwen3NextForCausalLM(DecoderLM):
             **common_fields(config, partial_rotary=True), qkv_bias=bias, o_bias=bias, zero_centred_norms=True
         )
         moe = _moe_args(config)
-        dense, every = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
+        dense = config["mlp_only_layers"] or []
+        every = config["decoder_sparse_step"]
 
         def mlp(layer: int, at: BuildContext) -> FeedForward:
             sparse = moe.num_experts > 0 and (layer + 1) % every == 0 and layer not in dense
@@ -83,7 +85,8 @@ def _token_mixers(config: Mapping[str, Any], args: DecoderArgs, build: BuildCont
 
 def _layer_types(config: Mapping[str, Any]) -> list[str]:
     """The kind of each layer. Raises ValueError for unknown kinds and where no layer has full attention."""
-    layers, every = config["num_hidden_layers"], config["full_attention_interval"]
+    layers = config["num_hidden_layers"]
+    every = config["full_attention_interval"]
     kinds = config.get("layer_types") or [
         _LINEAR if (layer + 1) % every else _FULL for layer in range(layers)
     ]

@@ -27,7 +27,8 @@ def build_model(
 
     Raises ValueError for what is not supported.
     """
-    family, config = model_class(checkpoint), checkpoint.hf_config
+    family = model_class(checkpoint)
+    config = checkpoint.hf_config
     try:
         quantization = resolve(config, family.packed_modules_mapping, online)
         model = family(config, replace(build, quantization=quantization, renamed=family.renamed_on_disk))
@@ -38,7 +39,7 @@ def build_model(
 
 
 def _paths(model: CausalLM) -> Iterator[str]:
-    """Of all modules: here, and in the checkpoint."""
+    """Paths of all modules, here and in the checkpoint."""
     for path, _ in model.named_modules():
         yield path
         yield ".".join(model.renamed_on_disk.get(name, name) for name in path.split("."))

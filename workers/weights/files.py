@@ -144,7 +144,8 @@ class _UnmappedFile:
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         header = self._header(name)
-        first, last = 0, 1
+        first = 0
+        last = 1
         shape = tuple(header["shape"])
         if index:
             first, last, _ = index[0].indices(shape[0])

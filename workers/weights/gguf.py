@@ -211,12 +211,15 @@ def _read_once(reader: gguf.GGUFReader) -> Iterator[None]:
     Otherwise it parses the file twice more and builds the table for each of the model's modules, which
     takes longer than the weights of a small model.
     """
-    names, readers = gguf.get_tensor_name_map, gguf.GGUFReader
-    gguf.get_tensor_name_map, gguf.GGUFReader = cache(names), lambda path: reader
+    names = gguf.get_tensor_name_map
+    readers = gguf.GGUFReader
+    gguf.get_tensor_name_map = cache(names)
+    gguf.GGUFReader = lambda path: reader
     try:
         yield
     finally:
-        gguf.get_tensor_name_map, gguf.GGUFReader = names, readers
+        gguf.get_tensor_name_map = names
+        gguf.GGUFReader = readers
 
 
 def _complete_tokenizer(backend: Any, reader: gguf.GGUFReader, pre_tokenizer: str) -> None:

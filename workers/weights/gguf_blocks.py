@@ -104,7 +104,9 @@ def decoded(rows: Bytes, kind: gguf.GGMLQuantizationType) -> AffineInts:
 
 def in_format(weight: AffineInts, format: Format) -> AffineInts:
     """The same numbers, in a format that `joined` made of theirs and others."""
-    codes, scales, offsets = weight.codes, weight.scales, weight.offsets
+    codes = weight.codes
+    scales = weight.scales
+    offsets = weight.offsets
     units = [weight.scale_units, weight.offset_units]
     if format.with_units and units[0] is None:
         # Float16 numbers are units of ones.
@@ -140,7 +142,7 @@ def _nibbles(part: Bytes) -> Bytes:
 
 
 def _nibbles_of(part: Bytes, together: int) -> Bytes:
-    """Of so many bytes low ones before high ones; then those of the next bytes."""
+    """Nibbles: the low ones of `together` bytes, then their high ones; then those of the next bytes."""
     each = part.reshape(len(part), -1, together)
     return np.concatenate((each & 15, each >> 4), axis=2).reshape(len(part), -1)
 
@@ -185,14 +187,15 @@ def _in_groups(blocks: Bytes, at: int, groups: int, factor: float = 1.0) -> Unit
 
 
 def _two_bits(part: Bytes, together: int = 32) -> Bytes:
-    """Of so many bytes the lowest pairs of bits, then the next ones; then those of the next bytes."""
+    """Pairs of bits: the lowest of `together` bytes, then the next ones; then those of the next bytes."""
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[None, None, :, None]
     found: Bytes = part.reshape(len(part), -1, 1, together) >> shifts & np.uint8(3)
     return found.reshape(len(part), -1)
 
 
 def _q2_k(blocks: Bytes) -> _Block:
-    scales, minima = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    scales = blocks[:, :16] & 15
+    minima = blocks[:, :16] >> 4
     units = _in_groups(blocks, 80, 16), _in_groups(blocks, 82, 16, -1.0)
     return _Block(_two_bits(blocks[:, 16:80]), scales.view(np.int8), minima.view(np.int8), *units)
 

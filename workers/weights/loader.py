@@ -42,7 +42,7 @@ class WeightError(ValueError):
 def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -> None:
     """Load this rank's shard of every tensor of the safetensors files. Raises `WeightError`.
 
-    Memory needed beside the weights: one tensor of the checkpoint, one layer where
+    Memory needed besides the weights: one tensor of the checkpoint, one layer where
     `process_weights_after_loading` copies it, up to `_TRIM_BYTES` that the allocator has not returned
     yet, and the mapped pages of one file.
     """
@@ -95,7 +95,7 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
     """Fill the weights with random numbers that keep the scale of activations; equal at every start.
 
     Norm weights are one, biases zero. The numbers are generated on the device that holds the weights.
-    Each layer's output is small beside the embeddings; otherwise the hidden states of all tokens soon
+    Each layer's output is small compared with the embeddings; otherwise the hidden states of all tokens soon
     are similar and are routed to the same few experts. With tied embeddings it is not scaled down,
     because the LM head would then predict the last token again.
     """
@@ -111,7 +111,8 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
 
 
 def _fill_randomly(target: LoadTarget, has_lm_head: bool) -> None:
-    buffer, shard = target.buffer, target.shard
+    buffer = target.buffer
+    shard = target.shard
     shape = shard.matrix or shard.shape
     if len(shape) == 1:
         buffer.fill_(0.0 if target.name.endswith("bias") else 1.0)
@@ -178,7 +179,8 @@ def _by_name(targets: Iterable[LoadTarget]) -> dict[str, list[LoadTarget]]:
 
 def _check(name: str, target: LoadTarget, source: TensorSource) -> None:
     """Raise WeightError if the tensor has another shape or dtype than the target needs."""
-    shard, tensor = target.shard, target.tensor
+    shard = target.shard
+    tensor = target.tensor
     if source.shape not in tensor.shapes:
         wanted = " or ".join(str(list(shape)) for shape in tensor.shapes)
         raise WeightError(f"{name} has shape {list(source.shape)}; the configuration needs {wanted}")
@@ -193,7 +195,8 @@ def _check(name: str, target: LoadTarget, source: TensorSource) -> None:
 def _load(name: str, target: LoadTarget, source: TensorSource) -> None:
     """Copy the kept range of the tensor into the buffer."""
     _check(name, target, source)
-    shard, tensor = target.shard, target.tensor
+    shard = target.shard
+    tensor = target.tensor
     if shard.elsewhere:
         return
     if shard.packed is not None:

@@ -18,7 +18,7 @@ class LoadTarget:
     """
 
     name: str
-    """Of the checkpoint tensor, or made from the layer's name where it is one of a stack."""
+    """Name of the checkpoint tensor, or one made from the layer's name if it is one of a stack."""
     shard: ShardSpec
     tensor: CheckpointTensor
     """The checkpoint tensor to read, with its full name."""
@@ -79,7 +79,8 @@ def _named(modules: list[str], weight: str, shards: tuple[ShardSpec, ...]) -> li
 
 
 def _of_module(module: str, weight: str, shard: ShardSpec) -> _Named:
-    stored, matrix = shard.stored, shard.matrix
+    stored = shard.stored
+    matrix = shard.matrix
     if stored is None or matrix is None:
         return _joined(module, weight), CheckpointTensor(_joined(module, weight), (shard.shape,))
     name, *others = (_joined(module, each) for each in stored.on_disk)

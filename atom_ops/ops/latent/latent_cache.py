@@ -200,6 +200,7 @@ def shared_codes(row_TK: Tensor) -> Tensor:
         _case(9, 24, 40, 8, shard=TokenShard(0, 2)),
     ],
     DEFAULT,
+    composed=True,
 )
 def norm_and_write_latents(
     latents_TN: Tensor,
@@ -216,10 +217,8 @@ def norm_and_write_latents(
     """
     q_width = len(norms.q_weight_Q)
     rest_TK = latents_TN[:, q_width:]
-    write_latent.reference(
-        rest_TK, norms.kv_weight_C, norms.eps, cos_T1R, sin_T1R, cache, slots_T, interleaved
-    )
-    return rms_norm.reference(latents_TN[:, :q_width], norms.q_weight_Q, norms.eps)
+    write_latent(rest_TK, norms.kv_weight_C, norms.eps, cos_T1R, sin_T1R, cache, slots_T, interleaved)
+    return rms_norm(latents_TN[:, :q_width], norms.q_weight_Q, norms.eps)
 
 
 def read_latent(cache: LatentLayer, slots_S: Tensor, dtype: torch.dtype) -> Tensor:

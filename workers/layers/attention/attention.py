@@ -40,7 +40,6 @@ class KVGroup:
             head_dim=self.head_dim,
             window=self.window,
             sinks=sinks,
-            fused_norms=build.fused_head_norms,
         )
         return replace(self, backend=choose_backend(config))
 
@@ -71,7 +70,8 @@ class Attention(nn.Module):
         self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
         group = groups[self._group]
         self._rule = AttentionRule(group.head_dim**-0.5, group.window)
-        self._plan, self._attend = group.backend.plan, group.backend.attend
+        self._plan = group.backend.plan
+        self._attend = group.backend.attend
 
     def forward(
         self,
@@ -96,11 +96,14 @@ class Attention(nn.Module):
         rotation: Rotation,
         qkv_TO: torch.Tensor,
     ) -> torch.Tensor:
-        cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
+        cache = ctx.kv_layers[self._layer]
+        group = ctx.groups[self._group]
         assert isinstance(group, GroupContext)
         if sinks_H is not self._rule.sinks_H:
             self._rule = replace(self._rule, sinks_H=sinks_H)
-        cos_T1R, sin_T1R, plan = rotation.cos_T1R, rotation.sin_T1R, group.plan.derived(self._plan)
+        cos_T1R = rotation.cos_T1R
+        sin_T1R = rotation.sin_T1R
+        plan = group.plan.derived(self._plan)
         out_THE: torch.Tensor = self._attend(
             qkv_TO, cos_T1R, sin_T1R, cache, group.slots_T, norms, plan, self._rule
         )

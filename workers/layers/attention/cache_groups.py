@@ -27,7 +27,7 @@ class StateGroup:
 
     layers: Sequence[int]
     shape: StateShape
-    """Of the state on this rank."""
+    """Shape of one layer's state on this rank."""
 
 
 CacheGroup = KVGroup | LatentGroup | StateGroup

@@ -29,7 +29,9 @@ class GatedAttention(nn.Module):
 
     def __init__(self, args: DecoderArgs, layer: int, groups: Sequence[KVGroup], build: BuildContext):
         super().__init__()
-        heads, kv_heads, head_dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
+        heads = args.num_attention_heads
+        kv_heads = args.num_key_value_heads
+        head_dim = args.head_dim
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
         q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
         gated = q.scaled(2)
@@ -52,7 +54,6 @@ class GatedAttention(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TokenMixer`."""
         all_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
         qkv_TO, gate_TO = all_TO.split([all_TO.shape[1] - self._gates, self._gates], 1)
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)

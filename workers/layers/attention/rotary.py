@@ -78,7 +78,9 @@ def _dynamic(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]
 def _llama3(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
     """Low frequencies are divided by `factor`, high ones kept, those between interpolated."""
     frequencies = _geometric(width, rope["rope_theta"])
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    factor = rope["factor"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
     rotations = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor), 1.0
@@ -86,17 +88,21 @@ def _llama3(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
 
 def _yarn(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
     """As llama3, but interpolated linearly by the index of the feature pair."""
-    frequencies, factor = _geometric(width, rope["rope_theta"]), rope["factor"]
+    frequencies = _geometric(width, rope["rope_theta"])
+    factor = rope["factor"]
 
     def correction_dim(rotations: float) -> float:
         """The feature pair that makes so many rotations over the original context length."""
         wavelength = rope["original_max_position_embeddings"] / (2 * math.pi * rotations)
         return width * math.log(wavelength) / (2 * math.log(rope["rope_theta"]))
 
-    first, last = correction_dim(rope.get("beta_fast") or 32), correction_dim(rope.get("beta_slow") or 1)
+    first = correction_dim(rope.get("beta_fast") or 32)
+    last = correction_dim(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, width - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, width - 1)
     interpolated = ((torch.arange(len(frequencies)) - first) / ((last - first) or 0.001)).clamp(0, 1)
     return frequencies * (1 - interpolated + interpolated / factor), _yarn_attention_factor(rope)
 
@@ -106,7 +112,8 @@ def _yarn_attention_factor(rope: Rope) -> float:
     if (factor := rope.get("attention_factor")) is not None:
         return float(factor)
     growth = 0.1 * math.log(max(rope["factor"], 1.0))
-    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale = rope.get("mscale")
+    all_dim = rope.get("mscale_all_dim")
     if mscale and all_dim:
         return float((growth * mscale + 1) / (growth * all_dim + 1))
     return growth + 1

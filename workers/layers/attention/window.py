@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 
 Windows = tuple[int | None, ...]
 """By layer."""

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from atom.shared.utils import envs
 from atom_ops import RoutingRule, TokenShard
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, TokenMixers, common_fields
@@ -60,7 +58,6 @@ class LatentDecoderLM(DecoderLM):
         """
         config = {**_DEFAULTS, **config}
         _check_supported(config)
-        build = replace(build, fused_norms=envs.ATOM_ENABLE_DS_INPUT_RMSNORM_QUANT_FUSION)
         args = decoder_args(config)
         latent = latent_args(config)
         token_mixers = (
@@ -73,7 +70,8 @@ class LatentDecoderLM(DecoderLM):
 
         super().__init__(config, args, build, mlp, token_mixers)
         # Layers after the last one are for multi-token prediction.
-        first, count = args.num_hidden_layers, config.get("num_nextn_predict_layers") or 0
+        first = args.num_hidden_layers
+        count = config.get("num_nextn_predict_layers") or 0
         self.unused_on_disk += tuple(f"model.layers.{layer}.*" for layer in range(first, first + count))
 
 
@@ -112,7 +110,8 @@ def decoder_args(config: Mapping[str, Any]) -> DecoderArgs:
 
 def latent_args(config: Mapping[str, Any]) -> LatentArgs:
     """The attention's arguments. Raises KeyError for a missing field."""
-    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    nope = config["qk_nope_head_dim"]
+    rope = config["qk_rope_head_dim"]
     return LatentArgs(
         hidden_size=config["hidden_size"],
         num_heads=config["num_attention_heads"],
@@ -124,8 +123,6 @@ def latent_args(config: Mapping[str, Any]) -> LatentArgs:
         scale=(nope + rope) ** -0.5 * _yarn_mscale(config["rope_parameters"]) ** 2,
         bias=config["attention_bias"],
         interleaved=config.get("rope_interleave", True),
-        fused_norms=envs.ATOM_ENABLE_DS_QKNORM_FUSION,
-        fused_rounding=envs.ATOM_ENABLE_DS_QKNORM_QUANT_FUSION,
     )
 
 

@@ -70,15 +70,11 @@ class LatentArgs:
     """V."""
     scale: float
     bias: bool = False
-    """Of the projections to the latents, and of the output projection."""
+    """Whether the projections to the latents and the output projection have a bias."""
     interleaved: bool = True
     """RoPE style: pairs of neighbouring features (GPT-J), or of both halves (NeoX)."""
     eps: float = 1e-6
-    """Of the latents' norms; config.json has no field for it."""
-    fused_norms: bool = True
-    """Whether one kernel normalises both latents."""
-    fused_rounding: bool = True
-    """Whether the norm of the queries' latents may round them, for a quantized projection."""
+    """Epsilon of the latents' norms; config.json has no field for it."""
 
 
 class LatentAttention(nn.Module):
@@ -89,13 +85,8 @@ class LatentAttention(nn.Module):
     def __init__(self, args: LatentArgs, layer: int, groups: Sequence[CacheGroup], build: BuildContext):
         """`groups` are all cache groups of the model; one of them contains `layer`."""
         super().__init__()
-        self._args, self._layer = args, layer
-        self._rounds_latents = (
-            args.q_lora_rank is not None
-            and args.fused_norms
-            and args.fused_rounding
-            and build.quantization.linear(build.at("q_b_proj").prefix) is not PLAIN
-        )
+        self._args = args
+        self._layer = layer
         self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
         shard = head_shard(args.num_heads, args.num_heads, build.tp.size, build.tp.rank)
         heads = ShardRange(args.num_heads, shard.q_start, shard.q_count)
@@ -128,7 +119,6 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TokenMixer`."""
         projection = self.q_kv_a_proj if self._args.q_lora_rank is None else self.qkv_a_proj
         latents_TN, residual_TD = projection.after_norm(norm, x_TD, residual_TD)
         return self.o_proj(ctx.mix(self.mix, rotation, latents_TN)), residual_TD
@@ -141,7 +131,8 @@ class LatentAttention(nn.Module):
 
     def cache(self, ctx: ForwardContext) -> tuple[LatentLayer, GroupContext]:
         """This layer's cache and its group's inputs."""
-        cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
+        cache = ctx.kv_layers[self._layer]
+        group = ctx.groups[self._group]
         assert isinstance(cache, LatentLayer) and isinstance(group, GroupContext)
         return cache, group
 
@@ -149,31 +140,26 @@ class LatentAttention(nn.Module):
         self, latents_TN: torch.Tensor, rotation: Rotation, cache: LatentLayer, slots_T: torch.Tensor
     ) -> torch.Tensor:
         """Queries [T, H, E] before RoPE, from the first projection; also writes the step's cache rows."""
-        cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
         kv_norm = self.kv_a_layernorm
-        if self._args.q_lora_rank is None:
-            q_TO, row_TK = latents_TN.tensor_split([latents_TN.shape[1] - cache.rows.shape[2]], 1)
-            write_latent(row_TK, kv_norm.weight, kv_norm.eps, *cos_sin, cache, slots_T, interleaved)
-            return self._by_head(q_TO)
-        if self._rounds_latents:
-            norms = LatentNorms(self.q_a_layernorm.weight, kv_norm.weight, kv_norm.eps)
+        at = rotation.cos_T1R, rotation.sin_T1R, cache, slots_T
+        if self._args.q_lora_rank is not None:
+            norms = self._latent_norms()
             weight = self.q_b_proj.weight
-            q_TO = latent_queries(latents_TN, norms, *cos_sin, cache, slots_T, weight, interleaved)
-            return self._by_head(q_TO)
-        return self.expand_queries(self.write(latents_TN, rotation, cache, slots_T))
+            return self._by_head(latent_queries(latents_TN, norms, *at, weight, self._args.interleaved))
+        q_TO, row_TK = latents_TN.tensor_split([latents_TN.shape[1] - cache.rows.shape[2]], 1)
+        write_latent(row_TK, kv_norm.weight, kv_norm.eps, *at, self._args.interleaved)
+        return self._by_head(q_TO)
 
     def write(
         self, latents_TN: torch.Tensor, rotation: Rotation, cache: LatentLayer, slots_T: torch.Tensor
     ) -> torch.Tensor:
         """Write the KV latents and keys to the cache; returns the normalised query latents [T, Q]."""
-        cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
+        at = rotation.cos_T1R, rotation.sin_T1R, cache, slots_T
+        return norm_and_write_latents(latents_TN, self._latent_norms(), *at, self._args.interleaved)
+
+    def _latent_norms(self) -> LatentNorms:
         kv_norm = self.kv_a_layernorm
-        if self._args.fused_norms:
-            norms = LatentNorms(self.q_a_layernorm.weight, kv_norm.weight, kv_norm.eps)
-            return norm_and_write_latents(latents_TN, norms, *cos_sin, cache, slots_T, interleaved)
-        q_TQ, row_TK = latents_TN.tensor_split([latents_TN.shape[1] - cache.rows.shape[2]], 1)
-        write_latent(row_TK, kv_norm.weight, kv_norm.eps, *cos_sin, cache, slots_T, interleaved)
-        return self.q_a_layernorm(q_TQ)
+        return LatentNorms(self.q_a_layernorm.weight, kv_norm.weight, kv_norm.eps)
 
     def expand_queries(self, q_TQ: torch.Tensor) -> torch.Tensor:
         """Queries [T, H, E] before RoPE, from their normalised latents."""
@@ -208,7 +194,8 @@ class LatentAttention(nn.Module):
     ) -> torch.Tensor:
         """Attention output [T, H, V] over the latents in the cache."""
         key_HNC, value_HVC = self.kv_b_proj.by_head()
-        cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
+        cos_sin = (rotation.cos_T1R, rotation.sin_T1R)
+        interleaved = self._args.interleaved
         q_THK = absorb_queries(q_THE, key_HNC, *cos_sin, interleaved)
         if topk_indices is None:
             sum_THC = self.attend_latents(q_THK, cache, plan)
@@ -224,7 +211,8 @@ class LatentAttention(nn.Module):
         self, q_THE: torch.Tensor, rotation: Rotation, cache: LatentLayer, group: GroupContext
     ) -> torch.Tensor:
         """Attention output [T, H, V] over keys and values expanded from the step's own cache rows."""
-        nope, heads = self._args.nope_dim, q_THE.shape[1]
+        nope = self._args.nope_dim
+        heads = q_THE.shape[1]
         slots_T = group.slots_T.clamp(min=0) if group.plan.has_padding_tokens else group.slots_T
         rows_TK = read_latent(cache, slots_T, q_THE.dtype)
         latent_TC, key_TR = rows_TK.tensor_split([self._args.kv_lora_rank], 1)
@@ -247,7 +235,8 @@ class LatentExpansion(WeightedLayer):
 
     def __init__(self, args: LatentArgs, heads: ShardRange, build: BuildContext):
         super().__init__()
-        self._heads, self._nope = heads.size, args.nope_dim
+        self._heads = heads.size
+        self._nope = args.nope_dim
         rows = heads.scaled(args.nope_dim + args.v_dim)
         scheme = build.quantization.linear(build.prefix)
         self.dequantizes = scheme is not PLAIN

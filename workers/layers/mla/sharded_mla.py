@@ -66,7 +66,8 @@ class ShardedLatentAttention(LatentAttention):
 
     def _attend_group(self, q_THK: torch.Tensor, cache: LatentLayer, plan: AttentionPlan) -> torch.Tensor:
         """Attention to the tokens of all ranks, for some heads of each."""
-        (tokens, heads, width), ranks = q_THK.shape, self._dcp.size
+        tokens, heads, width = q_THK.shape
+        ranks = self._dcp.size
         q_TO = self._dcp.all_gather_last_dim(q_THK.flatten(1), [heads * width] * ranks)
         q_TGK = q_TO.unflatten(1, (-1, width))
         out_TGC, lse_TG = partial_latent_attention(q_TGK, cache, plan, self._args.scale)

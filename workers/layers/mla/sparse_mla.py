@@ -1,6 +1,6 @@
 """Sparse MLA: attention to the top-k tokens by the score of an indexer, a few small heads.
 
-    x ─────────── wk ─ norm ─ RoPE ─► index key of the token, cached beside its latent
+    x ─────────── wk ─ norm ─ RoPE ─► index key of the token, cached next to its latent
     query latent ─ wq_b ─ RoPE ─────► queries of the indexer's heads ─┐
     x ─────────── weights_proj ─────► a weight for each head ─────────┴► index_topk ─► slots
 
@@ -64,7 +64,8 @@ class Indexer(nn.Module):
         # Scales the query-key product and the head weights at once.
         self._scale = args.width**-0.5 * args.heads**-0.5
         assert latent.q_lora_rank is not None
-        queries, key = ShardRange.whole(args.heads * args.width), ShardRange.whole(args.width)
+        queries = ShardRange.whole(args.heads * args.width)
+        key = ShardRange.whole(args.width)
         self.wq_b = ColumnParallelLinear(latent.q_lora_rank, [queries], False, build.at("wq_b"))
         self.wk = ColumnParallelLinear(latent.hidden_size, [key], False, build.at("wk"))
         self.k_norm = LayerNorm(args.width, build)
@@ -79,7 +80,8 @@ class Indexer(nn.Module):
         group: GroupContext,
     ) -> TopKIndices | None:
         """The tokens that each token attends to; None: all up to itself."""
-        interleaved, plan = self._args.interleaved, group.plan
+        interleaved = self._args.interleaved
+        plan = group.plan
         rotation = rotation if interleaved else rotation.half_split
         cos_sin = rotation.cos_T1R, rotation.sin_T1R
         write_index_keys(self.wk(x_TD), self.k_norm.terms, *cos_sin, keys, group.slots_T, interleaved)
@@ -142,7 +144,6 @@ class SparseLatentAttention(LatentAttention):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TokenMixer`."""
         if self.indexer is None:
             return super().after_norm(norm, x_TD, residual_TD, rotation, ctx)
         normed_TD, residual_TD = norm.add(x_TD, residual_TD)

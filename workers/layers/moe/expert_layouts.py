@@ -68,7 +68,8 @@ class PerExpert(ExpertLayout):
 
     def matrix(self, part: Part, expert: int, sizes: ExpertSizes, stored: StoredTensor) -> Stored:
         name, *others = (f"{expert}.{getattr(self, part)}.{each}" for each in stored.on_disk)
-        matrix, decode = sizes.matrix(part), stored.decode
+        matrix = sizes.matrix(part)
+        decode = stored.decode
         tensor = CheckpointTensor(name, stored.shapes_on_disk(matrix), other_names=tuple(others))
         return tensor, None if decode is None else lambda whole: decode(whole, matrix)
 

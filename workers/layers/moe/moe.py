@@ -88,7 +88,6 @@ class MoE(nn.Module):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FeedForward`."""
         normed_TD, residual_TD = norm.add(x_TD, residual_TD)
         return self(normed_TD), residual_TD
 
@@ -101,19 +100,19 @@ class MoE(nn.Module):
         if shared is None:
             return self._routed(x_TD, topk_ids_TJ, topk_weights_TJ)
         # After the router, whose GEMM may be stream-K as those of the shared experts.
-        out_TD, shared_TD = self._beside(
+        out_TD, shared_TD = self._run_both(
             x_TD,
             lambda: self._routed(x_TD, topk_ids_TJ, topk_weights_TJ),
             lambda: self._shared(shared, x_TD),
         )
         return out_TD + shared_TD
 
-    def _beside(
+    def _run_both(
         self, x_TD: torch.Tensor, first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._second_stream is None:
             return first(), second()
-        return self._second_stream.beside(len(x_TD), first, second)
+        return self._second_stream.run_both(len(x_TD), first, second)
 
     def _routed(
         self, x_TD: torch.Tensor, topk_ids_TJ: torch.Tensor, topk_weights_TJ: torch.Tensor
@@ -149,7 +148,8 @@ class Router(Linear):
             # float32: rounding it to 16 bits changes which experts are selected.
             correction = [ShardSpec((args.num_experts,), 0, all_experts)]
             self.add_weight("e_score_correction_bias", correction, build, torch.float32)
-        self._weight_dtype, self._logits_dtype = dtype or build.dtype, args.router_dtype
+        self._weight_dtype = dtype or build.dtype
+        self._logits_dtype = args.router_dtype
 
     def select_experts(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids [T, J] and weights [T, J] of the selected experts."""
@@ -275,12 +275,13 @@ class SharedExperts(nn.Module):
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
-        hidden, features = args.hidden_size, mlp_range(args.shared_features, build)
+        hidden = args.hidden_size
+        features = mlp_range(args.shared_features, build)
         self.gate_up_proj = ColumnParallelLinear(
             hidden, [features, features], False, build.at("gate_up_proj")
         )
         self.down_proj = RowParallelLinear(features, hidden, False, build.at("down_proj"))
-        self._gated = gated_linear(args.hidden_act, build.fused_activations)
+        self._gated = gated_linear(args.hidden_act)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.down_proj.after_gate(self._gated, self.gate_up_proj(x_TD))

@@ -27,7 +27,7 @@ class SecondStream:
         self._most_tokens = most_tokens
         self._stream = torch.cuda.Stream(device)
 
-    def beside(
+    def run_both(
         self, tokens: int, first: Callable[[], Tensor], second: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """(first(), second()), with `second` on the second stream unless there are too many tokens."""

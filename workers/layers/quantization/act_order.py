@@ -59,14 +59,16 @@ def _ordered(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor) -> Re
     equal = bool(((sizes == 0) | (sizes == largest)).all())
     part = largest if equal and largest % _PART == 0 else _PART  # kernels read groups of 32 or more
     parts = -(-sizes // part)
-    starts, firsts = (parts * part).cumsum(0) - parts * part, sizes.cumsum(0) - sizes
+    starts = (parts * part).cumsum(0) - parts * part
+    firsts = sizes.cumsum(0) - sizes
     by_group = groups.argsort(stable=True)
     of = groups[by_group]
     places = starts[of] + torch.arange(inputs, device=groups.device) - firsts[of]
     total = int(parts.sum()) * part
     order = by_group.new_zeros(total).index_copy_(0, places, by_group)
     group_of_part = torch.arange(len(sizes), device=groups.device).repeat_interleave(parts)
-    scales, zeros = scales[:, group_of_part], zeros[:, group_of_part]
+    scales = scales[:, group_of_part]
+    zeros = zeros[:, group_of_part]
     numbers = zeros.repeat_interleave(part, 1)  # a code that equals its zero point has weight zero
     numbers.index_copy_(1, places, numbers_of_pairs(codes)[:, by_group])
     return Reordered(GroupINT4(pairs_of_numbers(numbers), scales, zeros), order, inputs)

@@ -47,7 +47,8 @@ def block_of(block: object, key: str) -> tuple[int, int]:
 
 def _shapes(matrix: Matrix, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
     """As [ceil(O / N), ceil(I / K)], or, by modelopt, with an axis of 1 after each of them."""
-    down, across = -(-matrix[0] // rows), -(-matrix[1] // columns)
+    down = -(-matrix[0] // rows)
+    across = -(-matrix[1] // columns)
     return (down, across), (down, 1, across, 1)
 
 

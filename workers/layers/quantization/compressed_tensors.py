@@ -66,7 +66,7 @@ def _targets(group: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _refuse_transforms(stated: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings that change the numbers beside quantization."""
+    """Raise ValueError for settings that change the numbers besides quantization."""
     sparsity = section(stated, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise ValueError(f"sparsity_config of format {sparsity['format']!r:.40}; supported: dense")
@@ -79,7 +79,8 @@ def _scheme(group: Mapping[str, Any], format: Any, name: str) -> Scheme:
     """The scheme of a group; `format` is that of its tensors."""
     if not isinstance(format, str) or format == _MIXED or format not in FORMATS:
         raise ValueError(f"format {format!r:.40} of config group {name}; supported: {', '.join(FORMATS)}")
-    weights, inputs = section(group, "weights"), section(group, "input_activations")
+    weights = section(group, "weights")
+    inputs = section(group, "input_activations")
     if not weights:
         raise ValueError(f"no weights in config group {name}")
     if section(group, "output_activations"):

@@ -1,4 +1,4 @@
-"""The method modelopt, NVIDIA's, in config.json or in hf_quant_config.json beside it.
+"""The method modelopt, NVIDIA's, in config.json or in hf_quant_config.json next to it.
 
 FP8: one scale for each tensor and for its inputs. FP8_PER_CHANNEL_PER_TOKEN. FP8_PB_WO: blocks of 128 x 128.
 MIXED_PRECISION: one of these for each module listed in quantized_layers, all else plain. None, with a

@@ -1,7 +1,7 @@
 """Online quantization: a plain checkpoint becomes quantized weights while it is loaded.
 
-Each matrix is rounded as soon as it is read, so that beside the quantized weights only one plain matrix is
-in memory. Embeddings, the LM head, routers and norms have no scheme and stay plain.
+Each matrix is rounded as soon as it is read, so that besides the quantized weights only one plain matrix
+is in memory. Embeddings, the LM head, routers and norms have no scheme and stay plain.
 """
 
 from collections import Counter

@@ -29,7 +29,8 @@ def rules(stated: Mapping[str, Any]) -> Rules:
 
 def _scheme(config: Mapping[str, Any], packing: Mapping[str, Any], name: str) -> Scheme:
     """The scheme of one config; `packing` is the export section."""
-    weight, inputs = section(config, "weight"), section(config, "input_tensors")
+    weight = section(config, "weight")
+    inputs = section(config, "input_tensors")
     for part in _PARTS:
         if section(config, part) and not name.endswith(_CACHED):
             raise ValueError(f"{part} in {name}")

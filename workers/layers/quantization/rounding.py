@@ -102,14 +102,16 @@ def _e4m3_of_least_error(numbers: Tensor, shared: tuple[int, ...]) -> tuple[Tens
     """
     smallest = _scales(numbers.abs().amax(shared, keepdim=True), _E4M3_MAX)
     codes = torch.zeros_like(numbers, dtype=torch.uint8)
-    best, least = smallest, torch.full_like(smallest, torch.inf)
+    best = smallest
+    least = torch.full_like(smallest, torch.inf)
     for factor in _E4M3_FACTORS:
         scales = smallest * factor
         found = _e4m3(numbers / scales)
         errors = found.float().mul_(scales).sub_(numbers).square_().sum(shared, keepdim=True)
         better = errors < least
         codes = torch.where(better, found.view(torch.uint8), codes)
-        best, least = torch.where(better, scales, best), torch.where(better, errors, least)
+        best = torch.where(better, scales, best)
+        least = torch.where(better, errors, least)
     return codes.view(torch.float8_e4m3fn), best
 
 

@@ -246,7 +246,8 @@ def section(stated: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def one_of(stated: Mapping[str, Any], key: str, values: Iterable[Any], default: Any) -> Any:
     """The value of `key`; null is the default. Raises ValueError for one that is not in `values`."""
-    found, allowed = stated.get(key), tuple(values)
+    found = stated.get(key)
+    allowed = tuple(values)
     if found is None:
         return default
     # A list or 1 for true would be equal or unhashable: compare type and value.

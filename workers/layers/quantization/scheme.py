@@ -57,7 +57,7 @@ class StoredTensor:
     """One of the tensors that together store a matrix [O, I]."""
 
     suffix: str
-    """Of the buffer's name: that of the matrix, and this."""
+    """End of the buffer's name, after the name of the matrix."""
     unit: tuple[int, int]
     """Outputs and inputs of the matrix for each of its entries in memory; or `WHOLE`."""
     dtypes: tuple[torch.dtype, ...]
@@ -66,7 +66,7 @@ class StoredTensor:
     dtype: torch.dtype | None = None
     """In memory; None: the compute dtype."""
     packing: Packing | None = None
-    """Of the checkpoint, where a rank reads a part of a tensor in another layout; None: as in memory."""
+    """Layout in the checkpoint, if a rank reads a part of a tensor in another layout; None: as in memory."""
     all_inputs: bool = False
     """Whether a rank that keeps some inputs of the matrix needs its entries for all of them."""
     names: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class Scheme:
     linear: bool = True
     """Whether it stores linear layers too, and not only routed experts."""
     unused: tuple[str, ...] = ()
-    """Tensors that a matrix's module may hold beside these, and that are not needed."""
+    """Tensors that a matrix's module may hold besides these, and that are not needed."""
     quantize: Callable[[Tensor], tuple[Tensor, ...]] | None = None
     """Online quantization: maps rows of a plain matrix, in the compute dtype, to `tensors` of these rows.
 

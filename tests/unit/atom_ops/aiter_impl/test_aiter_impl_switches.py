@@ -74,9 +74,13 @@ def test_norms_of_deepseek(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     deepseek = replace(FP8_MODELS[2], config=FP8_MODELS[2].config | {"num_hidden_layers": 2})
     save_fp8(deepseek, tmp_path)
     ids, calls = run(tmp_path, monkeypatch, "gfx942")
+    with monkeypatch.context() as single:
+        single.setenv("ATOM_ENABLE_DS_INPUT_RMSNORM_QUANT_FUSION", "0")
+        found, queries = run(tmp_path, single, "gfx942")
     monkeypatch.setenv("ATOM_ENABLE_DS_QKNORM_QUANT_FUSION", "0")
-    found, switched = run(tmp_path, monkeypatch, "gfx942")
-    assert found == ids and calls[_NORM] > switched[_NORM] > 0
+    found_too, switched = run(tmp_path, monkeypatch, "gfx942")
+    assert found == found_too == ids and queries[_NORM] > 0 < switched[_NORM]
+    assert queries[_NORM] + switched[_NORM] == calls[_NORM], "one switch has no effect on the other"
     monkeypatch.setenv("ATOM_ENABLE_DS_INPUT_RMSNORM_QUANT_FUSION", "0")
     found, switched = run(tmp_path, monkeypatch, "gfx942")
     assert found == ids and switched[_NORM] == 0

@@ -84,7 +84,7 @@ def test_whole_prompts_are_expanded_and_chunks_absorbed(
 ) -> None:
     save_tiny(tiny("deepseek-v3"), tmp_path)
     calls: Counter[str] = Counter()
-    for name in ("prompt_attention", "latent_attention", "norm_and_write_latents", "write_latent"):
+    for name in ("prompt_attention", "latent_attention", "latent_queries", "write_latent"):
 
         def counted(*args: Any, name: str = name) -> Any:
             calls[name] += 1
@@ -96,17 +96,16 @@ def test_whole_prompts_are_expanded_and_chunks_absorbed(
     core.add(0, IDS)
     calls.clear()
     forced_logits(worker.worker, core, 0, [16])
-    assert calls == {"prompt_attention": 3, "norm_and_write_latents": 3}
+    assert calls == {"prompt_attention": 3, "latent_queries": 3}
     calls.clear()
     forced_logits(worker.worker, core, 0, [16, 8])
-    assert calls == {"latent_attention": 6, "norm_and_write_latents": 6}
+    assert calls == {"latent_attention": 6, "latent_queries": 6}
 
 
 def test_separate_norms_give_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tiny("deepseek-v3"), tmp_path)
     together = logits(tmp_path, [16, 24])
     monkeypatch.setenv("ATOM_ENABLE_DS_QKNORM_FUSION", "0")
-    monkeypatch.setattr(mla, "norm_and_write_latents", None)
     torch.testing.assert_close(logits(tmp_path, [16, 24]), together, atol=1e-6, rtol=0)
 
 

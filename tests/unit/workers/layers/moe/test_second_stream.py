@@ -51,7 +51,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 def test_up_to_the_threshold_the_parts_are_two_branches(streams: Streams) -> None:
     second = SecondStream(GPU, 8)
     for tokens in (1, 8):
-        second.beside(tokens, lambda: streams.work("routed"), lambda: streams.work("shared"))
+        second.run_both(tokens, lambda: streams.work("routed"), lambda: streams.work("shared"))
         assert streams.log == [
             "second waits for main",
             "shared on second",
@@ -63,5 +63,5 @@ def test_up_to_the_threshold_the_parts_are_two_branches(streams: Streams) -> Non
 
 @pytest.mark.parametrize("tokens", [0, 9])
 def test_beyond_it_one_follows_the_other(streams: Streams, tokens: int) -> None:
-    SecondStream(GPU, 8).beside(tokens, lambda: streams.work("routed"), lambda: streams.work("shared"))
+    SecondStream(GPU, 8).run_both(tokens, lambda: streams.work("routed"), lambda: streams.work("shared"))
     assert streams.log == ["routed on main", "shared on main"]
