@@ -73,7 +73,7 @@ def tune(
     cache_dir: Path,
     progress: Callable[[str, int, int], None],
 ) -> None:
-    """Measure the fastest GEMM plans for these weights, on GPUs without built-in plans.
+    """Measure the fastest GEMM plans for those of these weights whose shapes have none yet.
 
     Call after `resolve`, once the weights are loaded. Does nothing unless `linear` uses the
     provider with plans. Results are stored in `cache_dir` for all workers of this machine.

@@ -1,4 +1,4 @@
-"""Measures the tiles of `experts` on a Hopper GPU, for the table in `expert_plans.py`.
+"""Measures the tiles of `experts` on a Hopper GPU, for the shipped plans.
 
     make tune-experts ARGS="--models Qwen3-30B-A3B --tokens 1 64 4096"
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from atom_ops import backend
-from atom_ops.triton_impl.plans.tuned import StreamKPlan
+from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
 from atom_ops.triton_impl.quantized import quantized_linear as provider
 from atom_ops.triton_impl.quantized.quantized_candidates import candidates
 from atom_ops.triton_impl.quantized.quantized_plans import (

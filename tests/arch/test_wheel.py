@@ -10,6 +10,8 @@ from tests.helpers.source import PACKAGES, ROOT
 
 DEADLINE_S = 100
 SUFFIXES = (".py", ".cpp", ".h")
+DATA = ("static", "tuned")
+"""Folders all of whose files are shipped."""
 
 
 def sources() -> set[str]:
@@ -17,7 +19,7 @@ def sources() -> set[str]:
     return {
         str(path.relative_to(ROOT))
         for path in found
-        if path.suffix in SUFFIXES or path.name == "py.typed" or "static" in path.parts
+        if path.suffix in SUFFIXES or path.name == "py.typed" or not set(DATA).isdisjoint(path.parts)
     }
 
 

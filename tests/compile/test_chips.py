@@ -218,12 +218,12 @@ def test_windows_and_sinks(chip: str) -> None:
 def test_every_plan_and_tile_of_linear(chip: str) -> None:
     triton_impl.load()
     from atom_ops.triton_impl.linear import batch_invariant, linear
-    from atom_ops.triton_impl.plans import tuned
+    from atom_ops.triton_impl.plans.shipped import shipped_plans
 
     x = tensor(256, 4096)
     with compiling_for(CHIPS[chip]) as compiled:
         if chip == "H200":
-            for (outputs, inputs), plans in tuned.LINEAR["NVIDIA H200"].items():
+            for (outputs, inputs), plans in shipped_plans("NVIDIA H200").linear.items():
                 for plan in plans:
                     x_TI = tensor(plan.tokens, inputs)
                     for out_dtype in (None, torch.float32):
@@ -245,7 +245,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
     """On NVIDIA alone, where it is used."""
     triton_impl.load()
     from atom_ops.triton_impl.linear import hopper_gemv, hopper_linear
-    from atom_ops.triton_impl.plans.tuned import StreamKPlan
+    from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
     from atom_ops.triton_impl.quantized import (
         eight_bit_linear,
         four_bit_gemv,
@@ -352,11 +352,12 @@ def test_every_plan_of_experts(chip: str) -> None:
     """With the layers of Qwen3-30B-A3B, and of GPT-OSS-20B with its biases."""
     triton_impl.load()
     from atom_ops.triton_impl.experts import expert_plans, experts
+    from atom_ops.triton_impl.plans.shipped import shipped_plans
 
     hopper: list[expert_plans.ExpertPlan] = [plan for _, plan in expert_plans._HOPPER]
     anywhere: list[expert_plans.ExpertPlan] = [plan for _, plan in expert_plans._ANYWHERE]
     anywhere += [expert_plans._FEW, expert_plans.BATCH_INVARIANT]
-    tuned = [each for table in expert_plans.TUNED.values() for each in table.items()]
+    tuned = list(shipped_plans("NVIDIA H200").experts.items())
     hopper += [plan for layer, plans in tuned if layer[0] == "plain" for plan in plans]
     hopper.append(expert_plans.BATCH_INVARIANT)
     with compiling_for(CHIPS[chip]) as compiled:
@@ -401,11 +402,13 @@ def test_every_plan_of_quantized_experts(format: Any, chip: str) -> None:
     triton_impl.load()
     from atom_ops.triton_impl.experts import expert_plans as plans
     from atom_ops.triton_impl.experts import experts
+    from atom_ops.triton_impl.plans.shipped import shipped_plans
 
     four_bit = format in ("mxfp4", "int4")
     tables = (*plans._HOPPER_4BIT, *plans._HOPPER_4BIT_ANY) if four_bit else plans._HOPPER_8BIT
     hopper = [plan for _, plan in tables]
-    tuned = [found for table in plans.TUNED.values() for layer, found in table.items() if layer[0] == format]
+    shipped = shipped_plans("NVIDIA H200").experts
+    tuned = [found for layer, found in shipped.items() if layer[0] == format]
     tried: list[plans.ExpertPlan] = [
         *hopper,
         plans.BATCH_INVARIANT,
@@ -453,14 +456,14 @@ def test_an_unknown_gpu_has_plans_to_choose_from(chip: str) -> None:
     """For one token, and the class that needs the most shared memory: enough plans fit without spilling."""
     triton_impl.load()
     from atom_ops.triton_impl.linear import linear
-    from atom_ops.triton_impl.plans import tuned, tuning
+    from atom_ops.triton_impl.plans import linear_plans, tuning
 
     for least, tokens in (tuning.CLASSES[0], tuning.CLASSES[-1]):
         fitting = 0
         for plan in tuning.candidates((4096, 1024), least, tokens):
-            if isinstance(plan, tuned.StreamKPlan) and chip != "H200":
+            if isinstance(plan, linear_plans.StreamKPlan) and chip != "H200":
                 continue
-            assert isinstance(plan, tuned.LinearPlan | tuned.StreamKPlan)
+            assert isinstance(plan, linear_plans.LinearPlan | linear_plans.StreamKPlan)
             with compiling_for(CHIPS[chip]) as compiled:
                 linear.multiply(plan, tensor(tokens, 1024), tensor(4096, 1024), None)
             if all(each.shared <= CHIPS[chip].shared_memory and not each.spilled for each in compiled):
@@ -474,7 +477,7 @@ def test_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_impl.load()
     from atom_ops.triton_impl.attention import hopper_decode
     from atom_ops.triton_impl.linear import fused_linear
-    from atom_ops.triton_impl.plans import tuned
+    from atom_ops.triton_impl.plans.shipped import shipped_plans
 
     with compiling_for(CHIPS["H200"]) as compiled:
         # GPT-OSS.
@@ -487,10 +490,10 @@ def test_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
             plan = AttentionPlan(ints(64, 64), ints(64), ints(65), 64, 1, 1, 1024)
             out_THE = torch.empty_like(q_THE)
             hopper_decode.attend(out_THE, q_THE, cache, plan, AttentionRule(0.1), arrived, 132)
-        for (outputs, inputs), fused in tuned.SILU_LINEAR["NVIDIA H200"].items():
+        for (outputs, inputs), fused in shipped_plans("NVIDIA H200").silu_linear.items():
             monkeypatch.setattr(fused_linear, "_plan", lambda *args, fused=fused: fused)
             run("silu_and_mul_linear", tensor(1, 2 * inputs), tensor(outputs, inputs))
-        for (outputs, inputs), fused in tuned.NORM_LINEAR["NVIDIA H200"].items():
+        for (outputs, inputs), fused in shipped_plans("NVIDIA H200").norm_linear.items():
             monkeypatch.setattr(fused_linear, "_plan", lambda *args, fused=fused: fused)
             x_TD = tensor(1, inputs)
             run("add_norm_linear", x_TD, x_TD, tensor(inputs), 1e-6, tensor(outputs, inputs))

@@ -147,14 +147,15 @@ def test_every_kind_of_plan(name: str) -> None:
     from atom_ops.triton_impl.experts import expert_plans
     from atom_ops.triton_impl.experts.experts import multiply
     from atom_ops.triton_impl.hardware.target import is_hopper
+    from atom_ops.triton_impl.plans.shipped import shipped_plans
 
     hopper = is_hopper(GPU)
     plans: list[expert_plans.ExpertPlan] = [expert_plans._FEW, expert_plans.BATCH_INVARIANT]
     plans += [plan for _, plan in expert_plans._ANYWHERE]
     if hopper:  # other GPUs have less shared memory
         plans += [plan for _, plan in expert_plans._HOPPER]
-        tables = expert_plans.TUNED.values()
-        plain = [found for table in tables for (form, _), found in table.items() if form == "plain"]
+        measured = shipped_plans("NVIDIA H200").experts.items()
+        plain = [found for (format, _), found in measured if format == "plain"]
         plans += [plan for found in plain for plan in found]
     for tokens in (3, 150):
         x, ids, topk_weights, weights, activation = call(name, tokens)

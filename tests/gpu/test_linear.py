@@ -17,9 +17,9 @@ pytestmark = [
 def planned() -> list[tuple[int, int]]:
     if not torch.cuda.is_available():
         return []
-    from atom_ops.triton_impl.plans.tuned import LINEAR
+    from atom_ops.triton_impl.plans.shipped import shipped_on
 
-    return list(LINEAR.get(torch.cuda.get_device_name(GPU), {}))
+    return list(shipped_on(GPU).linear)
 
 
 def error(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:

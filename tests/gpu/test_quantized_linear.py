@@ -49,8 +49,9 @@ def readable(format: str, shape: tuple[int, int]) -> Any:
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_plan(format: str, shape: tuple[int, int]) -> None:
     """Several times: a race shows in one tile of thousands."""
+    from atom_ops.triton_impl.quantized.known_plans import plans_of
     from atom_ops.triton_impl.quantized.quantized_linear import multiply, takes
-    from atom_ops.triton_impl.quantized.quantized_plans import LibraryPlan, general_plans, key_of, plans_of
+    from atom_ops.triton_impl.quantized.quantized_plans import LibraryPlan, general_plans, key_of
 
     torch.manual_seed(5)
     weight = readable(format, shape)
@@ -75,7 +76,7 @@ def test_every_plan(format: str, shape: tuple[int, int]) -> None:
 def test_stream_k_of_several_tiles(format: str, outputs: int) -> None:
     """A tile of 128 tokens, two, and tiles that end within; with a bias where the rows end within one."""
     from atom_ops.triton_impl.hardware.target import is_hopper
-    from atom_ops.triton_impl.plans.tuned import StreamKPlan
+    from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
     from atom_ops.triton_impl.quantized.quantized_linear import multiply
 
     if not is_hopper(GPU):

@@ -28,8 +28,9 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from atom_ops.triton_impl.linear import linear as kernels
+    from atom_ops.triton_impl.plans.shipped import ShippedPlans
 
-    monkeypatch.setattr(kernels, "LINEAR", {})
+    monkeypatch.setattr(kernels, "shipped_on", lambda device: ShippedPlans())
     kernels.plans_on.cache_clear()
     backend.resolve(GPU)
     yield
@@ -82,7 +83,7 @@ def test_results_match_torch_and_the_next_start_measures_nothing(dtype: torch.dt
 
 def test_a_plan_that_needs_too_much_shared_memory_is_left_out() -> None:
     from atom_ops.triton_impl.plans.bench import GPUBench
-    from atom_ops.triton_impl.plans.tuned import LinearPlan
+    from atom_ops.triton_impl.plans.linear_plans import LinearPlan
 
     shape = SHAPES[0]
     fits = LinearPlan(16, False, 64, 128, 4, 3, least=2)
@@ -92,8 +93,9 @@ def test_a_plan_that_needs_too_much_shared_memory_is_left_out() -> None:
 
 def test_shapes_of_a_table_are_never_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from atom_ops.triton_impl.linear import linear as kernels
+    from atom_ops.triton_impl.plans.shipped import ShippedPlans
 
-    monkeypatch.setattr(kernels, "LINEAR", {torch.cuda.get_device_name(GPU): dict.fromkeys(SHAPES, ())})
+    monkeypatch.setattr(kernels, "shipped_on", lambda device: ShippedPlans(dict.fromkeys(SHAPES, ())))
     backend.tune(GPU, some_weights(torch.bfloat16), tmp_path, lambda *progress: None)
     assert list(tmp_path.iterdir()) == []
 

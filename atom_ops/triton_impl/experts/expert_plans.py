@@ -1,11 +1,14 @@
-"""Kernels and tiles of `experts`, by the shape of the layer and the number of tokens."""
+"""Kernels and tiles of `experts`, by the shape of the layer and the number of tokens.
 
-from dataclasses import dataclass
+Here are the rules for layers that were not measured; `plans.shipped` has the measured ones.
+"""
+
 from typing import Literal
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class VectorTile:
+
+class VectorTile(msgspec.Struct, frozen=True):
     """A program of a kernel of single tokens."""
 
     rows: int
@@ -17,8 +20,7 @@ class VectorTile:
     """Iterations whose loads are in flight."""
 
 
-@dataclass(frozen=True, slots=True)
-class VectorPlan:
+class VectorPlan(msgspec.Struct, frozen=True, tag="vectors"):
     """Each token on its own."""
 
     tokens: int
@@ -27,8 +29,7 @@ class VectorPlan:
     down: VectorTile
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedTile:
+class GroupedTile(msgspec.Struct, frozen=True):
     """A program of the grouped GEMM."""
 
     rows: int
@@ -42,8 +43,7 @@ class GroupedTile:
     """One program on each SM computes many tiles, and loads for the next one before it stores."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedPlan:
+class GroupedPlan(msgspec.Struct, frozen=True, tag="grouped"):
     """Blocks of pairs of one expert."""
 
     tokens: int
@@ -59,8 +59,7 @@ class GroupedPlan:
         return self.block < 64
 
 
-@dataclass(frozen=True, slots=True)
-class WgmmaPlan:
+class WgmmaPlan(msgspec.Struct, frozen=True, tag="wgmma"):
     """Blocks of pairs of one expert, for 4-bit weights on Hopper."""
 
     tokens: int
@@ -75,8 +74,7 @@ class WgmmaPlan:
     """Most of a thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class PersistentPlan:
+class PersistentPlan(msgspec.Struct, frozen=True, tag="persistent"):
     """Blocks of 128 pairs of one expert, for 16-bit weights on Hopper: see `hopper_experts`.
 
     4-bit weights are decoded before. With so many tokens that costs less than decoding them in each block.
@@ -153,49 +151,6 @@ INTERPRETED_QUANTIZED = (
 )
 BATCH_INVARIANT = GroupedPlan(MANY, 64, GroupedTile(64, 64, 4, 2), GroupedTile(64, 64, 4, 2))
 """One plan for any number of tokens."""
-
-# Measured with 1, 4, 16, 64, 256, 1024, 4096 and 16384 tokens; the limits between these were chosen.
-_QWEN3_30B_A3B = (
-    VectorPlan(1, VectorTile(4, 512, 4, 3), VectorTile(4, 128, 8, 3)),
-    VectorPlan(4, VectorTile(2, 512, 2, 3), VectorTile(2, 128, 4, 3)),
-    GroupedPlan(128, 16, GroupedTile(64, 128, 4, 3), GroupedTile(64, 128, 4, 3)),
-    GroupedPlan(384, 32, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 5)),
-    GroupedPlan(768, 64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3)),
-    GroupedPlan(1536, 128, GroupedTile(128, 64, 8, 4, persistent=True), GroupedTile(128, 64, 8, 3)),
-    GroupedPlan(3072, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3)),
-    PersistentPlan(MANY),
-    GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 3), GroupedTile(128, 64, 8, 3)),
-)
-
-_QWEN3_30B_A3B_FP8 = (
-    VectorPlan(1, VectorTile(8, 512, 4, 3), VectorTile(4, 128, 4, 3)),
-    VectorPlan(3, VectorTile(8, 512, 2, 3), VectorTile(8, 128, 4, 3)),
-    GroupedPlan(160, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
-    GroupedPlan(384, 32, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
-    GroupedPlan(640, 32, GroupedTile(128, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
-    GroupedPlan(3072, 64, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4)),
-    GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3, True), GroupedTile(128, 128, 8, 3, True)),
-)
-_GPT_OSS_20B_MXFP4 = (
-    VectorPlan(1, VectorTile(16, 128, 2, 4), VectorTile(8, 128, 2, 4)),
-    WgmmaPlan(24, 8, 8, 2, 128),
-    WgmmaPlan(72, 16, 8, 2, 128),
-    WgmmaPlan(160, 32, 16, 2, 168),
-    WgmmaPlan(7168, 64, 32, 1, 168),
-    PersistentPlan(MANY),
-    WgmmaPlan(MANY, 64, 32, 1, 168),
-)
-_KIMI_K2_INT4 = (WgmmaPlan(384, 8, 8, 2, 168),)
-
-TUNED: dict[str, dict[Layer, tuple[ExpertPlan, ...]]] = {
-    "NVIDIA H200": {
-        ("plain", (128, 2048, 768)): _QWEN3_30B_A3B,
-        ("block_fp8", (128, 2048, 768)): _QWEN3_30B_A3B_FP8,
-        ("mxfp4", (32, 2880, 2880)): _GPT_OSS_20B_MXFP4,
-        ("int4", (384, 7168, 2048)): _KIMI_K2_INT4,
-    }
-}
-"""By the driver's name of the GPU and the layer: plans by rising tokens. `make tune-experts` measures."""
 
 
 def few(format: Format) -> VectorPlan:

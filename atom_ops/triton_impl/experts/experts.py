@@ -25,6 +25,7 @@ from atom_ops.triton_impl.experts.expert_plans import (
 from atom_ops.triton_impl.hardware.pdl import launch_options
 from atom_ops.triton_impl.hardware.persistent import programs_for
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, is_hopper, runs_on
+from atom_ops.triton_impl.plans.shipped import shipped_on
 from atom_ops.weights import MXFP4, GroupINT4, Weight
 from atom_ops.weights.four_bit_words import pack_words
 
@@ -185,7 +186,7 @@ def _each_token(
 
 @cache
 def _tuned(device: torch.device) -> dict[expert_plans.Layer, tuple[ExpertPlan, ...]]:
-    return expert_plans.TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+    return shipped_on(device).experts
 
 
 def _plan(x_TD: Tensor, topk_ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:

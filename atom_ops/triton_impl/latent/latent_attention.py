@@ -180,7 +180,7 @@ def _share(context, splits, BLOCK_N: tl.constexpr):
 
 # The blocks of heads of one tile are neighbours in the grid, so that they share the tile's latents in the L2
 # cache. Tiles are in its first dimension because the others have at most 65,535 programs.
-# DECODE: computes rows of at most TILES tiles of TILE tokens; otherwise unsplit rows of at least `min_tokens`.
+# DECODE: computes rows of at most TILES tiles of TILE tokens; otherwise whole rows of at least `min_tokens`.
 # EARLY: DECODE reads `table`, `contexts` and `starts` before the wait, as inputs of the step (see `pdl`).
 @triton.jit(
     do_not_specialize=["table_stride", "rows_of_step", "min_tokens"],

@@ -16,7 +16,8 @@ from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_depende
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.linear.linear import multiply_rows, weight_tile
 from atom_ops.triton_impl.linear.split_k import store_outputs
-from atom_ops.triton_impl.plans.tuned import NORM_LINEAR, SILU_LINEAR, FusedPlan
+from atom_ops.triton_impl.plans.linear_plans import FusedPlan
+from atom_ops.triton_impl.plans.shipped import shipped_on
 from atom_ops.triton_impl.quantized import quantized_linear
 from atom_ops.triton_impl.quantized.quantized_plans import Packed
 
@@ -58,8 +59,8 @@ def _silu_and_mul_linear(
 
 @cache
 def _plans(table: str, device: torch.device) -> dict[tuple[int, int], FusedPlan]:
-    known = {"norm": NORM_LINEAR, "silu": SILU_LINEAR}[table]
-    return known.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+    shipped = shipped_on(device)
+    return {"norm": shipped.norm_linear, "silu": shipped.silu_linear}[table]
 
 
 def _plan(table: str, x: Tensor, weight: Tensor) -> FusedPlan | None:

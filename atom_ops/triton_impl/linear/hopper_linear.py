@@ -42,7 +42,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atom_ops.triton_impl.hardware.gluon_pdl import pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.hardware.hopper_pipeline import load_tile, make_barriers, thread_barrier
 from atom_ops.triton_impl.hardware.pdl import launch_options
-from atom_ops.triton_impl.plans.tuned import StreamKPlan
+from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
 from atom_ops.triton_impl.quantized.rounded_rows import RoundedRows
 from atom_ops.weights import BlockFP8, ChannelFP8
 

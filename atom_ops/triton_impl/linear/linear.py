@@ -8,7 +8,7 @@ O output features, I inputs, T tokens; a program computes a tile of outputs for 
           with split-K where that helps; a second launch reduces the splits in a fixed order
 
 For 33 to 64 tokens on Hopper see `hopper_linear`. The fastest kernel, tile and split for a shape
-are measured: see `tuned`.
+are measured (`plans`).
 """
 
 from functools import cache
@@ -28,7 +28,8 @@ from atom_ops.triton_impl.hardware.pdl import (
 )
 from atom_ops.triton_impl.hardware.target import INTERPRETED
 from atom_ops.triton_impl.linear.split_k import partials_of, reduce_partials, store_outputs
-from atom_ops.triton_impl.plans.tuned import LINEAR, FusedPlan, LinearPlan, Plan, Plans, StreamKPlan
+from atom_ops.triton_impl.plans.linear_plans import FusedPlan, LinearPlan, Plan, Plans, StreamKPlan
+from atom_ops.triton_impl.plans.shipped import shipped_on
 from atom_ops.triton_impl.quantized import quantized_linear
 from atom_ops.triton_impl.quantized.quantized_plans import Packed
 
@@ -227,8 +228,8 @@ def multiply_rows(
 
 @cache
 def plans_on(device: torch.device) -> dict[tuple[int, int], Plans]:
-    """Plans by the weight's shape: the built-in table, or what `tuning` adds."""
-    return dict(LINEAR.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
+    """Plans by the weight's shape: those that are shipped, and what `tuning` adds."""
+    return dict(shipped_on(device).linear)
 
 
 def _plan(x_TI: Tensor, weight: Tensor) -> Plan | None:

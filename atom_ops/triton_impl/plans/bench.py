@@ -18,10 +18,11 @@ from atom_ops.ops.linear.linear import linear
 from atom_ops.triton_impl.hardware.target import is_hopper
 from atom_ops.triton_impl.linear import linear as plain_linear
 from atom_ops.triton_impl.linear.linear import plans_on
-from atom_ops.triton_impl.plans.plan_file import Key, Machine, PlanFile
-from atom_ops.triton_impl.plans.tuned import LinearPlan, StreamKPlan
+from atom_ops.triton_impl.plans.linear_plans import LinearPlan, StreamKPlan
+from atom_ops.triton_impl.plans.plan_file import Key, PlanFile
+from atom_ops.triton_impl.plans.plan_format import Machine
 from atom_ops.triton_impl.plans.tuning import AnyPlan, Progress, by_shape, is_candidate, tune
-from atom_ops.triton_impl.quantized import quantized_linear, quantized_plans
+from atom_ops.triton_impl.quantized import known_plans, quantized_linear
 from atom_ops.triton_impl.quantized.quantized_plans import Packed, PersistentGemvPlan
 from atom_ops.weights import FourBitWords, Weight, tensors_of
 
@@ -44,8 +45,8 @@ def multiply(plan: AnyPlan, x_TI: Tensor, weight: Tensor | Packed, bias: Tensor 
 
 
 def tune_linear(device: torch.device, weights: Iterable[Weight], cache_dir: Path, progress: Progress) -> None:
-    """Measure plans of `linear` for these weights, unless the GPU has built-in plans for all of them."""
-    plain, quantized = plans_on(device), quantized_plans.plans_on(device)
+    """Measure plans of `linear` for these weights, unless all of their shapes have some."""
+    plain, quantized = plans_on(device), known_plans.plans_on(device)
     built_in: set[Key] = {*plain, *quantized}
     shapes = {shape: found for shape, found in by_shape(weights).items() if shape not in built_in}
     if not shapes:
@@ -58,7 +59,7 @@ def tune_linear(device: torch.device, weights: Iterable[Weight], cache_dir: Path
             if shape in measured and len(shape) == 2:
                 plain[shape] = measured[shape]  # type: ignore[assignment]
             elif shape in measured:
-                quantized_plans.add_plans(device, {shape: measured[shape]})  # type: ignore[dict-item]
+                known_plans.add_plans(device, {shape: measured[shape]})  # type: ignore[dict-item]
         torch.cuda.empty_cache()
 
 

@@ -15,45 +15,24 @@ import msgspec
 
 from atom.shared.utils.file_lock import exclusive
 from atom.shared.utils.logger import get_logger
-from atom_ops.triton_impl.plans.tuned import Plan, Plans
-from atom_ops.triton_impl.quantized.quantized_plans import Key as QuantizedKey
+from atom_ops.triton_impl.plans.linear_plans import Plan, Plans
+from atom_ops.triton_impl.plans.plan_format import (
+    FORMAT,
+    Content,
+    LinearEntry,
+    Machine,
+    QuantizedEntry,
+    QuantizedKey,
+    Shape,
+    decode,
+)
 from atom_ops.triton_impl.quantized.quantized_plans import QuantizedPlan, QuantizedPlans
 
-# Raise it whenever the kernels or the candidate plans change.
-_FORMAT = 7
 _DEADLINE_S = 600.0
 
-Shape = tuple[int, int]
-"""Output features, input features of a weight."""
 Key = Shape | QuantizedKey
-"""Of a plain weight, or of a quantized one."""
+"""Key of a plain weight, or of a quantized one."""
 Table = dict[Key, Plans | QuantizedPlans]
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """What the measured times depend on; driver updates are ignored."""
-
-    gpu: str
-    torch: str
-    triton: str
-
-
-class _Entry(msgspec.Struct):
-    outputs: int
-    inputs: int
-    plans: Plans
-
-
-class _QuantizedEntry(msgspec.Struct):
-    weight: QuantizedKey
-    plans: QuantizedPlans
-
-
-class _Content(msgspec.Struct):
-    format: int
-    machine: Machine
-    linear: list[_Entry]
-    quantized: list[_QuantizedEntry]
 
 
 class PlanFile:
@@ -82,12 +61,12 @@ class PlanFile:
 
     def write(self, table: Table) -> None:
         """Replace the file atomically."""
-        content = _Content(_FORMAT, self._machine, [], [])
+        content = Content(FORMAT, self._machine, [], [])
         for key, plans in sorted(table.items(), key=str):
             if len(key) == 2:
-                content.linear.append(_Entry(*key, plans))  # type: ignore[arg-type]
+                content.linear.append(LinearEntry(*key, plans))  # type: ignore[arg-type]
             else:
-                content.quantized.append(_QuantizedEntry(key, plans))  # type: ignore[arg-type]
+                content.quantized.append(QuantizedEntry(key, plans))  # type: ignore[arg-type]
         encoded = msgspec.json.encode(content)
         partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
         try:
@@ -114,9 +93,7 @@ class PlanFile:
             yield lambda done, total: _note(file, f"{done} {total}")
 
     def _table(self, content: bytes) -> Table:
-        found = msgspec.json.decode(content, type=_Content)
-        if found.format != _FORMAT:
-            raise ValueError(f"its format is {found.format}, this version's {_FORMAT}")
+        found = decode(content)
         if found.machine != self._machine:
             raise ValueError(f"it was measured on another machine or with other versions: {found.machine}")
         table: Table = {(entry.outputs, entry.inputs): entry.plans for entry in found.linear}

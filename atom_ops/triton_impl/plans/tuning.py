@@ -1,4 +1,4 @@
-"""Autotunes `linear` for weight shapes without built-in plans: once, with the results on disk.
+"""Autotunes `linear` for weight shapes without plans: once, with the results on disk.
 
 For each weight shape and class of tokens, candidate plans are compared with torch's GEMM:
 
@@ -16,8 +16,9 @@ from typing import Protocol
 from torch import Tensor
 
 from atom.shared.utils.logger import get_logger
-from atom_ops.triton_impl.plans.plan_file import Key, PlanFile, Shape, Table
-from atom_ops.triton_impl.plans.tuned import LinearPlan, Plan, stream_k
+from atom_ops.triton_impl.plans.linear_plans import LinearPlan, Plan, stream_k
+from atom_ops.triton_impl.plans.plan_file import Key, PlanFile, Table
+from atom_ops.triton_impl.plans.plan_format import Shape
 from atom_ops.triton_impl.quantized import quantized_candidates
 from atom_ops.triton_impl.quantized.quantized_linear import readable
 from atom_ops.triton_impl.quantized.quantized_plans import Packed, QuantizedPlan, key_of

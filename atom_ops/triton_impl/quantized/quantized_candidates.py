@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from atom_ops.triton_impl.plans.tuned import StreamKPlan
+from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
 from atom_ops.triton_impl.quantized.quantized_plans import (
     MANY,
     GemmPlan,

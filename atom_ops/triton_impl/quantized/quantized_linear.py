@@ -23,8 +23,9 @@ from atom_ops.ops.elementwise.activation import silu_and_mul
 from atom_ops.ops.elementwise.norm import add_rms_norm, rms_norm
 from atom_ops.ops.linear.linear import linear
 from atom_ops.triton_impl.hardware.target import INTERPRETED, is_hopper
-from atom_ops.triton_impl.plans.tuned import StreamKPlan
+from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
 from atom_ops.triton_impl.quantized import eight_bit_linear, four_bit_gemv, four_bit_linear, quantized_gemv
+from atom_ops.triton_impl.quantized.known_plans import plans_of
 from atom_ops.triton_impl.quantized.quantized_plans import (
     GemmPlan,
     GemvPlan,
@@ -35,7 +36,6 @@ from atom_ops.triton_impl.quantized.quantized_plans import (
     QuantizedPlan,
     RingPlan,
     WgmmaPlan,
-    plans_of,
 )
 from atom_ops.triton_impl.quantized.rounded_rows import MOST_INPUTS, Form, RoundedRows, round_rows
 from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, FourBitWords, GroupINT4, Weight

@@ -1,14 +1,14 @@
-"""Plans of `linear` with quantized weights: which kernel multiplies how many tokens, and its tiles."""
+"""Plans of `linear` with quantized weights: which kernel multiplies how many tokens, and its tiles.
+
+Here are their types and the rules for shapes that were not measured; `known_plans` has all of a device.
+"""
 
 import math
-from collections.abc import Mapping
 from functools import cache
 
 import msgspec
-import torch
 
-from atom_ops.triton_impl.hardware.target import INTERPRETED
-from atom_ops.triton_impl.plans.tuned import StreamKPlan
+from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords
 
 Packed = BlockFP8 | ChannelFP8 | ChannelINT8 | FourBitWords
@@ -112,100 +112,8 @@ MANY = 1 << 30
 
 Key = tuple[str, int, int]
 """Format, outputs and inputs of a weight."""
-_INTERPRETED = (
-    GemvPlan(8, 128, 4),
-    GemmPlan(8, 16, 16, 128, 4, 2, split_k=2),
-    GemmPlan(MANY, 32, 32, 128, 4, 2),
-)
 PROGRAMS = 132
 """SMs of an H100 or H200."""
-
-
-def _gemm(tokens: int, warps: int, stages: int, split_k: int = 1, rows: int = 64, tile: int = 0) -> GemmPlan:
-    return GemmPlan(tokens, tile or max(tokens, 16), rows, 128, warps, stages, split_k)
-
-
-def _words(tokens: int, stages: int, split_k: int = 1, columns: int = 128) -> GemmPlan:
-    """Of 4-bit weights."""
-    return GemmPlan(tokens, max(tokens, 16), 64, columns, 4, stages, split_k)
-
-
-def _stream_k(tokens: int, programs: int) -> StreamKPlan:
-    return StreamKPlan(1, tokens, 64, 128, 8, programs)
-
-
-def _wgmma(*plans: tuple[int, ...]) -> QuantizedPlans:
-    """From (tokens, blocks, splits, phases, chunks); the last ones are 1 if they are missing."""
-    return tuple(WgmmaPlan(tokens, min(tokens, 128), *rest) for tokens, *rest in plans)
-
-
-# The layers of Qwen3-8B. For one token whole rows include the norm before, and a GEMM the activation; with
-# INT4 a norm of its own and a GEMV by columns took less time.
-_QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)
-_WHOLE = GemvPlan(4, 0, 8, 2)
-_LIBRARY = LibraryPlan(MANY)
-# Of INT4's plans with one limit the later ones are for zero points. MXFP4's chunks (not measured) are INT4's.
-_H200: dict[Key, QuantizedPlans] = {
-    ("fp8-block", *_QKV): (
-        *(GemvPlan(4, 0, 8, 4), _stream_k(16, 96), _stream_k(64, 96)),
-        *(_stream_k(128, 96), _LIBRARY),
-    ),
-    ("fp8-block", *_O): (
-        *(_WHOLE, _stream_k(16, 64), _stream_k(64, 128)),
-        *(_stream_k(256, 128), _LIBRARY),
-    ),
-    ("fp8-block", *_GATE_UP): (GemvPlan(4, 0, 4, 4), _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
-    ("fp8-block", *_DOWN): (
-        *(PersistentGemvPlan(8, 4096, 8, 132), _gemm(16, 4, 6, 6), _stream_k(64, 128)),
-        *(_stream_k(256, 128), _LIBRARY),
-    ),
-    ("fp8-channel", *_QKV): (_WHOLE, _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
-    ("fp8-channel", *_O): (_WHOLE, _stream_k(16, 64), _stream_k(64, 64), _LIBRARY),
-    ("fp8-channel", *_GATE_UP): (_WHOLE, _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
-    ("fp8-channel", *_DOWN): (_gemm(1, 4, 6, 4), _gemm(16, 4, 6, 4), _gemm(64, 4, 6, 4), _LIBRARY),
-    ("int8-channel", *_QKV): (_gemm(1, 4, 4, 4), _gemm(16, 4, 4, 4), _gemm(64, 4, 6, 2)),
-    ("int8-channel", *_O): (GemvPlan(2, 0, 4, 2), _gemm(16, 4, 4, 4), _gemm(64, 4, 6, 4)),
-    ("int8-channel", *_GATE_UP): (_gemm(1, 4, 6), _gemm(16, 4, 6), _gemm(64, 4, 4, rows=128)),
-    ("int8-channel", *_DOWN): (_gemm(1, 4, 6, 4), _gemm(16, 4, 6, 4), _gemm(64, 4, 6, 4)),
-    ("int4-128", *_QKV): (
-        *(RingPlan(1, 4), GemvPlan(8, 4096, 4), RingPlan(8, 4), MmaPlan(8, 4, 2)),
-        *(*_wgmma((16, 3, 4, 1, 2)), _words(16, 3, 4, 256), *_wgmma((32, 3, 4, 1, 2), (64, 3, 4, 1, 2))),
-        *(_words(64, 3, 4), *_wgmma((128, 2, 2), (256, 3, 2)), _LIBRARY),
-    ),
-    ("int4-128", *_O): (
-        *(RingPlan(1, 4), GemvPlan(4, 2048, 2), RingPlan(8, 4), MmaPlan(8, 4, 2)),
-        *(*_wgmma((16, 2, 4, 2, 2)), _words(16, 3, 2, 256), *_wgmma((32, 2, 4, 2, 2), (64, 2, 4, 2, 2))),
-        *(_words(64, 4, 4), *_wgmma((128, 2, 4), (256, 2, 2)), _LIBRARY),
-    ),
-    ("int4-128", *_GATE_UP): (
-        *(RingPlan(8, 4), MmaPlan(8, 4, 2), *_wgmma((16, 3, 1, 1, 2)), _words(16, 3, 1, 256)),
-        *(*_wgmma((32, 3, 1, 1, 2), (64, 3, 1, 1, 2)), _words(64, 3), *_wgmma((128, 3), (256, 3))),
-        *(GemmPlan(256, 64, 128, 128, 4, 3), _LIBRARY),
-    ),
-    ("int4-128", *_DOWN): (
-        *(RingPlan(1, 4), MmaPlan(8, 8, 2), *_wgmma((16, 2, 4, 2, 2)), _words(16, 3, 8, 256)),
-        *(*_wgmma((32, 2, 4, 2, 2), (64, 2, 4, 2)), _words(64, 3, 8)),
-        *(*_wgmma((128, 2, 4), (256, 2, 2)), _LIBRARY),
-    ),
-    ("mxfp4", *_QKV): (
-        *(GemvPlan(4, 0, 4, 2), RingPlan(8, 4), MmaPlan(8, 4, 1)),
-        *(*_wgmma((16, 3, 4, 1, 2), (32, 3, 4, 1, 2), (64, 3, 4, 1, 2), (128, 2, 2), (256, 3, 2)), _LIBRARY),
-    ),
-    ("mxfp4", *_O): (
-        *(RingPlan(8, 4), MmaPlan(8, 8, 1), *_wgmma((16, 2, 4, 2, 2), (32, 2, 4, 2, 2), (64, 2, 4, 2, 2))),
-        *(*_wgmma((128, 2, 4), (256, 2, 2)), _LIBRARY),
-    ),
-    ("mxfp4", *_GATE_UP): (
-        *(MmaPlan(8, 4, 2), *_wgmma((16, 3, 1, 1, 2), (32, 3, 1, 1, 2), (64, 3, 1, 1, 2))),
-        *(*_wgmma((128, 3), (256, 3)), _LIBRARY),
-    ),
-    ("mxfp4", *_DOWN): (
-        MmaPlan(8, 8, 1),
-        *(*_wgmma((16, 2, 4, 2, 2), (32, 2, 4, 2), (64, 2, 4, 2), (128, 2, 4), (256, 2, 2)), _LIBRARY),
-    ),
-}
-MEASURED = {"NVIDIA H200": _H200}
-"""By the driver's name of the GPU."""
 
 
 def format_of(weight: Packed) -> str:
@@ -222,42 +130,6 @@ def format_of(weight: Packed) -> str:
 def key_of(weight: Packed) -> Key:
     """What its plans are found by."""
     return format_of(weight), weight.shape[0], weight.shape[1]
-
-
-def plans_of(weight: Packed, bfloat16: bool = True) -> QuantizedPlans:
-    """The measured plans of this format and shape, or else general ones.
-
-    4-bit weights were measured with activations and results in bfloat16.
-    """
-    if INTERPRETED:
-        return _INTERPRETED
-    if isinstance(weight, FourBitWords) and not bfloat16:
-        return general_plans(key_of(weight))
-    return _all_plans(weight.scales.device, key_of(weight))
-
-
-@cache
-def _all_plans(device: torch.device, key: Key) -> QuantizedPlans:
-    return with_general(key, plans_on(device).get(key, ()))
-
-
-def with_general(key: Key, measured: QuantizedPlans) -> QuantizedPlans:
-    """Measured plans, and the general ones for more tokens; the last one has no limit and no library."""
-    most = measured[-1].tokens if measured else 0
-    more = (plan for plan in general_plans(key) if plan.tokens > most or plan.tokens == MANY)
-    return (*measured, *more)
-
-
-def add_plans(device: torch.device, measured: Mapping[Key, QuantizedPlans]) -> None:
-    """Use these plans on the device from now on."""
-    plans_on(device).update(measured)
-    _all_plans.cache_clear()
-
-
-@cache
-def plans_on(device: torch.device) -> dict[Key, QuantizedPlans]:
-    """The built-in table, and what `add_plans` added."""
-    return dict(MEASURED.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
 
 
 @cache

@@ -17,8 +17,10 @@ from torch import Tensor
 from atom.shared.utils.file_lock import exclusive
 from atom_ops import backend, linear, triton_impl
 from atom_ops.triton_impl.experts import expert_plans
-from atom_ops.triton_impl.plans.plan_file import Key, Machine, PlanFile, Shape
-from atom_ops.triton_impl.plans.tuned import LinearPlan
+from atom_ops.triton_impl.plans.linear_plans import LinearPlan
+from atom_ops.triton_impl.plans.plan_file import Key, PlanFile
+from atom_ops.triton_impl.plans.plan_format import Machine, Shape
+from atom_ops.triton_impl.plans.shipped import shipped_plans
 from atom_ops.triton_impl.plans.tuning import (
     CLASSES,
     PHASE,
@@ -29,9 +31,11 @@ from atom_ops.triton_impl.plans.tuning import (
     is_candidate,
     tune,
 )
-from atom_ops.triton_impl.quantized.quantized_plans import MANY, MEASURED, GemmPlan, with_general
+from atom_ops.triton_impl.quantized.known_plans import with_general
+from atom_ops.triton_impl.quantized.quantized_plans import MANY, GemmPlan
 from atom_ops.triton_impl.quantized.quantized_plans import Key as QuantizedKey
 
+H200 = shipped_plans("NVIDIA H200")
 MACHINE = Machine("Some GPU 9000 (rev 2)", "2.11.0+cu130", "3.6.0")
 SHAPES: list[Shape] = [(4096, 1024), (1024, 2048)]
 DEADLINE_S = 60
@@ -291,12 +295,10 @@ def test_plans_of_quantized_weights_are_stored_and_need_not_beat_torch(tmp_path:
     assert tune([("mxfp4", 4096, 4096)], none, file_in(tmp_path), silent)["mxfp4", 4096, 4096] == ()
 
 
-@pytest.mark.parametrize(
-    "key", [*MEASURED["NVIDIA H200"], ("fp8-block", 1000, 200), ("mxfp4", 70, 96)], ids=str
-)
+@pytest.mark.parametrize("key", [*H200.quantized, ("fp8-block", 1000, 200), ("mxfp4", 70, 96)], ids=str)
 def test_plans_of_quantized_weights_cover_every_number_of_tokens(key: QuantizedKey) -> None:
     """Also where there is no library: for float16."""
-    plans = with_general(key, MEASURED["NVIDIA H200"].get(key, ()))
+    plans = with_general(key, H200.quantized.get(key, ()))
     assert [plan.tokens for plan in plans] == sorted(plan.tokens for plan in plans)
     assert plans[0].tokens <= 8 and plans[-1].tokens == MANY
     assert isinstance(plans[-1], GemmPlan)
@@ -370,7 +372,7 @@ def test_valid_plans() -> None:
 def test_plans_of_four_bit_experts(format: expert_plans.Format, shape: expert_plans.Shape) -> None:
     """Kernels in Gluon where they fit the weights, and never elsewhere; tiles are powers of two."""
     layer = format, shape
-    measured = expert_plans.TUNED["NVIDIA H200"].get(layer, ())
+    measured = H200.experts.get(layer, ())
     for tokens in (1, 2, 3, 17, 64, 300, 1 << 16):
         for gluon in ((), (expert_plans.WgmmaPlan,), expert_plans.GLUON):
             plan = expert_plans.tuned_plan(measured, tokens, gluon)
@@ -391,7 +393,7 @@ def test_plans_of_four_bit_experts(format: expert_plans.Format, shape: expert_pl
 def test_plans_of_plain_experts(shape: expert_plans.Shape) -> None:
     """Persistent programs for many tokens, where they fit the weights."""
     layer: expert_plans.Layer = "plain", shape
-    measured = expert_plans.TUNED["NVIDIA H200"].get(layer, ())
+    measured = H200.experts.get(layer, ())
     for tokens in (1, 64, 1 << 14, 1 << 16):
         for gluon in ((), expert_plans.GLUON):
             plan = expert_plans.tuned_plan(measured, tokens, gluon)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INT
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_triton_gemv_by_whole_rows(outputs: int, inputs: int, with_bias: bool) -> None:
     from atom_ops.triton_impl.linear.linear import multiply
-    from atom_ops.triton_impl.plans.tuned import LinearPlan
+    from atom_ops.triton_impl.plans.linear_plans import LinearPlan
 
     x, weight, bias = torch.randn(1, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     plan = LinearPlan(1, True, 4, inputs, 4, 1, tiles=3)
