@@ -21,6 +21,7 @@ from pathlib import Path
 
 from atom.shared.utils import envs
 from atom.shared.utils.logger import get_logger
+from atom.shared.utils.trusted_path import REMEDY, distrusted
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _HEADERS = tuple(sorted(_SOURCE.parent.glob("*.h")))
@@ -106,16 +107,21 @@ def _host(compiler: list[str]) -> list[bytes]:
 
 
 def _directory() -> Path | None:
-    """Where libraries are kept; None if it cannot be written."""
+    """Where libraries are kept; None if it cannot be written, or if other users can write it."""
     directory = Path(envs.ATOM_CACHE_DIR) / "native"
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
+    if problem := distrusted(directory):
+        get_logger().warning("kernels are compiled at each start: %s; %s", problem, REMEDY)
+        return None
     return directory if os.access(directory, os.W_OK) else None
 
 
 def _is_whole(path: Path) -> bool:
+    if distrusted(path):
+        return False
     try:
         return _digest(path) == path.with_suffix(".sha256").read_text()
     except OSError:

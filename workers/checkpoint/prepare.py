@@ -26,6 +26,7 @@ from atom.shared.utils.errors import one_line, out_of_memory
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.file_lock import exclusive
 from atom.shared.utils.process import read_launch
+from atom.shared.utils.trusted_path import REMEDY, distrusted
 from workers.checkpoint.checkpoint_files import check_weights
 from workers.checkpoint.families import check_supported
 from workers.checkpoint.hf_config import read_config
@@ -108,16 +109,19 @@ def _directory(config: ModelConfig, cache_dir: Path, report: Report, accept: Acc
 def converted_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
     """The directory with the GGUF file's content in Hugging Face form; converted only once.
 
-    A second process waits for the first. A directory gets its final name only when it is complete.
+    A second process waits for the first. A directory gets its final name only when it is complete. Raises
+    ValueError if other users can write there.
     """
     status = path.stat()
     key = repr((str(path), status.st_size, status.st_mtime_ns, _GGUF_FORMAT))
     name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     parent = cache_dir / "gguf"
     final = parent / name
+    parent.mkdir(parents=True, exist_ok=True)
+    if problem := distrusted(final):
+        raise ValueError(f"{path.name} is converted into {parent}, but {problem}: {REMEDY}")
     if final.exists():
         return final
-    parent.mkdir(parents=True, exist_ok=True)
     waiting = f"Waiting for another start to convert {path.name}"
     with exclusive(parent / f"{name}.lock", _CONVERSION_DEADLINE_S, lambda: report(waiting, 0, 1)):
         if not final.exists():

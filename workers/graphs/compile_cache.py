@@ -19,6 +19,7 @@ from atom.shared.config.device import COMPILERS
 from atom.shared.config.engine import EngineConfig
 from atom.shared.utils.errors import one_line
 from atom.shared.utils.logger import get_logger
+from atom.shared.utils.trusted_path import REMEDY, distrusted
 from atom.shared.utils.version import atom_version
 from workers.graphs.compiled_model import CompiledForward, Step
 from workers.layers.causal_lm import CausalLM
@@ -88,6 +89,8 @@ def _use(directory: Path) -> None:
     # torch sets the variable to its default when it is imported.
     if os.environ.get(_DIRECTORY, "") in ("", os.path.abspath(default_cache_dir())):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if problem := distrusted(directory):
+            raise ValueError(f"--level 2 loads compiled code from {directory}, but {problem}: {REMEDY}")
         os.environ[_DIRECTORY] = str(directory)
     if not os.environ.get(_THREADS):
         inductor.compile_threads = 1  # in this process: a pool of processes would stay

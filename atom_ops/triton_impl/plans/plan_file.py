@@ -15,6 +15,7 @@ import msgspec
 
 from atom.shared.utils.file_lock import exclusive
 from atom.shared.utils.logger import get_logger
+from atom.shared.utils.trusted_path import REMEDY, distrusted
 from atom_ops.triton_impl.plans.linear_plans import Plan, Plans
 from atom_ops.triton_impl.plans.plan_format import (
     FORMAT,
@@ -50,7 +51,12 @@ class PlanFile:
         self._known = known
 
     def read(self) -> Table:
-        """The stored plans; empty, with a warning, if the file is invalid."""
+        """The stored plans; empty, with a warning, if the file is invalid or other users can write it."""
+        if problem := distrusted(self.path):
+            get_logger().warning(
+                "%s is not used, plans are measured anew: %s; %s", self.path, problem, REMEDY
+            )
+            return {}
         try:
             return self._table(self.path.read_bytes())
         except FileNotFoundError:

@@ -292,6 +292,22 @@ def test_what_cannot_be_built_runs_on_torch_and_is_said(
     assert line.startswith("ops run without kernels in C++: ")
 
 
+def test_a_library_that_another_user_can_have_written_is_not_loaded(
+    built_here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its digest next to it proves nothing: who can write one can write both."""
+    build.library()
+    (library,) = built_here.glob("*.so")
+    library.unlink()  # it is mapped
+    library.write_bytes(b"planted")
+    library.with_suffix(".sha256").write_text(build._digest(library))
+    built_here.chmod(0o777)
+    build._library.cache_clear()
+    build.library()
+    assert library.read_bytes() == b"planted"
+    assert f"{built_here} can be written by every user" in caplog.text
+
+
 def test_a_directory_that_cannot_be_written_is_not_needed(tmp_path: Path, built_here: Path) -> None:
     built_here.write_text("a file in its place")
     build.library()

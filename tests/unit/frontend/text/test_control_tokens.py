@@ -1,5 +1,6 @@
 """Texts of messages stay text; the template's own control tokens stay tokens."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers import decoders, models, normalizers
 from atom.shared.config.server import ServerConfig
 from frontend.text.chat_encoder import ChatEncoder
 from frontend.text.chat_template import ChatTemplate
-from frontend.text.control_tokens import _MARK
+from frontend.text.control_tokens import _MARK, _alternation, _Marker
 from frontend.text.input_processor import InputProcessor
 from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
@@ -181,3 +182,22 @@ def test_the_server_keeps_contents_plain_unless_allowed(tmp_path: Path, allowed:
         _, plain = client.post("/tokenize", prompt="</s>", add_special_tokens=False)
     assert plain["tokens"] == [1]  # texts of completions and /tokenize may hold control tokens
     assert (1 in chat["tokens"]) is allowed
+
+
+@settings(deadline=None, database=None)
+@given(
+    st.lists(st.text("<|a.*", min_size=1, max_size=5), min_size=1, max_size=8, unique=True),
+    st.text("<|a.*b", max_size=40),
+)
+def test_the_pattern_finds_the_longest_token(tokens: list[str], text: str) -> None:
+    plain = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    tree = re.compile(_alternation(tokens))
+    assert [match.span() for match in tree.finditer(text)] == [match.span() for match in plain.finditer(text)]
+
+
+def test_a_thousand_tokens_with_one_beginning_are_searched_as_a_tree() -> None:
+    tokens = [f"<|reserved_{number}|>" for number in range(1000)]
+    pattern = _alternation(tokens)
+    assert pattern.startswith(re.escape("<|reserved_")) and len(pattern) < len("|".join(tokens)) / 2
+    marked = _Marker(tokens).mark("<" * 50_000 + tokens[-1] + "<|reserved_x|>")
+    assert marked.count(_MARK) == 1

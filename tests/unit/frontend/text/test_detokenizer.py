@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
+from frontend.text import detokenizer
 from frontend.text.detokenizer import Detokenizer, StopFinder, decode
 from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
@@ -210,3 +211,26 @@ def test_only_a_possible_beginning_is_held_back() -> None:
     assert finder.feed("more\n\nUs") == ("\nmore", None)
     assert finder.feed("ual") == ("\n\nUsual", None)
     assert finder.feed("\n\nUser: hi") == ("", "\n\nUser:")
+
+
+def test_the_work_for_stop_strings_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for many long ones that the text nearly contains, at every token."""
+    asked: list[int] = []
+    begins_one = detokenizer._StopStrings._begins_one
+    monkeypatch.setattr(
+        detokenizer._StopStrings,
+        "_begins_one",
+        lambda stops, text: asked.append(len(text)) or begins_one(stops, text),
+    )
+    stops = ["a" * (900 + number) + "b" for number in range(64)]
+    for text in ("a" * 4000, ("a" * 950 + "c") * 4, "a" * 899 + "b" * 3 + "a" * 2000):
+        asked.clear()
+        finder = StopFinder(stops)
+        shown = "".join(finder.feed(character)[0] for character in text) + finder.finish()
+        assert shown == text
+        assert len(asked) <= 2 * len(text)
+
+
+def test_sequences_of_a_request_share_its_stop_strings() -> None:
+    stops = ["one", "two"]
+    assert StopFinder(stops)._stops is StopFinder(list(stops))._stops
