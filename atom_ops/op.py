@@ -51,6 +51,9 @@ class Provider:
     """A row's bits depend on that row alone (attention: if the plan sets `split_tokens`)."""
     quantizes_activations: bool = False
     """It rounds the activations to 8 bits for weights whose type allows it."""
+    plan: Callable[..., Any] | None = None
+    """How it runs a call with these arguments, which the function gets as `plan`; None: it cannot. Instead
+    of `supports`, so that what is chosen for a call is chosen once."""
 
 
 class Op(Generic[P, R]):
@@ -87,6 +90,7 @@ class Op(Generic[P, R]):
         pack: Callable[..., Any] | None = None,
         batch_invariant: bool = True,
         quantizes_activations: bool = False,
+        plan: Callable[P, Any] | None = None,
     ) -> Callable[[Callable[..., R]], Callable[..., R]]:
         """Register the decorated function; raises ValueError for a duplicate name.
 
@@ -101,11 +105,12 @@ class Op(Generic[P, R]):
                 function,
                 needs,
                 supported,
-                supports,
+                supports if plan is None else (lambda *args, **kwargs: plan(*args, **kwargs) is not None),
                 prepare,
                 pack,
                 batch_invariant,
                 quantizes_activations,
+                plan,
             )
             return function
 
@@ -139,7 +144,12 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         for provider in self._preferred:
-            if provider.supports is None or provider.supports(*args, **kwargs):
+            if provider.plan is not None:
+                plan = provider.plan(*args, **kwargs)
+                if plan is not None:
+                    planned: R = provider.function(*args, **kwargs, plan=plan)
+                    return planned
+            elif provider.supports is None or provider.supports(*args, **kwargs):
                 result: R = provider.function(*args, **kwargs)
                 return result
         self.ran_reference = not self.composed

@@ -21,12 +21,13 @@ from triton.errors import TritonError
 
 from atom_ops import backend
 from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
+from atom_ops.triton_impl.quantized import library
 from atom_ops.triton_impl.quantized import quantized_linear as provider
+from atom_ops.triton_impl.quantized.quantized_call import Packed
 from atom_ops.triton_impl.quantized.quantized_candidates import candidates
 from atom_ops.triton_impl.quantized.quantized_plans import (
     GemmPlan,
     GemvPlan,
-    Packed,
     PersistentGemvPlan,
     QuantizedPlan,
 )
@@ -158,7 +159,7 @@ def measure(format: str, outputs: int, inputs: int, all_tokens: Sequence[int], w
         if isinstance(weights[0], BlockFP8 | ChannelFP8) and tokens >= 16:
             group = 128 if isinstance(weights[0], BlockFP8) else 0
             rounded = round_rows(x, "e4m3", 16, group=group)[0]
-            alone = [partial(provider._scaled_mm, rounded, tokens, weight, None) for weight in some]
+            alone = [partial(library.scaled_mm, rounded, tokens, weight, None) for weight in some]
             line += f", _scaled_mm alone {seconds(alone) * 1e6:.1f} us"
         print(f"{format} {outputs}x{inputs} T={tokens}: {line}")
         for taken, error, plan in rows if whole else rows[:BEST] + rows[-1:]:

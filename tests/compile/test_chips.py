@@ -246,6 +246,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
     triton_impl.load()
     from atom_ops.triton_impl.linear import hopper_gemv, hopper_linear
     from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
+    from atom_ops.triton_impl.plans.shipped import shipped_plans
     from atom_ops.triton_impl.quantized import (
         eight_bit_linear,
         four_bit_gemv,
@@ -258,7 +259,6 @@ def test_linear_with_quantized_weights(format: str) -> None:
     )
     from atom_ops.triton_impl.quantized.quantized_candidates import candidates
     from atom_ops.triton_impl.quantized.quantized_plans import (
-        MEASURED,
         GemmPlan,
         GemvPlan,
         MmaPlan,
@@ -269,13 +269,14 @@ def test_linear_with_quantized_weights(format: str) -> None:
     )
     from atom_ops.triton_impl.quantized.rounded_rows import round_rows
 
-    measured = [key for key in MEASURED["NVIDIA H200"] if key[0] == format]
+    shipped = shipped_plans("NVIDIA H200").quantized
+    measured = [key for key in shipped if key[0] == format]
     four_bit = format.startswith(("int4", "mxfp4"))
     form: Any = "int8" if format == "int8-channel" else "e4m3"
     with compiling_for(CHIPS["H200"]) as compiled:
         for key in dict.fromkeys([*measured, (format, 4096, 4096), (format, 1000, 96 * 32)]):
             weight, bias = packed(*key), tensor(key[1])
-            for plan in dict.fromkeys([*MEASURED["NVIDIA H200"].get(key, ()), *general_plans(key)]):
+            for plan in dict.fromkeys([*shipped.get(key, ()), *general_plans(key)]):
                 x = tensor(1 if isinstance(plan, GemvPlan) else 64, key[2])
                 if isinstance(plan, GemvPlan):
                     norm = (x, tensor(key[2]), 1e-6, x) if plan.columns == 0 else ()

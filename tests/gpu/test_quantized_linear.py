@@ -50,7 +50,7 @@ def readable(format: str, shape: tuple[int, int]) -> Any:
 def test_every_plan(format: str, shape: tuple[int, int]) -> None:
     """Several times: a race shows in one tile of thousands."""
     from atom_ops.triton_impl.quantized.known_plans import plans_of
-    from atom_ops.triton_impl.quantized.quantized_linear import multiply, takes
+    from atom_ops.triton_impl.quantized.quantized_linear import multiply
     from atom_ops.triton_impl.quantized.quantized_plans import LibraryPlan, general_plans, key_of
 
     torch.manual_seed(5)
@@ -60,7 +60,7 @@ def test_every_plan(format: str, shape: tuple[int, int]) -> None:
     for plan in dict.fromkeys([*plans_of(weight), *general_plans(key_of(weight))]):
         if isinstance(plan, LibraryPlan) and shape[0] % 16:
             continue
-        if isinstance(weight, FourBitWords) and not takes(plan, weight, bfloat16=True):
+        if isinstance(weight, FourBitWords) and not plan.takes(weight, bfloat16=True):
             continue
         tokens = min(plan.tokens, 300)
         x = torch.randn(tokens, shape[1], device=GPU, dtype=torch.bfloat16)
@@ -76,8 +76,8 @@ def test_every_plan(format: str, shape: tuple[int, int]) -> None:
 def test_stream_k_of_several_tiles(format: str, outputs: int) -> None:
     """A tile of 128 tokens, two, and tiles that end within; with a bias where the rows end within one."""
     from atom_ops.triton_impl.hardware.target import is_hopper
-    from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
     from atom_ops.triton_impl.quantized.quantized_linear import multiply
+    from atom_ops.triton_impl.quantized.quantized_plans import FP8StreamKPlan
 
     if not is_hopper(GPU):
         pytest.skip("for Hopper")
@@ -89,7 +89,7 @@ def test_stream_k_of_several_tiles(format: str, outputs: int) -> None:
         x = torch.randn(tokens, 4096, device=GPU, dtype=torch.bfloat16)
         wanted = x.float() @ exact.T + (0.0 if bias is None else bias.float())
         for programs in (96, 128):
-            plan = StreamKPlan(65, 256, 64, 128, 8, programs)
+            plan = FP8StreamKPlan(65, 256, 64, 128, 8, programs)
             first = multiply(plan, x, weight, bias, x.dtype)[0]
             assert error(first, wanted) < ROUNDED, (tokens, plan)
             for _ in range(REPEATS):

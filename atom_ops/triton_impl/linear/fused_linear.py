@@ -5,6 +5,7 @@ loaded; it rounds where the separate kernels do. Only program 0 writes the resid
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,9 @@ from atom_ops.triton_impl.linear.split_k import store_outputs
 from atom_ops.triton_impl.plans.linear_plans import FusedPlan
 from atom_ops.triton_impl.plans.shipped import shipped_on
 from atom_ops.triton_impl.quantized import quantized_linear
-from atom_ops.triton_impl.quantized.quantized_plans import Packed
+from atom_ops.triton_impl.quantized.quantized_call import Packed, QuantizedCall
+from atom_ops.triton_impl.quantized.quantized_plans import QuantizedPlan
+from atom_ops.weights import Weight
 
 _INTERPRETED = FusedPlan(rows=8, columns=64, warps=4, tiles=2)
 
@@ -72,17 +75,30 @@ def _plan(table: str, x: Tensor, weight: Tensor) -> FusedPlan | None:
     return _plans(table, weight.device).get((weight.shape[0], weight.shape[1]))
 
 
+def _plan_with_norm(
+    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, weight: Weight
+) -> FusedPlan | QuantizedPlan | None:
+    """How a norm and a linear layer run in one kernel; None: they do not."""
+    if residual_TD is not None and residual_TD.dtype != x_TD.dtype:
+        return None
+    if not isinstance(weight, Tensor):
+        return quantized_linear.plan_with_norm(x_TD, weight)
+    return _plan("norm", x_TD, weight) if x_TD.dtype == norm_weight_D.dtype else None
+
+
+def _plan_with_gate(x_T2F: Tensor, weight: Weight) -> FusedPlan | QuantizedPlan | None:
+    """How an activation and a linear layer run in one kernel; None: they do not."""
+    if not isinstance(weight, Tensor):
+        return quantized_linear.plan_with_gate(x_T2F, weight)
+    return _plan("silu", x_T2F, weight)
+
+
 @add_norm_linear.provider(
     "triton",
     needs=NEEDS,
     supported=runs_on,
-    supports=lambda x_TD, residual_TD, norm_weight_D, eps, weight, bias=None: (
-        (residual_TD is None or residual_TD.dtype == x_TD.dtype)
-        and (
-            x_TD.dtype == norm_weight_D.dtype and _plan("norm", x_TD, weight) is not None
-            if isinstance(weight, Tensor)
-            else quantized_linear.supports_norm(x_TD, weight)
-        )
+    plan=lambda x_TD, residual_TD, norm_weight_D, eps, weight, bias=None: _plan_with_norm(
+        x_TD, residual_TD, norm_weight_D, weight
     ),
     batch_invariant=False,
     quantizes_activations=True,
@@ -94,14 +110,17 @@ def _launch_norm(
     eps: float,
     weight: Tensor | Packed,
     bias: Tensor | None = None,
+    plan: Any = None,
 ) -> tuple[Tensor, Tensor]:
+    """`plan`: what `_plan_with_norm` returned."""
+    plan = plan or _plan_with_norm(x_TD, residual_TD, norm_weight_D, weight)
     if not isinstance(weight, Tensor):
-        return quantized_linear.multiply(
-            quantized_linear.plan_of(x_TD, weight, x_TD.dtype), x_TD, weight, bias, x_TD.dtype,
-            residual_TD=residual_TD, norm_weight_D=norm_weight_D, eps=eps,
+        return plan.multiply(
+            QuantizedCall(
+                x_TD, weight, bias, x_TD.dtype,
+                residual_TD=residual_TD, norm_weight_D=norm_weight_D, eps=eps,
+            )
         )  # fmt: skip
-    plan = _plan("norm", x_TD, weight)
-    assert plan is not None, "checked by `supports`"
     out_TO = x_TD.new_empty(1, len(weight))
     total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
     multiply_rows(plan, x_TD, residual_TD, norm_weight_D, weight, bias, (out_TO, total_TD), eps)
@@ -112,20 +131,20 @@ def _launch_norm(
     "triton",
     needs=NEEDS,
     supported=runs_on,
-    supports=lambda x_T2F, weight, bias=None: (
-        _plan("silu", x_T2F, weight) is not None
-        if isinstance(weight, Tensor)
-        else quantized_linear.supports_gate(x_T2F, weight)
-    ),
+    plan=lambda x_T2F, weight, bias=None: _plan_with_gate(x_T2F, weight),
     batch_invariant=False,
     quantizes_activations=True,
 )
-def _launch_silu(x_T2F: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
+def _launch_silu(
+    x_T2F: Tensor,
+    weight: Tensor | Packed,
+    bias: Tensor | None = None,
+    plan: Any = None,
+) -> Tensor:
+    """`plan`: what `_plan_with_gate` returned."""
+    plan = plan or _plan_with_gate(x_T2F, weight)
     if not isinstance(weight, Tensor):
-        plan_of = quantized_linear.plan_of(x_T2F, weight, x_T2F.dtype)
-        return quantized_linear.multiply(plan_of, x_T2F, weight, bias, x_T2F.dtype, gated=True)[0]
-    plan = _plan("silu", x_T2F, weight)
-    assert plan is not None, "checked by `supports`"
+        return plan.multiply(QuantizedCall(x_T2F, weight, bias, x_T2F.dtype, gated=True))[0]
     outputs, inputs = weight.shape
     out_TO = x_T2F.new_empty(1, outputs)
     _silu_and_mul_linear[(triton.cdiv(outputs, plan.rows),)](

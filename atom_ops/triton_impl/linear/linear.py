@@ -12,6 +12,7 @@ are measured (`plans`).
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -31,7 +32,9 @@ from atom_ops.triton_impl.linear.split_k import partials_of, reduce_partials, st
 from atom_ops.triton_impl.plans.linear_plans import FusedPlan, LinearPlan, Plan, Plans, StreamKPlan
 from atom_ops.triton_impl.plans.shipped import shipped_on
 from atom_ops.triton_impl.quantized import quantized_linear
-from atom_ops.triton_impl.quantized.quantized_plans import Packed
+from atom_ops.triton_impl.quantized.quantized_call import Packed, QuantizedCall
+from atom_ops.triton_impl.quantized.quantized_plans import QuantizedPlan
+from atom_ops.weights import Weight
 
 _INTERPRETED = (
     LinearPlan(tokens=1, vector=True, rows=8, columns=64, warps=4, stages=1),
@@ -245,15 +248,20 @@ def _plan(x_TI: Tensor, weight: Tensor) -> Plan | None:
     return next((plan for plan in plans if plan.least <= tokens <= plan.tokens), None)
 
 
+def _plan_of(x_TI: Tensor, weight: Weight, out_dtype: torch.dtype | None) -> Plan | QuantizedPlan | None:
+    """How the call runs; None: on torch."""
+    if isinstance(weight, Tensor):
+        return _plan(x_TI, weight)
+    if not quantized_linear.supports(weight, x_TI):
+        return None
+    return quantized_linear.plan_of(x_TI, weight, out_dtype or x_TI.dtype)
+
+
 @linear.provider(
     "triton",
     needs="a GPU (or TRITON_INTERPRET=1)",
     supported=lambda device: INTERPRETED or device.type == "cuda",
-    supports=lambda x_TI, weight, bias=None, out_dtype=None: (
-        _plan(x_TI, weight) is not None
-        if isinstance(weight, Tensor)
-        else quantized_linear.supports(weight, x_TI)
-    ),
+    plan=lambda x_TI, weight, bias=None, out_dtype=None: _plan_of(x_TI, weight, out_dtype),
     prepare=lambda x_TI, weight, bias=None, out_dtype=None: (
         x_TI,
         quantized_linear.packed(weight) or weight,
@@ -265,12 +273,14 @@ def _plan(x_TI: Tensor, weight: Tensor) -> Plan | None:
     quantizes_activations=True,
 )
 def _linear(
-    x_TI: Tensor, weight: Tensor | Packed, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x_TI: Tensor,
+    weight: Tensor | Packed,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    plan: Any = None,
 ) -> Tensor:
+    """`plan`: what `_plan_of` returned."""
+    plan = plan or _plan_of(x_TI, weight, out_dtype)
     if not isinstance(weight, Tensor):
-        dtype = out_dtype or x_TI.dtype
-        chosen = quantized_linear.plan_of(x_TI, weight, dtype)
-        return quantized_linear.multiply(chosen, x_TI, weight, bias, dtype)[0]
-    plan = _plan(x_TI, weight)
-    assert plan is not None, "checked by `supports`"
+        return plan.multiply(QuantizedCall(x_TI, weight, bias, out_dtype or x_TI.dtype))[0]
     return multiply(plan, x_TI, weight, bias, out_dtype)

@@ -23,7 +23,8 @@ from atom_ops.triton_impl.plans.plan_file import Key, PlanFile
 from atom_ops.triton_impl.plans.plan_format import Machine
 from atom_ops.triton_impl.plans.tuning import AnyPlan, Progress, by_shape, is_candidate, tune
 from atom_ops.triton_impl.quantized import known_plans, quantized_linear
-from atom_ops.triton_impl.quantized.quantized_plans import Packed, PersistentGemvPlan
+from atom_ops.triton_impl.quantized.quantized_call import Packed
+from atom_ops.triton_impl.quantized.quantized_plans import PersistentGemvPlan
 from atom_ops.weights import FourBitWords, Weight, tensors_of
 
 Multiply = Callable[[AnyPlan, Tensor, Tensor | Packed, Tensor | None], Tensor]
@@ -169,7 +170,7 @@ def runs(multiply: Multiply, plan: AnyPlan, weight: Tensor | Packed) -> bool:
         return False
     if isinstance(plan, PersistentGemvPlan) and not is_hopper(device):
         return False
-    if isinstance(weight, FourBitWords) and not quantized_linear.takes(plan, weight, True):  # type: ignore[arg-type]
+    if isinstance(weight, FourBitWords) and not plan.takes(weight, True):  # type: ignore[union-attr]
         return False
     try:
         with torch.cuda.device(device if device.type == "cuda" else -1):  # threads start on the first GPU

@@ -20,8 +20,9 @@ from atom_ops.triton_impl.plans.linear_plans import LinearPlan, Plan, stream_k
 from atom_ops.triton_impl.plans.plan_file import Key, PlanFile, Table
 from atom_ops.triton_impl.plans.plan_format import Shape
 from atom_ops.triton_impl.quantized import quantized_candidates
+from atom_ops.triton_impl.quantized.quantized_call import Packed
 from atom_ops.triton_impl.quantized.quantized_linear import readable
-from atom_ops.triton_impl.quantized.quantized_plans import Packed, QuantizedPlan, key_of
+from atom_ops.triton_impl.quantized.quantized_plans import QuantizedPlan, key_of
 from atom_ops.weights import Weight
 
 CLASSES = ((1, 1), (2, 16), (17, 32), (33, 64))

@@ -7,12 +7,12 @@ import torch
 
 from atom_ops.triton_impl.hardware.target import INTERPRETED
 from atom_ops.triton_impl.plans.shipped import shipped_on
+from atom_ops.triton_impl.quantized.quantized_call import Packed
 from atom_ops.triton_impl.quantized.quantized_plans import (
     MANY,
     GemmPlan,
     GemvPlan,
     Key,
-    Packed,
     QuantizedPlans,
     general_plans,
     key_of,

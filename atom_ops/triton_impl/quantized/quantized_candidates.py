@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
 from atom_ops.triton_impl.quantized.quantized_plans import (
     MANY,
+    FP8StreamKPlan,
     GemmPlan,
     GemvPlan,
     Key,
@@ -79,7 +79,7 @@ def candidates(key: Key, tokens: int) -> Iterator[QuantizedPlan]:
         if format.startswith("fp8"):
             for rows, stages, programs in _STREAM_K_MIDDLE:
                 if outputs % rows == 0:
-                    yield StreamKPlan(65, tokens, rows, 128, stages, programs)
+                    yield FP8StreamKPlan(65, tokens, rows, 128, stages, programs)
         for tile, rows, warps, stages in _MIDDLE:
             for split in _splits(outputs // rows * -(-tokens // tile), inputs):
                 yield GemmPlan(tokens, tile, rows, 128, warps, stages, split)
@@ -106,7 +106,7 @@ def _few(key: Key, tokens: int) -> Iterator[QuantizedPlan]:
     if format.startswith("fp8") and tokens > 1:
         for rows, stages, programs in _STREAM_K:
             if outputs % rows == 0:
-                yield StreamKPlan(1, tile, rows, 128, stages, programs)
+                yield FP8StreamKPlan(1, tile, rows, 128, stages, programs)
     for rows, warps, stages in _FEW if tokens > 1 else _FEW[1:3]:
         for split in _splits(outputs // rows, inputs):
             yield GemmPlan(tokens, tile, rows, 128, warps, stages, split)

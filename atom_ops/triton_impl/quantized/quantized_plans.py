@@ -1,34 +1,83 @@
 """Plans of `linear` with quantized weights: which kernel multiplies how many tokens, and its tiles.
 
-Here are their types and the rules for shapes that were not measured; `known_plans` has all of a device.
+A plan knows its kernel: which weights it takes, what it computes besides, and how it is called. Here are also
+the rules for shapes that were not measured; `known_plans` has all plans of a device.
 """
 
 import math
 from functools import cache
 
 import msgspec
+import torch
+from torch import Tensor
 
+from atom_ops.triton_impl.hardware.target import is_hopper
 from atom_ops.triton_impl.plans.linear_plans import StreamKPlan
+from atom_ops.triton_impl.quantized.quantized_call import Packed, QuantizedCall
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords
 
-Packed = BlockFP8 | ChannelFP8 | ChannelINT8 | FourBitWords
-"""The types of weight that these kernels read."""
+
+class QuantizedPlanBase(msgspec.Struct, frozen=True):
+    """What every plan answers, unless it says otherwise.
+
+    `multiply` of a plan returns (linear of x, or of its norm or gated activation; x + residual), and imports
+    its kernel when it is called, because Gluon for Hopper is not in every Triton.
+    """
+
+    def takes(self, weight: Packed, bfloat16: bool) -> bool:
+        """Whether the kernel multiplies by this weight; `bfloat16`: activations and result."""
+        return True
+
+    def fuses_norm(self, weight: Packed, tokens: int) -> bool:
+        """Whether the norm before runs in the kernel, or in the one that quantizes the activations."""
+        return not isinstance(weight, FourBitWords)
+
+    def fuses_gate(self, weight: Packed, tokens: int) -> bool:
+        """Whether the gated activation before runs in the kernel, or in the one that quantizes."""
+        return not isinstance(weight, FourBitWords)
 
 
-class GemvPlan(msgspec.Struct, frozen=True, tag="quantized-vector"):
+class GemvPlan(QuantizedPlanBase, frozen=True, tag="quantized-vector"):
     """One token, by `quantized_gemv` or `four_bit_gemv`."""
 
     rows: int
     """Weight rows of a tile."""
     columns: int
-    """Weight columns of one iteration; 0: whole rows."""
+    """Weight columns of one iteration; 0: whole rows, which include the norm before."""
     warps: int
     tiles: int = 1
     """Tiles of a program, one after another, by whole rows."""
     tokens: int = 1
 
+    def fuses_norm(self, weight: Packed, tokens: int) -> bool:
+        return self.columns == 0
 
-class PersistentGemvPlan(msgspec.Struct, frozen=True, tag="quantized-persistent-vector"):
+    def fuses_gate(self, weight: Packed, tokens: int) -> bool:
+        return False
+
+    def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
+        if self.columns != 0 or call.gated:
+            x, total = call.separate()
+            return self._launch(call, x, None, None, 0.0)[0], total
+        return self._launch(call, call.x, call.residual_TD, call.norm_weight_D, call.eps)
+
+    def _launch(
+        self, call: QuantizedCall, x_TI: Tensor, residual: Tensor | None, norm: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        from atom_ops.triton_impl.quantized import four_bit_gemv, quantized_gemv
+
+        x_TI = x_TI.contiguous()
+        out_TO = call.new_output()
+        total_TI = x_TI if residual is None else torch.empty_like(x_TI)
+        rest = call.bias, out_TO, residual, norm, eps, total_TI
+        if isinstance(call.weight, FourBitWords):
+            four_bit_gemv.multiply(self, x_TI, call.weight, *rest)
+        else:
+            quantized_gemv.multiply(self, x_TI, call.weight, *rest)
+        return out_TO, total_TI
+
+
+class PersistentGemvPlan(QuantizedPlanBase, frozen=True, tag="quantized-persistent-vector"):
     """One token and FP8 in blocks on Hopper, by `hopper_gemv`."""
 
     rows: int
@@ -39,8 +88,33 @@ class PersistentGemvPlan(msgspec.Struct, frozen=True, tag="quantized-persistent-
     programs: int
     tokens: int = 1
 
+    def fuses_norm(self, weight: Packed, tokens: int) -> bool:
+        return False
 
-class MmaPlan(msgspec.Struct, frozen=True, tag="quantized-mma"):
+    def fuses_gate(self, weight: Packed, tokens: int) -> bool:
+        return True
+
+    def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
+        from atom_ops.triton_impl.linear import hopper_gemv
+
+        assert isinstance(call.weight, BlockFP8)
+        x, total = (call.x, call.x) if call.gated else call.separate()
+        out_TO = call.new_output()
+        hopper_gemv.multiply(self, x.contiguous(), call.weight, out_TO, gated=call.gated)
+        return (out_TO if call.bias is None else out_TO + call.bias), total
+
+
+class _FourBitPlan(QuantizedPlanBase, frozen=True):
+    """Plans for 4-bit weights alone: activations are not quantized, and come from kernels of their own."""
+
+    def fuses_norm(self, weight: Packed, tokens: int) -> bool:
+        return False
+
+    def fuses_gate(self, weight: Packed, tokens: int) -> bool:
+        return False
+
+
+class MmaPlan(_FourBitPlan, frozen=True, tag="quantized-mma"):
     """Up to 8 tokens and 4-bit weights on NVIDIA GPUs, by `four_bit_mma`."""
 
     tokens: int
@@ -48,21 +122,71 @@ class MmaPlan(msgspec.Struct, frozen=True, tag="quantized-mma"):
     warps: int
     """They share the columns of a row."""
     tiles: int
-    """Of 16 rows of a program."""
+    """Tiles of 16 rows that a program multiplies."""
+
+    def takes(self, weight: Packed, bfloat16: bool) -> bool:
+        return bfloat16
+
+    def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
+        from atom_ops.triton_impl.quantized import four_bit_mma
+
+        assert isinstance(call.weight, FourBitWords)
+        x_TI, total = call.separate()
+        out_TO = torch.empty(len(x_TI), call.weight.shape[0], dtype=x_TI.dtype, device=x_TI.device)
+        four_bit_mma.multiply(self, x_TI, call.weight, call.bias, out_TO)
+        return out_TO, total
 
 
-class RingPlan(msgspec.Struct, frozen=True, tag="quantized-ring"):
-    """Up to 8 tokens and 4-bit weights without zero points on Hopper, by `four_bit_ring`."""
+class RingPlan(_FourBitPlan, frozen=True, tag="quantized-ring"):
+    """Up to 8 tokens and 4-bit weights without zero points on Hopper, by `four_bit_ring`.
+
+    One token's norm or activation is computed in the same kernel.
+    """
 
     tokens: int
     """Most tokens."""
     stages: int
-    """Of the ring: with 4 an SM holds one program of 8 warps."""
+    """Stages of the ring: with 4 an SM holds one program of 8 warps."""
     warps: int = 8
-    """Of one token, 8 or 16 of them multiply."""
+    """Warps that multiply, for one token: 8 or 16."""
+
+    def takes(self, weight: Packed, bfloat16: bool) -> bool:
+        if not bfloat16 or not isinstance(weight, FourBitWords) or not is_hopper(weight.words.device):
+            return False
+        from atom_ops.triton_impl.quantized import four_bit_ring
+
+        return four_bit_ring.reads(weight)
+
+    def fuses_norm(self, weight: Packed, tokens: int) -> bool:
+        return tokens == 1
+
+    def fuses_gate(self, weight: Packed, tokens: int) -> bool:
+        return tokens == 1
+
+    def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
+        norm = call.norm_weight_D
+        if len(call.x) == 1 and (norm is None or norm.dtype == torch.bfloat16):
+            return self._launch(call, call.x, call.gated, call.residual_TD, norm)
+        x, total = call.separate()
+        return self._launch(call, x, False, None, None)[0], total
+
+    def _launch(
+        self, call: QuantizedCall, x: Tensor, gated: bool, residual: Tensor | None, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        from atom_ops.triton_impl.quantized import four_bit_ring
+
+        assert isinstance(call.weight, FourBitWords)
+        x = x.contiguous()
+        out_TO = torch.empty(len(x), call.weight.shape[0], dtype=x.dtype, device=x.device)
+        total = x if residual is None else torch.empty_like(x)
+        four_bit_ring.multiply(
+            self, x, call.weight, call.bias, out_TO, gated=gated, residual_TI=residual,
+            norm_weight_I=norm, eps=0.0 if norm is None else call.eps, total_TI=total,
+        )  # fmt: skip
+        return out_TO, total
 
 
-class GemmPlan(msgspec.Struct, frozen=True, tag="quantized-tiles"):
+class GemmPlan(QuantizedPlanBase, frozen=True, tag="quantized-tiles"):
     """By `eight_bit_linear` or `four_bit_linear`."""
 
     tokens: int
@@ -77,8 +201,18 @@ class GemmPlan(msgspec.Struct, frozen=True, tag="quantized-tiles"):
     stages: int
     split_k: int = 1
 
+    def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
+        from atom_ops.triton_impl.quantized import eight_bit_linear, four_bit_linear
 
-class WgmmaPlan(msgspec.Struct, frozen=True, tag="quantized-wgmma"):
+        if isinstance(call.weight, FourBitWords):
+            x, total = call.separate()
+            return four_bit_linear.multiply(self, x, call.weight, call.bias, call.dtype), total
+        rows, total = call.quantized(self.tile)
+        out_TO = eight_bit_linear.multiply(self, rows, len(call.x), call.weight, call.bias, call.dtype)
+        return out_TO, total
+
+
+class WgmmaPlan(_FourBitPlan, frozen=True, tag="quantized-wgmma"):
     """4-bit weights without zero points on Hopper, by `four_bit_split_k`."""
 
     tokens: int
@@ -86,26 +220,79 @@ class WgmmaPlan(msgspec.Struct, frozen=True, tag="quantized-wgmma"):
     tile: int
     """Tokens of a tile: a power of two from 8 to 128."""
     blocks: int
-    """Of 64 weight rows, of a tile: 2 or 3."""
+    """Blocks of 64 weight rows in a tile: 2 or 3."""
     split_k: int = 1
     phases: int = 1
     """Groups of warps that take turns at a block's steps: 1, or 2 for 2 blocks and up to 64 tokens."""
     chunks: int = 1
-    """Of 128 weight columns: of a step, 1 or 2."""
+    """Chunks of 128 weight columns in a step: 1 or 2."""
+
+    def takes(self, weight: Packed, bfloat16: bool) -> bool:
+        if not bfloat16 or not isinstance(weight, FourBitWords) or not is_hopper(weight.words.device):
+            return False
+        from atom_ops.triton_impl.quantized import four_bit_wgmma
+
+        return four_bit_wgmma.reads(weight)
+
+    def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
+        from atom_ops.triton_impl.quantized import four_bit_split_k
+
+        assert isinstance(call.weight, FourBitWords)
+        x, total = call.separate()
+        return four_bit_split_k.multiply(self, x, call.weight, call.bias), total
 
 
-class LibraryPlan(msgspec.Struct, frozen=True, tag="quantized-library"):
-    """The vendor's GEMM: of 8-bit floats with 8-bit activations, of other weights after decoding them."""
+class FP8StreamKPlan(StreamKPlan, frozen=True, tag="stream-k"):
+    """8-bit floats by the stream-K GEMM of `hopper_linear`, which also multiplies 16-bit weights."""
+
+    def takes(self, weight: Packed, bfloat16: bool) -> bool:
+        return isinstance(weight, BlockFP8 | ChannelFP8)
+
+    def fuses_norm(self, weight: Packed, tokens: int) -> bool:
+        return True
+
+    def fuses_gate(self, weight: Packed, tokens: int) -> bool:
+        return True
+
+    def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
+        from atom_ops.triton_impl.linear import hopper_linear
+
+        weight = call.weight
+        assert isinstance(weight, BlockFP8 | ChannelFP8)
+        rows, total = call.quantized(self.tile)
+        return hopper_linear.multiply_e4m3(self, rows, len(call.x), weight, call.bias, call.dtype), total
+
+
+class LibraryPlan(QuantizedPlanBase, frozen=True, tag="quantized-library"):
+    """The vendor's GEMM: of 8-bit floats with 8-bit activations, of 4-bit weights after decoding them."""
 
     tokens: int
     """Most tokens."""
 
+    def takes(self, weight: Packed, bfloat16: bool) -> bool:
+        from atom_ops.triton_impl.quantized import library
+
+        if isinstance(weight, BlockFP8 | ChannelFP8):
+            return bfloat16 and library.multiplies(weight)
+        return isinstance(weight, FourBitWords)
+
+    def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
+        from atom_ops.triton_impl.quantized import library
+
+        if isinstance(call.weight, FourBitWords):
+            x, total = call.separate()
+            return library.decoded(x, call.weight, call.bias, call.dtype), total
+        assert isinstance(call.weight, BlockFP8 | ChannelFP8)
+        group = call.weight.block[1] if isinstance(call.weight, BlockFP8) else 0
+        rows, total = call.quantized(library.TILE, group)
+        return library.scaled_mm(rows, len(call.x), call.weight, call.bias), total
+
 
 QuantizedPlan = (
-    GemvPlan | PersistentGemvPlan | MmaPlan | RingPlan | WgmmaPlan | GemmPlan | StreamKPlan | LibraryPlan
+    GemvPlan | PersistentGemvPlan | MmaPlan | RingPlan | WgmmaPlan | GemmPlan | FP8StreamKPlan | LibraryPlan
 )
 QuantizedPlans = tuple[QuantizedPlan, ...]
-"""Of one format and weight shape, by rising tokens."""
+"""Plans of one format and weight shape, by rising tokens."""
 
 MANY = 1 << 30
 """Tokens of a plan without a limit."""
