@@ -32,7 +32,9 @@ class RMSNorm(WeightedLayer):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return rms_norm(x_TD, self.weight, self.eps)
 
-    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual).
 
         `x_TD` is the output of a block: a partial sum, which is summed over the tensor-parallel ranks,
@@ -42,10 +44,10 @@ class RMSNorm(WeightedLayer):
             return self(x_TD), x_TD
         return self.tp.all_reduce_add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
-    def begin_add(
+    def begin_add_norm(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Begin `add` of a part of the tokens: see `Communicator.begin_all_reduce_add_rms_norm`."""
+        """Begin `add_norm` of a part of the tokens: see `Communicator.begin_all_reduce_add_rms_norm`."""
         return self.tp.begin_all_reduce_add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
 

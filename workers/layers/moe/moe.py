@@ -78,7 +78,7 @@ class MoE(nn.Module):
         self.slots = None if build.redundant_experts is None else SlotMap(args.num_experts, build)
         self._num_slots = args.num_experts + (build.redundant_experts or 0)
         self._dispatch.reserve(args.hidden_size, build.dtype, args.rule.top_k, self._num_slots)
-        self.gate = Router(args, build)
+        self.gate = ExpertRouter(args, build)
         self.experts = Experts(args, build.at("experts"))
         self.shared_experts = (
             SharedExperts(args, build.at("shared_experts")) if args.shared_features else None
@@ -88,7 +88,7 @@ class MoE(nn.Module):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed_TD, residual_TD = norm.add(x_TD, residual_TD)
+        normed_TD, residual_TD = norm.add_norm(x_TD, residual_TD)
         return self(normed_TD), residual_TD
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ class MoE(nn.Module):
         return sigmoid_and_mul(shared(x_TD), self.shared_expert_gate(x_TD))
 
 
-class Router(Linear):
+class ExpertRouter(Linear):
     """Selects each token's experts; replicated, so that every rank selects the same."""
 
     e_score_correction_bias: torch.Tensor | None
