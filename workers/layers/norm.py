@@ -6,7 +6,7 @@ import torch
 
 from atom_ops import rms_norm
 from workers.layers.context import BuildContext
-from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer
+from workers.layers.weighted import CheckpointTensor, ReadDecoded, ShardRange, ShardSpec, WeightedLayer
 
 
 class RMSNorm(WeightedLayer):
@@ -24,7 +24,9 @@ class RMSNorm(WeightedLayer):
         self.tp = build.tp
         whole = ShardRange.whole(size)
         if zero_centred:
-            shard = ShardSpec((size,), 0, whole, CheckpointTensor("weight", ((size,),)), _add_one)
+            shard = ShardSpec(
+                (size,), 0, whole, CheckpointTensor("weight", ((size,),)), ReadDecoded(_add_one)
+            )
             self.add_weight("weight", [shard], build, torch.float32)
         else:
             self.add_weight("weight", [ShardSpec((size,), 0, whole)], build)

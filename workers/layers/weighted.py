@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from atom_ops import Packed, Quantized, Weight, tensors_of
 from workers.layers.context import BuildContext
-from workers.layers.quantization.scheme import FLOATS, PLAIN, WHOLE, Fill, Packing, Scheme, StoredTensor
+from workers.layers.quantization.scheme import PLAIN, WHOLE, Packing, Scheme, StoredTensor
 
 _ROUNDED_AT_ONCE = 1 << 20
 """Numbers of a plain matrix that are quantized at once."""
@@ -78,13 +78,29 @@ class CheckpointTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedShard:
-    """Where the checkpoint has a shard that it packs in another way than memory."""
+class ReadRange:
+    """Read the kept range: the checkpoint has the layout of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPacked:
+    """Read a part of a tensor that the checkpoint packs in another way than memory."""
 
     index: tuple[slice, ...]
     """The part to read."""
     unpack: Callable[[Tensor], Tensor]
     """Maps that part to the shard in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDecoded:
+    """Read the whole tensor, decode it, and keep the range of the result."""
+
+    decode: Callable[[Tensor], Tensor]
+    """Maps the tensor to one of the shard's `shape`."""
+
+
+Reading = ReadRange | ReadPacked | ReadDecoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +111,15 @@ class ShardSpec:
     dim: int
     kept: ShardRange
     tensor: CheckpointTensor | None = None
-    """The tensor it is decoded from; None: one of this shape, named as the layer's weight."""
-    decode: Callable[[Tensor], Tensor] | None = None
-    """Maps `tensor` to one of `shape`; None: it has that shape already."""
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-    """What the checkpoint may hold."""
+    """The tensor that holds it; None: that of its module, named as `stored` says or as the layer's weight."""
+    reading: Reading = ReadRange()
+    """How it is read from that tensor."""
+    stored: StoredTensor = PLAIN.tensors[0]
+    """Its dtypes and random numbers; if it has a `matrix`, which of the tensors that store it."""
     matrix: tuple[int, int] | None = None
-    """Shape of the matrix that this is a part of; None: its own."""
-    fill: Fill = PLAIN.tensors[0].fill
-    packed: PackedShard | None = None
-    """How the checkpoint has it; None: in the layout of memory, or as `decode` tells."""
+    """Shape of the whole matrix; None: a vector, or a matrix that no scheme stores."""
     module: int | None = None
     """Number of its module among those that are fused; None: in their order, as the shards."""
-    stored: StoredTensor | None = None
-    """Which of the tensors that store `matrix` it is; None: it is no matrix."""
 
     @property
     def elsewhere(self) -> bool:
@@ -119,7 +130,6 @@ class ShardSpec:
         """The same shard of one of the tensors that store this matrix."""
         outputs, inputs = self.shape
         shape = stored.shape((outputs, inputs))
-        decode = stored.decode
         kept = self.kept.in_units(stored.unit[self.dim])
         if self.dim == 1 and stored.all_inputs:
             kept = ShardRange.whole(shape[1])
@@ -127,25 +137,31 @@ class ShardSpec:
             self,
             shape=shape,
             kept=kept,
-            decode=None if decode is None else lambda tensor: decode(tensor, (outputs, inputs)),
-            dtypes=stored.dtypes,
-            matrix=(outputs, inputs),
-            fill=stored.fill,
-            packed=None if stored.packing is None else self._packed(stored, stored.packing),
+            reading=self._reading(stored),
             stored=stored,
+            matrix=(outputs, inputs),
         )
 
-    def _packed(self, stored: StoredTensor, packing: Packing) -> PackedShard:
-        """The part of the tensor that stores this shard."""
+    def _reading(self, stored: StoredTensor) -> Reading:
+        """How the range of this matrix is read from one of the tensors that store it."""
+        if stored.packing is not None:
+            return self._packed(stored, stored.packing)
+        decode = stored.decode
+        if decode is None:
+            return ReadRange()
+        outputs, inputs = self.shape
+        return ReadDecoded(lambda tensor: decode(tensor, (outputs, inputs)))
+
+    def _packed(self, stored: StoredTensor, packing: Packing) -> ReadPacked:
         parts = [slice(None), slice(None)]
         if self.dim == 0 or not stored.all_inputs:
             kept = self.kept.in_units(packing.unit[self.dim])
             parts[self.dim] = slice(kept.start, kept.start + kept.size)
         if packing.vector:
-            return PackedShard((parts[1],), lambda part: packing.unpack(part[None]))
+            return ReadPacked((parts[1],), lambda part: packing.unpack(part[None]))
         if packing.transposed:
-            return PackedShard((parts[1], parts[0]), lambda part: packing.unpack(part.t()))
-        return PackedShard((parts[0], parts[1]), packing.unpack)
+            return ReadPacked((parts[1], parts[0]), lambda part: packing.unpack(part.t()))
+        return ReadPacked((parts[0], parts[1]), packing.unpack)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:

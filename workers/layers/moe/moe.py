@@ -254,14 +254,13 @@ class _ExpertShards:
         return ShardSpec(self._sizes.matrix(part), 1 if part == "down" else 0, self._features)
 
     def _stored(self, part: Part, slot: int, stored: StoredTensor) -> ShardSpec:
-        tensor, decode = self._layout.matrix(part, self._placement[slot], self._sizes, stored)
-        shard = replace(self._matrix(part).of(stored), tensor=tensor, decode=decode)
-        return self._placed(slot, shard)
+        shard = self._matrix(part).of(stored)
+        return self._placed(slot, self._layout.matrix(shard, part, self._placement[slot], self._sizes))
 
     def _bias(self, part: Part, slot: int) -> ShardSpec:
-        tensor, decode = self._layout.bias(part, self._placement[slot], self._sizes)
         kept = ShardRange.whole(self._sizes.hidden) if part == "down" else self._features
-        return self._placed(slot, ShardSpec(self._sizes.matrix(part)[:1], 0, kept, tensor, decode))
+        shard = ShardSpec(self._sizes.matrix(part)[:1], 0, kept)
+        return self._placed(slot, self._layout.bias(shard, part, self._placement[slot], self._sizes))
 
     def _placed(self, slot: int, shard: ShardSpec) -> ShardSpec:
         """The shard, which is elsewhere for a slot of another rank."""
