@@ -208,7 +208,7 @@ class FeedForward(Protocol):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output for norm(x + residual), x + residual), as of a `TokenMixer`."""
+        """(output for norm(x + residual), x + residual), as `TokenMixer.after_norm` returns it."""
 
 
 class GatedMLP(nn.Module):
@@ -313,7 +313,7 @@ class DecoderModel(nn.Module):
         self._tp = build.tp
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """[T, D]."""
+        """Normalised hidden states [T, D]."""
         rotation = self.rotary(positions_T)
         x_TD = self.embed_tokens(ids_T)
         residual_TD = None

@@ -25,7 +25,7 @@ from atom_ops import Packed, Quantized, Weight, tensors_of
 from workers.layers.context import BuildContext
 from workers.layers.quantization.scheme import PLAIN, WHOLE, Packing, Scheme, StoredTensor
 
-_ROUNDED_AT_ONCE = 1 << 20
+_QUANTIZED_AT_ONCE = 1 << 20
 """Numbers of a plain matrix that are quantized at once."""
 
 
@@ -64,7 +64,7 @@ class CheckpointTensor:
     """A tensor of the checkpoint, or one entry of its first dimension."""
 
     name: str
-    """Relative to the layer's name."""
+    """Name, relative to that of the layer."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes that the whole tensor may have."""
     entry: int | None = None
@@ -173,7 +173,7 @@ class ShardSpec:
         return (*[slice(None)] * self.dim, slice(self.kept.start, self.kept.start + self.kept.size))
 
 
-class RoundedMatrix:
+class OnlineQuantizedMatrix:
     """A plain matrix of the checkpoint that is quantized while it is loaded, a few rows at a time."""
 
     def __init__(
@@ -215,7 +215,7 @@ class RoundedMatrix:
     def store(self, part: Tensor, buffers: Sequence[Tensor], first_row: int) -> None:
         """Quantize a part of the matrix, from `first_row` on, into the buffers of the scheme's tensors."""
         unit = self.scheme.unit[0]
-        each = max(_ROUNDED_AT_ONCE // max(part.shape[1], 1) // unit, 1) * unit
+        each = max(_QUANTIZED_AT_ONCE // max(part.shape[1], 1) // unit, 1) * unit
         starts = self._starts[first_row]
         for start in range(0, part.shape[0], each):
             tensors = self._quantize(part[start : start + each].to(buffers[0].device, self.dtype))
@@ -247,7 +247,7 @@ class WeightedLayer(nn.Module):
         self.prefix = None
         self._dtype = torch.float32
         self._schemes: dict[str, Scheme] = {}
-        self._rounded: dict[str, RoundedMatrix] = {}
+        self._online: dict[str, OnlineQuantizedMatrix] = {}
 
     def add_weight(
         self, name: str, shards: Sequence[ShardSpec], build: BuildContext, dtype: torch.dtype | None = None
@@ -285,8 +285,8 @@ class WeightedLayer(nn.Module):
         self._schemes[name] = scheme
         if scheme.quantize is not None:
             (parts,) = shards.values()
-            self._rounded[name] = RoundedMatrix(scheme, scheme.quantize, parts, build.dtype)
-            self.shards[name] = self._rounded[name].to_read
+            self._online[name] = OnlineQuantizedMatrix(scheme, scheme.quantize, parts, build.dtype)
+            self.shards[name] = self._online[name].to_read
             for stored in scheme.tensors:
                 self._add_buffer(name + stored.suffix, [p.of(stored) for p in parts], build, stored.dtype)
             return
@@ -295,28 +295,28 @@ class WeightedLayer(nn.Module):
 
     def device_of(self, name: str) -> torch.device:
         """Where the weight `name` of `shards` is."""
-        rounded = self._rounded.get(name)
-        return self.get_buffer(name if rounded is None else name + rounded.scheme.tensors[0].suffix).device
+        online = self._online.get(name)
+        return self.get_buffer(name if online is None else name + online.scheme.tensors[0].suffix).device
 
     def rows_to_fill(self, name: str, first_row: int, shape: tuple[int, ...]) -> Tensor:
         """Rows of the weight `name` of `shards`, as a view; new ones where they are quantized."""
-        rounded = self._rounded.get(name)
-        if rounded is None:
+        online = self._online.get(name)
+        if online is None:
             return self.get_buffer(name).narrow(0, first_row, shape[0])
-        return torch.empty(shape, dtype=rounded.dtype, device=self.device_of(name))
+        return torch.empty(shape, dtype=online.dtype, device=self.device_of(name))
 
     def quantizes(self, name: str) -> bool:
         """Whether the weight `name` of `shards` is quantized while it is loaded."""
-        return name in self._rounded
+        return name in self._online
 
     def store(self, name: str, first_row: int, part: Tensor) -> None:
         """Copy a loaded shard of the weight `name` of `shards` to its rows, or quantize it to them."""
-        rounded = self._rounded.get(name)
-        if rounded is None:
+        online = self._online.get(name)
+        if online is None:
             self.get_buffer(name).narrow(0, first_row, part.shape[0]).copy_(part)
             return
-        buffers = [self.get_buffer(name + stored.suffix) for stored in rounded.scheme.tensors]
-        rounded.store(part, buffers, first_row)
+        buffers = [self.get_buffer(name + stored.suffix) for stored in online.scheme.tensors]
+        online.store(part, buffers, first_row)
 
     def loaded(self, name: str, experts: int | None = None) -> Weight:
         """The weight [O, I] of the matrix `name` from its loaded buffers, or [X, O, I] of X `experts`."""

@@ -278,7 +278,7 @@ class _Loading:
         self._untrimmed_bytes = 0
 
     def loaded(self, target: LoadTarget) -> None:
-        """Called after each target."""
+        """Count a target, and process its layer if it was the last; called after each target."""
         if target.shard.elsewhere:
             return
         self._remaining[target.layer] -= 1

@@ -40,9 +40,9 @@ class IndexerArgs:
     """The parameters of the indexer."""
 
     heads: int
-    """G."""
+    """Number of heads, G."""
     width: int
-    """I."""
+    """Features I of an index key."""
     topk: int
     """Number of tokens that a token attends to."""
     interleaved: bool
