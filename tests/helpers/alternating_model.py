@@ -82,7 +82,7 @@ class AlternatingLM(CausalLM):
         x_TD, residual_TD = self.embed(ids_T), None
         for layer in self.layers:
             x_TD, residual_TD = layer(x_TD, residual_TD, layer.rotary(positions_T), ctx)
-        return self.norm.add(x_TD, residual_TD)[0]
+        return self.norm.add_norm(x_TD, residual_TD)[0]
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         return self.head(hidden_RD)

@@ -68,7 +68,7 @@ class GrammarLibrary:
         return xgrammar.GrammarMatcher(self._grammars[key], override_stop_tokens=stop_ids)
 
     def _load_all(self) -> None:
-        """Runs in a thread."""
+        """Load the waiting grammars, one after another; runs in a thread."""
         while True:
             message = self._waiting.get()
             try:

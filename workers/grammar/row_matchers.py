@@ -81,7 +81,7 @@ class _Sampled:
     matchers: list[RowMatcher]
     ids_G: torch.Tensor
     copied: "torch.cuda.Event | None"
-    """None: they are there."""
+    """Event after the copy; None: the ids are on the host."""
 
 
 class RowMatchers:

@@ -90,7 +90,7 @@ class ForwardContext:
     """KV caches and attention metadata of one step."""
 
     kv_layers: Sequence[CacheLayer]
-    """By layer index."""
+    """Caches by layer index."""
     groups: Sequence[GroupContext | StatePlan]
     """By KV group; a `StatePlan` for groups of recurrent layers."""
     topk_indices: SharedTopK = field(default_factory=SharedTopK)

@@ -15,7 +15,7 @@ docs/develop/qwen3_in_plain_torch.py is the same model in 60 lines. Its lines ar
     o_proj                                      `RowParallelLinear`
     x + self_attention, norm, gate and up       `GatedMLP.after_norm`, `gate_up_proj.after_norm`
     silu(gate) * up, down_proj                  `RowParallelLinear.after_gate`
-    last x + mlp, model.norm                    `RMSNorm.add` in `Decoder.forward`
+    last x + mlp, model.norm                    `RMSNorm.add_norm` in `DecoderModel.forward`
     lm_head                                     `LMHead`, for the sampling rows only
 
 Each block receives the norm before it (`after_norm`), because most fuse the sum, the norm and their first
@@ -186,7 +186,7 @@ class TokenMixer(Protocol):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output for norm(x + residual), x + residual); see `RMSNorm.add` for `x_TD`.
+        """(output for norm(x + residual), x + residual); see `RMSNorm.add_norm` for `x_TD`.
 
         The output is a partial sum over the tensor-parallel ranks.
         """
@@ -208,7 +208,7 @@ class FeedForward(Protocol):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output for norm(x + residual), x + residual), as of a `TokenMixer`."""
+        """(output for norm(x + residual), x + residual), as `TokenMixer.after_norm` returns it."""
 
 
 class GatedMLP(nn.Module):
@@ -286,13 +286,13 @@ class DecoderLayer(nn.Module):
             residuals.append(residual_TD)
         outs = attention.attend(torch.cat(qkv), rotation, ctx).split([len(part) for part in qkv])
         parts = [
-            self.post_attention_layernorm.begin_add(attention.o_proj(out_TO), residual_TD)
+            self.post_attention_layernorm.begin_add_norm(attention.o_proj(out_TO), residual_TD)
             for out_TO, residual_TD in zip(outs, residuals, strict=True)
         ]
         done = []
         for end in parts:
             normed_TD, residual_TD = end()
-            done.append(next_norm.begin_add(mlp(normed_TD), residual_TD))
+            done.append(next_norm.begin_add_norm(mlp(normed_TD), residual_TD))
         return done
 
 
@@ -300,7 +300,7 @@ def _norm(args: DecoderArgs, build: BuildContext) -> RMSNorm:
     return RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms)
 
 
-class Decoder(nn.Module):
+class DecoderModel(nn.Module):
     """Maps token ids to normalised hidden states."""
 
     def __init__(self, args: DecoderArgs, layers: Sequence[DecoderLayer], build: BuildContext):
@@ -313,7 +313,7 @@ class Decoder(nn.Module):
         self._tp = build.tp
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """[T, D]."""
+        """Normalised hidden states [T, D]."""
         rotation = self.rotary(positions_T)
         x_TD = self.embed_tokens(ids_T)
         residual_TD = None
@@ -321,7 +321,7 @@ class Decoder(nn.Module):
             return self._in_parts(x_TD.tensor_split(parts), rotation, ctx)
         for layer in self.layers:
             x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx)
-        normed_TD, _ = self.norm.add(x_TD, residual_TD)
+        normed_TD, _ = self.norm.add_norm(x_TD, residual_TD)
         return normed_TD
 
     def _in_parts(
@@ -329,7 +329,7 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         layers = cast(list[DecoderLayer], list(self.layers))
         first, *others = [*(layer.input_layernorm for layer in layers), self.norm]
-        parts: list[Part] = [partial(first.add, part_TD, None) for part_TD in embedded]
+        parts: list[Part] = [partial(first.add_norm, part_TD, None) for part_TD in embedded]
         for layer, next_norm in zip(layers, others, strict=True):
             parts = layer.in_parts(parts, next_norm, rotation, ctx)
         return torch.cat([end()[0] for end in parts])
@@ -367,7 +367,7 @@ class DecoderLM(CausalLM):
         for layer in range(args.num_hidden_layers):
             at = build.at(f"model.layers.{layer}")
             layers.append(DecoderLayer(args, token_mixers.make(layer, at), mlp(layer, at.at("mlp")), build))
-        self.model = Decoder(args, layers, build)
+        self.model = DecoderModel(args, layers, build)
         tied = args.tie_word_embeddings
         self.overlap_tokens = self.model.overlap_tokens
         self.lm_head = LMHead(

@@ -32,7 +32,7 @@ from workers.layers.norm import RMSNorm
 from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer
 
 DELTA_MODULES = {"in_proj": ("in_proj_qkvz", "in_proj_ba")}
-"""For `packed_modules_mapping`."""
+"""Fused modules of `GatedDeltaNet`, for `packed_modules_mapping`."""
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,9 @@ class ColumnParallelLinear(Linear):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(linear(norm(x + residual)), x + residual); see `RMSNorm.add` for `x_TD`."""
+        """(linear(norm(x + residual)), x + residual); see `RMSNorm.add_norm` for `x_TD`."""
         if norm.tp.size > 1 and residual_TD is not None:
-            normed_TD, total_TD = norm.add(x_TD, residual_TD)
+            normed_TD, total_TD = norm.add_norm(x_TD, residual_TD)
             return self(normed_TD), total_TD
         return add_norm_linear(x_TD, residual_TD, norm.weight, norm.eps, self.weight, self.bias)
 
@@ -139,7 +139,7 @@ class ReorderedLinear(ColumnParallelLinear):
 class RowParallelLinear(Linear):
     """Each rank multiplies a part of the input features; the output is its partial sum.
 
-    The norm that reads it sums over the ranks: `RMSNorm.add`.
+    The norm that reads it sums over the ranks: `RMSNorm.add_norm`.
     """
 
     def __init__(self, inputs: ShardRange, out_features: int, bias: bool, build: BuildContext):

@@ -6,7 +6,7 @@ import torch
 
 from atom_ops import rms_norm
 from workers.layers.context import BuildContext
-from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer
+from workers.layers.weighted import CheckpointTensor, ReadDecoded, ShardRange, ShardSpec, WeightedLayer
 
 
 class RMSNorm(WeightedLayer):
@@ -24,7 +24,9 @@ class RMSNorm(WeightedLayer):
         self.tp = build.tp
         whole = ShardRange.whole(size)
         if zero_centred:
-            shard = ShardSpec((size,), 0, whole, CheckpointTensor("weight", ((size,),)), _add_one)
+            shard = ShardSpec(
+                (size,), 0, whole, CheckpointTensor("weight", ((size,),)), ReadDecoded(_add_one)
+            )
             self.add_weight("weight", [shard], build, torch.float32)
         else:
             self.add_weight("weight", [ShardSpec((size,), 0, whole)], build)
@@ -32,7 +34,9 @@ class RMSNorm(WeightedLayer):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return rms_norm(x_TD, self.weight, self.eps)
 
-    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual).
 
         `x_TD` is the output of a block: a partial sum, which is summed over the tensor-parallel ranks,
@@ -42,10 +46,10 @@ class RMSNorm(WeightedLayer):
             return self(x_TD), x_TD
         return self.tp.all_reduce_add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
-    def begin_add(
+    def begin_add_norm(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Begin `add` of a part of the tokens: see `Communicator.begin_all_reduce_add_rms_norm`."""
+        """Begin `add_norm` of a part of the tokens: see `Communicator.begin_all_reduce_add_rms_norm`."""
         return self.tp.begin_all_reduce_add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
 

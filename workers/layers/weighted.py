@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from atom_ops import Packed, Quantized, Weight, tensors_of
 from workers.layers.context import BuildContext
-from workers.layers.quantization.scheme import FLOATS, PLAIN, WHOLE, Fill, Packing, Scheme, StoredTensor
+from workers.layers.quantization.scheme import PLAIN, WHOLE, Packing, Scheme, StoredTensor
 
-_ROUNDED_AT_ONCE = 1 << 20
+_QUANTIZED_AT_ONCE = 1 << 20
 """Numbers of a plain matrix that are quantized at once."""
 
 
@@ -64,7 +64,7 @@ class CheckpointTensor:
     """A tensor of the checkpoint, or one entry of its first dimension."""
 
     name: str
-    """Relative to the layer's name."""
+    """Name, relative to that of the layer."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes that the whole tensor may have."""
     entry: int | None = None
@@ -78,13 +78,29 @@ class CheckpointTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedShard:
-    """Where the checkpoint has a shard that it packs in another way than memory."""
+class ReadRange:
+    """Read the kept range: the checkpoint has the layout of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPacked:
+    """Read a part of a tensor that the checkpoint packs in another way than memory."""
 
     index: tuple[slice, ...]
     """The part to read."""
     unpack: Callable[[Tensor], Tensor]
     """Maps that part to the shard in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDecoded:
+    """Read the whole tensor, decode it, and keep the range of the result."""
+
+    decode: Callable[[Tensor], Tensor]
+    """Maps the tensor to one of the shard's `shape`."""
+
+
+Reading = ReadRange | ReadPacked | ReadDecoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +111,15 @@ class ShardSpec:
     dim: int
     kept: ShardRange
     tensor: CheckpointTensor | None = None
-    """The tensor it is decoded from; None: one of this shape, named as the layer's weight."""
-    decode: Callable[[Tensor], Tensor] | None = None
-    """Maps `tensor` to one of `shape`; None: it has that shape already."""
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-    """What the checkpoint may hold."""
+    """The tensor that holds it; None: that of its module, named as `stored` says or as the layer's weight."""
+    reading: Reading = ReadRange()
+    """How it is read from that tensor."""
+    stored: StoredTensor = PLAIN.tensors[0]
+    """Its dtypes and random numbers; if it has a `matrix`, which of the tensors that store it."""
     matrix: tuple[int, int] | None = None
-    """Shape of the matrix that this is a part of; None: its own."""
-    fill: Fill = PLAIN.tensors[0].fill
-    packed: PackedShard | None = None
-    """How the checkpoint has it; None: in the layout of memory, or as `decode` tells."""
+    """Shape of the whole matrix; None: a vector, or a matrix that no scheme stores."""
     module: int | None = None
     """Number of its module among those that are fused; None: in their order, as the shards."""
-    stored: StoredTensor | None = None
-    """Which of the tensors that store `matrix` it is; None: it is no matrix."""
 
     @property
     def elsewhere(self) -> bool:
@@ -119,7 +130,6 @@ class ShardSpec:
         """The same shard of one of the tensors that store this matrix."""
         outputs, inputs = self.shape
         shape = stored.shape((outputs, inputs))
-        decode = stored.decode
         kept = self.kept.in_units(stored.unit[self.dim])
         if self.dim == 1 and stored.all_inputs:
             kept = ShardRange.whole(shape[1])
@@ -127,25 +137,31 @@ class ShardSpec:
             self,
             shape=shape,
             kept=kept,
-            decode=None if decode is None else lambda tensor: decode(tensor, (outputs, inputs)),
-            dtypes=stored.dtypes,
-            matrix=(outputs, inputs),
-            fill=stored.fill,
-            packed=None if stored.packing is None else self._packed(stored, stored.packing),
+            reading=self._reading(stored),
             stored=stored,
+            matrix=(outputs, inputs),
         )
 
-    def _packed(self, stored: StoredTensor, packing: Packing) -> PackedShard:
-        """The part of the tensor that stores this shard."""
+    def _reading(self, stored: StoredTensor) -> Reading:
+        """How the range of this matrix is read from one of the tensors that store it."""
+        if stored.packing is not None:
+            return self._packed(stored, stored.packing)
+        decode = stored.decode
+        if decode is None:
+            return ReadRange()
+        outputs, inputs = self.shape
+        return ReadDecoded(lambda tensor: decode(tensor, (outputs, inputs)))
+
+    def _packed(self, stored: StoredTensor, packing: Packing) -> ReadPacked:
         parts = [slice(None), slice(None)]
         if self.dim == 0 or not stored.all_inputs:
             kept = self.kept.in_units(packing.unit[self.dim])
             parts[self.dim] = slice(kept.start, kept.start + kept.size)
         if packing.vector:
-            return PackedShard((parts[1],), lambda part: packing.unpack(part[None]))
+            return ReadPacked((parts[1],), lambda part: packing.unpack(part[None]))
         if packing.transposed:
-            return PackedShard((parts[1], parts[0]), lambda part: packing.unpack(part.t()))
-        return PackedShard((parts[0], parts[1]), packing.unpack)
+            return ReadPacked((parts[1], parts[0]), lambda part: packing.unpack(part.t()))
+        return ReadPacked((parts[0], parts[1]), packing.unpack)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
@@ -157,7 +173,7 @@ class ShardSpec:
         return (*[slice(None)] * self.dim, slice(self.kept.start, self.kept.start + self.kept.size))
 
 
-class RoundedMatrix:
+class OnlineQuantizedMatrix:
     """A plain matrix of the checkpoint that is quantized while it is loaded, a few rows at a time."""
 
     def __init__(
@@ -199,7 +215,7 @@ class RoundedMatrix:
     def store(self, part: Tensor, buffers: Sequence[Tensor], first_row: int) -> None:
         """Quantize a part of the matrix, from `first_row` on, into the buffers of the scheme's tensors."""
         unit = self.scheme.unit[0]
-        each = max(_ROUNDED_AT_ONCE // max(part.shape[1], 1) // unit, 1) * unit
+        each = max(_QUANTIZED_AT_ONCE // max(part.shape[1], 1) // unit, 1) * unit
         starts = self._starts[first_row]
         for start in range(0, part.shape[0], each):
             tensors = self._quantize(part[start : start + each].to(buffers[0].device, self.dtype))
@@ -231,7 +247,7 @@ class WeightedLayer(nn.Module):
         self.prefix = None
         self._dtype = torch.float32
         self._schemes: dict[str, Scheme] = {}
-        self._rounded: dict[str, RoundedMatrix] = {}
+        self._online: dict[str, OnlineQuantizedMatrix] = {}
 
     def add_weight(
         self, name: str, shards: Sequence[ShardSpec], build: BuildContext, dtype: torch.dtype | None = None
@@ -269,8 +285,8 @@ class WeightedLayer(nn.Module):
         self._schemes[name] = scheme
         if scheme.quantize is not None:
             (parts,) = shards.values()
-            self._rounded[name] = RoundedMatrix(scheme, scheme.quantize, parts, build.dtype)
-            self.shards[name] = self._rounded[name].to_read
+            self._online[name] = OnlineQuantizedMatrix(scheme, scheme.quantize, parts, build.dtype)
+            self.shards[name] = self._online[name].to_read
             for stored in scheme.tensors:
                 self._add_buffer(name + stored.suffix, [p.of(stored) for p in parts], build, stored.dtype)
             return
@@ -279,28 +295,28 @@ class WeightedLayer(nn.Module):
 
     def device_of(self, name: str) -> torch.device:
         """Where the weight `name` of `shards` is."""
-        rounded = self._rounded.get(name)
-        return self.get_buffer(name if rounded is None else name + rounded.scheme.tensors[0].suffix).device
+        online = self._online.get(name)
+        return self.get_buffer(name if online is None else name + online.scheme.tensors[0].suffix).device
 
     def rows_to_fill(self, name: str, first_row: int, shape: tuple[int, ...]) -> Tensor:
         """Rows of the weight `name` of `shards`, as a view; new ones where they are quantized."""
-        rounded = self._rounded.get(name)
-        if rounded is None:
+        online = self._online.get(name)
+        if online is None:
             return self.get_buffer(name).narrow(0, first_row, shape[0])
-        return torch.empty(shape, dtype=rounded.dtype, device=self.device_of(name))
+        return torch.empty(shape, dtype=online.dtype, device=self.device_of(name))
 
     def quantizes(self, name: str) -> bool:
         """Whether the weight `name` of `shards` is quantized while it is loaded."""
-        return name in self._rounded
+        return name in self._online
 
     def store(self, name: str, first_row: int, part: Tensor) -> None:
         """Copy a loaded shard of the weight `name` of `shards` to its rows, or quantize it to them."""
-        rounded = self._rounded.get(name)
-        if rounded is None:
+        online = self._online.get(name)
+        if online is None:
             self.get_buffer(name).narrow(0, first_row, part.shape[0]).copy_(part)
             return
-        buffers = [self.get_buffer(name + stored.suffix) for stored in rounded.scheme.tensors]
-        rounded.store(part, buffers, first_row)
+        buffers = [self.get_buffer(name + stored.suffix) for stored in online.scheme.tensors]
+        online.store(part, buffers, first_row)
 
     def loaded(self, name: str, experts: int | None = None) -> Weight:
         """The weight [O, I] of the matrix `name` from its loaded buffers, or [X, O, I] of X `experts`."""

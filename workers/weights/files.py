@@ -44,7 +44,7 @@ class TensorFile(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> str:
-        """As safetensors names it."""
+        """Name of the dtype, as in safetensors."""
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """The part of a tensor within these ranges, one for each of its first dimensions; () is all."""

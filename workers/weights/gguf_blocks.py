@@ -33,11 +33,11 @@ from atom_ops import AffineInts
 from atom_ops.weights.affine_ints import ZERO
 
 Bytes = NDArray[np.uint8]
-"""[blocks, bytes]."""
+"""Bytes of each block, [blocks, bytes]."""
 Numbers = NDArray[np.float32]
-"""[blocks, groups]."""
+"""Scales or offsets, [blocks, groups]."""
 Units = NDArray[np.float16]
-"""[blocks, groups]."""
+"""Factors of integer scales or offsets, [blocks, groups]."""
 _Type = gguf.GGMLQuantizationType
 STORED = ("codes", "scales", "offsets", "scale_units", "offset_units")
 """The tensors of a weight in safetensors, after its name and `_`."""
@@ -137,7 +137,7 @@ def _floats(blocks: Bytes, at: int, count: int = 1) -> Numbers:
 
 
 def _nibbles(part: Bytes) -> Bytes:
-    """Low ones before high ones."""
+    """Nibbles of a block: the low ones of all bytes, then the high ones."""
     return _nibbles_of(part, part.shape[1])
 
 

@@ -19,7 +19,7 @@ from atom_ops import tensors_of
 from workers.layers.causal_lm import CausalLM
 from workers.layers.moe.moe import Experts
 from workers.layers.quantization.scheme import PLAIN
-from workers.layers.weighted import CheckpointTensor, WeightedLayer
+from workers.layers.weighted import CheckpointTensor, ReadDecoded, ReadPacked, ReadRange, WeightedLayer
 from workers.weights.cache_scales import is_cache_scale
 from workers.weights.files import TensorInMemory, TensorSource, tensors_by_file, tensors_in_order
 from workers.weights.plan import LoadTarget, load_targets, weighted_layers
@@ -122,7 +122,7 @@ def _fill_randomly(target: LoadTarget, has_lm_head: bool) -> None:
     std = math.sqrt(1 / shape[-1])
     if has_lm_head and shard.dim == 1:  # row parallel: the output is added to the residual stream
         std *= _RESIDUAL_SCALE / math.sqrt(shape[0])
-    shard.fill(buffer, std, generator)
+    shard.stored.fill(buffer, std, generator)
     if target.layer.quantizes(target.weight):
         target.store(buffer)
 
@@ -184,8 +184,8 @@ def _check(name: str, target: LoadTarget, source: TensorSource) -> None:
     if source.shape not in tensor.shapes:
         wanted = " or ".join(str(list(shape)) for shape in tensor.shapes)
         raise WeightError(f"{name} has shape {list(source.shape)}; the configuration needs {wanted}")
-    if source.dtype not in shard.dtypes:
-        wanted = " or ".join(_name(dtype) for dtype in shard.dtypes)
+    if source.dtype not in shard.stored.dtypes:
+        wanted = " or ".join(_name(dtype) for dtype in shard.stored.dtypes)
         raise WeightError(
             f"{name} has dtype {_name(source.dtype)}; the configuration needs {wanted}: does "
             "quantization_config of config.json name the format of this tensor?"
@@ -199,16 +199,15 @@ def _load(name: str, target: LoadTarget, source: TensorSource) -> None:
     tensor = target.tensor
     if shard.elsewhere:
         return
-    if shard.packed is not None:
-        part = _read(source, tensor, shard.packed.index).to(target.device)
-        target.store(shard.packed.unpack(part))
-        return
-    if shard.decode is None:
-        target.store(_read(source, tensor, shard.index))
-        return
-    # Decoded on the device: the quantized form is smaller to copy.
-    whole = _read(source, tensor, [slice(None)] if source.shape else []).to(target.device)
-    target.store(shard.decode(whole)[shard.index])
+    match shard.reading:
+        case ReadRange():
+            target.store(_read(source, tensor, shard.index))
+        case ReadPacked(index, unpack):
+            target.store(unpack(_read(source, tensor, index).to(target.device)))
+        case ReadDecoded(decode):
+            # Decoded on the device: the quantized form is smaller to copy.
+            whole = _read(source, tensor, [slice(None)] if source.shape else []).to(target.device)
+            target.store(decode(whole)[shard.index])
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -242,7 +241,7 @@ def _check_missing(targets: Iterable[LoadTarget], held: Set[str]) -> None:
 def _check_alone(targets: Iterable[LoadTarget], name: str, held: Set[str]) -> None:
     """Raise WeightError if a tensor is held under a second name."""
     for target in targets:
-        for other in target.tensor.other_names and target.tensor.names:
+        for other in target.tensor.names:
             if other != name and other in held:
                 raise WeightError(f"the checkpoint holds both {name} and {other}, which are the same tensor")
 
@@ -279,7 +278,7 @@ class _Loading:
         self._untrimmed_bytes = 0
 
     def loaded(self, target: LoadTarget) -> None:
-        """Called after each target."""
+        """Count a target, and process its layer if it was the last; called after each target."""
         if target.shard.elsewhere:
             return
         self._remaining[target.layer] -= 1

@@ -79,12 +79,11 @@ def _named(modules: list[str], weight: str, shards: tuple[ShardSpec, ...]) -> li
 
 
 def _of_module(module: str, weight: str, shard: ShardSpec) -> _Named:
-    stored = shard.stored
-    matrix = shard.matrix
-    if stored is None or matrix is None:
+    if shard.matrix is None:
         return _joined(module, weight), CheckpointTensor(_joined(module, weight), (shard.shape,))
-    name, *others = (_joined(module, each) for each in stored.on_disk)
-    return name, CheckpointTensor(name, stored.shapes_on_disk(matrix), other_names=tuple(others))
+    name, *others = (_joined(module, each) for each in shard.stored.on_disk)
+    shapes = shard.stored.shapes_on_disk(shard.matrix)
+    return name, CheckpointTensor(name, shapes, other_names=tuple(others))
 
 
 def _decoded(path: str, weight: str, shards: tuple[ShardSpec, ...]) -> list[_Named]:

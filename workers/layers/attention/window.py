@@ -7,7 +7,7 @@ _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 
 Windows = tuple[int | None, ...]
-"""By layer."""
+"""Sliding window of each layer in tokens; None: full attention."""
 
 
 def same_window(config: Mapping[str, Any]) -> Windows:

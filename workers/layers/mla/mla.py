@@ -59,15 +59,15 @@ class LatentArgs:
     hidden_size: int
     num_heads: int
     q_lora_rank: int | None
-    """Q; None: queries are projected from the hidden state directly."""
+    """Features Q of the queries' latent; None: queries are projected from the hidden state directly."""
     kv_lora_rank: int
-    """C."""
+    """Features C of the latent of keys and values."""
     nope_dim: int
-    """N."""
+    """Features N of a query or key without RoPE."""
     rope_dim: int
-    """R."""
+    """Features R of a query or key with RoPE."""
     v_dim: int
-    """V."""
+    """Features V of a value."""
     scale: float
     bias: bool = False
     """Whether the projections to the latents and the output projection have a bias."""

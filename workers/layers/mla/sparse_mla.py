@@ -40,9 +40,9 @@ class IndexerArgs:
     """The parameters of the indexer."""
 
     heads: int
-    """G."""
+    """Number of heads, G."""
     width: int
-    """I."""
+    """Features I of an index key."""
     topk: int
     """Number of tokens that a token attends to."""
     interleaved: bool
@@ -146,7 +146,7 @@ class SparseLatentAttention(LatentAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.indexer is None:
             return super().after_norm(norm, x_TD, residual_TD, rotation, ctx)
-        normed_TD, residual_TD = norm.add(x_TD, residual_TD)
+        normed_TD, residual_TD = norm.add_norm(x_TD, residual_TD)
         latents_TN = self.qkv_a_proj(normed_TD)
         return self.o_proj(ctx.mix(self._mix_indexed, rotation, latents_TN, normed_TD)), residual_TD
 

@@ -5,20 +5,17 @@ up [F, D] and down [D, F], as the quantization scheme stores them, and their bia
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
 from workers.layers.quantization.mxfp4 import GROUP
-from workers.layers.quantization.scheme import PLAIN, Scheme, StoredTensor
-from workers.layers.weighted import CheckpointTensor
+from workers.layers.quantization.scheme import PLAIN, Scheme
+from workers.layers.weighted import CheckpointTensor, ReadDecoded, ShardSpec
 
 Part = Literal["gate", "up", "down"]
-Stored = tuple[CheckpointTensor, Callable[[Tensor], Tensor] | None]
-"""`tensor` and `decode` of a `ShardSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +40,12 @@ class ExpertLayout(ABC):
         """Names of one expert's matrices, by which a quantization config excludes them."""
 
     @abstractmethod
-    def matrix(self, part: Part, expert: int, sizes: ExpertSizes, stored: StoredTensor) -> Stored:
-        """One of the tensors that store a matrix."""
+    def matrix(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
+        """The shard of one of the tensors that store the part's matrix, with the tensor that holds it."""
 
     @abstractmethod
-    def bias(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored: ...
+    def bias(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
+        """The shard of the part's bias, with the tensor that holds it."""
 
     @abstractmethod
     def check(self, scheme: Scheme, path: str) -> None:
@@ -66,16 +64,14 @@ class PerExpert(ExpertLayout):
     def matrices(self) -> tuple[str, ...]:
         return tuple(f"0.{name}" for name in (self.gate, self.up, self.down))
 
-    def matrix(self, part: Part, expert: int, sizes: ExpertSizes, stored: StoredTensor) -> Stored:
-        name, *others = (f"{expert}.{getattr(self, part)}.{each}" for each in stored.on_disk)
-        matrix = sizes.matrix(part)
-        decode = stored.decode
-        tensor = CheckpointTensor(name, stored.shapes_on_disk(matrix), other_names=tuple(others))
-        return tensor, None if decode is None else lambda whole: decode(whole, matrix)
+    def matrix(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
+        name, *others = (f"{expert}.{getattr(self, part)}.{each}" for each in shard.stored.on_disk)
+        shapes = shard.stored.shapes_on_disk(sizes.matrix(part))
+        return replace(shard, tensor=CheckpointTensor(name, shapes, other_names=tuple(others)))
 
-    def bias(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
+    def bias(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
         name = f"{expert}.{getattr(self, part)}.bias"
-        return CheckpointTensor(name, (sizes.matrix(part)[:1],)), None
+        return replace(shard, tensor=CheckpointTensor(name, (shard.shape,)))
 
     def check(self, scheme: Scheme, path: str) -> None:
         if not scheme.linear:
@@ -99,23 +95,26 @@ class Interleaved(ExpertLayout):
     def matrices(self) -> tuple[str, ...]:
         return ("gate_up_proj", "down_proj")
 
-    def matrix(self, part: Part, expert: int, sizes: ExpertSizes, stored: StoredTensor) -> Stored:
+    def matrix(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
+        stored = shard.stored
         rows, columns = sizes.matrix(part)
         name, rows = ("down_proj", rows) if part == "down" else ("gate_up_proj", 2 * rows)
         if stored in PLAIN.tensors:
             plain = CheckpointTensor(name, ((sizes.experts, columns, rows),), expert)
-            return plain, _transposed if part == "down" else partial(_transposed_half, part)
+            decode = _transposed if part == "down" else partial(_transposed_half, part)
+            return replace(shard, tensor=plain, reading=ReadDecoded(decode))
         shape: tuple[int, ...] = (sizes.experts, rows, columns // GROUP)
         if stored.unit[1] < GROUP:
             shape = (*shape, GROUP // stored.unit[1])
         tensor = CheckpointTensor(name + stored.suffix, (shape,), expert)
-        return tensor, partial(_rows, part, len(shape) == 4)
+        return replace(shard, tensor=tensor, reading=ReadDecoded(partial(_rows, part, len(shape) == 4)))
 
-    def bias(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
+    def bias(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
         if part == "down":
-            return CheckpointTensor("down_proj_bias", ((sizes.experts, sizes.hidden),), expert), None
+            tensor = CheckpointTensor("down_proj_bias", ((sizes.experts, sizes.hidden),), expert)
+            return replace(shard, tensor=tensor)
         fused = CheckpointTensor("gate_up_proj_bias", ((sizes.experts, 2 * sizes.features),), expert)
-        return fused, partial(_half, part)
+        return replace(shard, tensor=fused, reading=ReadDecoded(partial(_half, part)))
 
     def check(self, scheme: Scheme, path: str) -> None:
         if scheme.in_checkpoint is not PLAIN.tensors and scheme.linear:

@@ -78,7 +78,7 @@ class MoE(nn.Module):
         self.slots = None if build.redundant_experts is None else SlotMap(args.num_experts, build)
         self._num_slots = args.num_experts + (build.redundant_experts or 0)
         self._dispatch.reserve(args.hidden_size, build.dtype, args.rule.top_k, self._num_slots)
-        self.gate = Router(args, build)
+        self.gate = ExpertRouter(args, build)
         self.experts = Experts(args, build.at("experts"))
         self.shared_experts = (
             SharedExperts(args, build.at("shared_experts")) if args.shared_features else None
@@ -88,7 +88,7 @@ class MoE(nn.Module):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed_TD, residual_TD = norm.add(x_TD, residual_TD)
+        normed_TD, residual_TD = norm.add_norm(x_TD, residual_TD)
         return self(normed_TD), residual_TD
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ class MoE(nn.Module):
         return sigmoid_and_mul(shared(x_TD), self.shared_expert_gate(x_TD))
 
 
-class Router(Linear):
+class ExpertRouter(Linear):
     """Selects each token's experts; replicated, so that every rank selects the same."""
 
     e_score_correction_bias: torch.Tensor | None
@@ -254,14 +254,13 @@ class _ExpertShards:
         return ShardSpec(self._sizes.matrix(part), 1 if part == "down" else 0, self._features)
 
     def _stored(self, part: Part, slot: int, stored: StoredTensor) -> ShardSpec:
-        tensor, decode = self._layout.matrix(part, self._placement[slot], self._sizes, stored)
-        shard = replace(self._matrix(part).of(stored), tensor=tensor, decode=decode)
-        return self._placed(slot, shard)
+        shard = self._matrix(part).of(stored)
+        return self._placed(slot, self._layout.matrix(shard, part, self._placement[slot], self._sizes))
 
     def _bias(self, part: Part, slot: int) -> ShardSpec:
-        tensor, decode = self._layout.bias(part, self._placement[slot], self._sizes)
         kept = ShardRange.whole(self._sizes.hidden) if part == "down" else self._features
-        return self._placed(slot, ShardSpec(self._sizes.matrix(part)[:1], 0, kept, tensor, decode))
+        shard = ShardSpec(self._sizes.matrix(part)[:1], 0, kept)
+        return self._placed(slot, self._layout.bias(shard, part, self._placement[slot], self._sizes))
 
     def _placed(self, slot: int, shard: ShardSpec) -> ShardSpec:
         """The shard, which is elsewhere for a slot of another rank."""

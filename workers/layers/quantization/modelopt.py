@@ -18,7 +18,7 @@ ALGORITHMS: dict[str, Callable[[], Scheme]] = {
     "FP8_PER_CHANNEL_PER_TOKEN": channel_fp8,
     "FP8_PB_WO": lambda: block_fp8(128, 128, "weight_scale"),
 }
-"""`quant_algo` -> its scheme."""
+"""`quant_algo` -> the function that makes its scheme."""
 _MIXED = "MIXED_PRECISION"
 _EXCLUSIONS = ("ignore", "exclude_modules")
 

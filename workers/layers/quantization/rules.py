@@ -149,7 +149,7 @@ def _found(numbers: Mapping[str, int], texts: Iterable[str]) -> Iterator[int]:
 
 
 def exact(pattern: str, module: str) -> bool:
-    """The path itself."""
+    """Whether the pattern is the path itself."""
     return pattern == module
 
 

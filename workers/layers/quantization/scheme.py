@@ -61,23 +61,23 @@ class StoredTensor:
     unit: tuple[int, int]
     """Outputs and inputs of the matrix for each of its entries in memory; or `WHOLE`."""
     dtypes: tuple[torch.dtype, ...]
-    """What the checkpoint may hold."""
+    """Dtypes that the checkpoint may hold."""
     fill: Fill
     dtype: torch.dtype | None = None
-    """In memory; None: the compute dtype."""
+    """Dtype in memory; None: the compute dtype."""
     packing: Packing | None = None
     """Layout in the checkpoint, if a rank reads a part of a tensor in another layout; None: as in memory."""
     all_inputs: bool = False
     """Whether a rank that keeps some inputs of the matrix needs its entries for all of them."""
     names: tuple[str, ...] = ()
-    """In the checkpoint, within the matrix's module; the file has one of them. Empty: weight and `suffix`."""
+    """Possible names within the matrix's module; the file has one of them. Empty: weight and `suffix`."""
     disk_shapes: Callable[[Matrix], tuple[tuple[int, ...], ...]] | None = None
     """The shapes it may have in the checkpoint; None: as in memory."""
     decode: Callable[[Tensor, Matrix], Tensor] | None = None
     """Maps the checkpoint's whole tensor to `shape(matrix)`; None: it has that shape and is only cast."""
 
     def shape(self, matrix: Matrix) -> tuple[int, int]:
-        """In memory, for a matrix of that shape."""
+        """Shape in memory, for a matrix of that shape."""
         return _entries(matrix, self.unit)
 
     @property
@@ -96,7 +96,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scheme:
-    """A format."""
+    """How a quantization format, or the plain one, stores a matrix."""
 
     name: str
     unit: tuple[int, int]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 STRAIGHT = (0, 1, 2, 3, 4, 5, 6, 7)
-"""Nibble of each number of a word."""
+"""Nibble of each of the eight numbers of a word of 32 bits."""
 EVEN_FIRST = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The same in AWQ's order."""
+"""Nibble of each number in AWQ's order: even numbers first."""
 _NIBBLE = 15
 _ONES = 0x11111111
 

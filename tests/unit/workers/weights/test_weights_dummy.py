@@ -21,7 +21,7 @@ from tests.helpers.tiny_models import (
     save_tiny,
     tiny,
 )
-from workers.layers.moe.moe import Router
+from workers.layers.moe.moe import ExpertRouter
 from workers.worker import Worker
 
 BLOCKS, BLOCK_SIZE, TOKENS = 64, 4, 96
@@ -62,14 +62,14 @@ def test_tokens_stay_distinct_in_deep_models_and_use_all_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[torch.Tensor] = []
-    select = Router.select_experts
+    select = ExpertRouter.select_experts
 
-    def recorded(router: Router, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def recorded(router: ExpertRouter, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = select(router, x_TD)
         chosen.append(found[0])
         return found
 
-    monkeypatch.setattr(Router, "select_experts", recorded)
+    monkeypatch.setattr(ExpertRouter, "select_experts", recorded)
     mixture = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 24}
     logits_of(Tiny("deep", "qwen3_moe", 1, {**mixture, "num_hidden_layers": LAYERS}), tmp_path)
     for ids_TJ in chosen[-LAYERS:]:
