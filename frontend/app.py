@@ -62,8 +62,8 @@ from frontend.status.feed import StatusFeed
 from frontend.text.chat_encoder import ChatEncoder
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.fim import FillInTheMiddle
+from frontend.text.grammar_compiler import GrammarCompiler
 from frontend.text.grammar_process import GrammarProcess
-from frontend.text.grammars import Grammars
 from frontend.text.input_processor import InputProcessor
 from frontend.text.output_processor import OutputProcessor
 from frontend.text.reply_formats.choose import choose_format
@@ -164,7 +164,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     executor = TextExecutor()
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
-    grammars = Grammars(GrammarProcess(checkpoint))
+    grammars = GrammarCompiler(GrammarProcess(checkpoint))
     endpoint = server.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing(endpoint)
     app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, grammars, tracing)
@@ -352,7 +352,7 @@ async def _close_tracing(tracing: Tracing | None) -> AsyncIterator[None]:
         await asyncio.to_thread(tracing.close)
 
 
-async def _shut_down(executor: TextExecutor, grammars: Grammars) -> AsyncIterator[None]:
+async def _shut_down(executor: TextExecutor, grammars: GrammarCompiler) -> AsyncIterator[None]:
     yield
     executor.shutdown()
     grammars.close()

@@ -33,7 +33,7 @@ from xxhash import xxh3_64
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.engine import ID_BYTES
 
-__all__ = ["Charge", "Policy", "RoutedPrompt", "Router", "router_for"]
+__all__ = ["Charge", "DPRouter", "Policy", "RoutedPrompt", "router_for"]
 
 Policy = Literal["round_robin", "least_requests", "least_tokens", "prefix"]
 
@@ -62,7 +62,7 @@ class Charge(NamedTuple):
     tokens: int
 
 
-class Router:
+class DPRouter:
     """Ranks are numbered 0 to `num_ranks` - 1; blocks have `block_size` tokens."""
 
     def __init__(self, policy: Policy, num_ranks: int, block_size: int, first_rank: int = 0):
@@ -135,12 +135,12 @@ class Router:
         return (rank - self._next) % self._num_ranks
 
 
-def router_for(config: EngineConfig, num_ranks: int, first_rank: int = 0) -> Router:
+def router_for(config: EngineConfig, num_ranks: int, first_rank: int = 0) -> DPRouter:
     """The router of this configuration."""
     policy = config.parallel.dp_load_balance
     if policy == "prefix" and not config.cache.enable_prefix_caching:
         policy = "least_tokens"  # the same where no prefix is ever found
-    return Router(policy, num_ranks, config.block_tokens, first_rank)
+    return DPRouter(policy, num_ranks, config.block_tokens, first_rank)
 
 
 class _Prefix(NamedTuple):

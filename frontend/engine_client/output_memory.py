@@ -108,8 +108,8 @@ class HeldOutput:
         self._memory = memory
         self._end = end
 
-    def add(self, size: int) -> None:
-        """More output is pending."""
+    def hold(self, size: int) -> None:
+        """More output is pending: `size` bytes."""
         memory = self._memory
         if not self.pending:
             memory._held.add(self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from frontend.engine_client.output_memory import HeldOutput
 from frontend.errors import ApiError
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 from frontend.text.reply_formats.base import CallDelta, call_characters
 
 __all__ = ["Deadline", "Stream", "StreamOptions"]
@@ -64,14 +64,14 @@ class Stream:
         # The token's name, its own log probability, and those of the top tokens.
         entries = 2 + options.logprobs if options.logprobs >= 0 else 0
         self._token_bytes = _ID_BYTES + entries * _LOGPROB_BYTES
-        self._pending: dict[int, Update | _Joined] = {}
+        self._pending: dict[int, SequenceOutput | _Joined] = {}
         self._error: Exception | None = None
         self._wake = asyncio.Event()
-        self._send: Callable[[Update], bool] | None = None
+        self._send: Callable[[SequenceOutput], bool] | None = None
         self._is_idle = False
         """Whether the reader waits, and nothing has woken it."""
 
-    def put(self, update: Update, now: float) -> None:
+    def put(self, update: SequenceOutput, now: float) -> None:
         """Add an update, and wake the reader if it waits for every step or all sequences have ended."""
         if update.token_ids:
             self.first_token_at = self.first_token_at or now
@@ -84,13 +84,13 @@ class Stream:
         else:
             self._pending[update.request_id] = update
             if update.prompt_logprobs:
-                self.output.add(_LOGPROB_BYTES * update.prompt_logprobs.num_entries)
+                self.output.hold(_LOGPROB_BYTES * update.prompt_logprobs.num_entries)
         if update.finished:
             self.open.discard(update.request_id)
         if self._every_step or not self.open or update.error:
             self._wake_reader()
 
-    def send_at_once(self, send: Callable[[Update], bool]) -> None:
+    def send_at_once(self, send: Callable[[SequenceOutput], bool]) -> None:
         """Call `send` with each update that is not a sequence's last while the reader waits.
 
         It sends the update, or returns False without any effect: the reader gets the update then. Waking a
@@ -123,10 +123,10 @@ class Stream:
         self._pending = {}
         self.fail(error)
 
-    def __aiter__(self) -> AsyncIterator[list[Update]]:
+    def __aiter__(self) -> AsyncIterator[list[SequenceOutput]]:
         return self
 
-    async def __anext__(self) -> list[Update]:
+    async def __anext__(self) -> list[SequenceOutput]:
         """At most one update for each sequence. Raises the error of `fail`, or of `send_at_once`."""
         if self.output.taken:
             self.output.sent()
@@ -148,7 +148,7 @@ class Stream:
         self._is_idle = False
         self._wake.set()
 
-    def _sent(self, update: Update) -> bool:
+    def _sent(self, update: SequenceOutput) -> bool:
         assert self._send is not None
         try:
             return self._send(update)
@@ -157,15 +157,15 @@ class Stream:
             self._wake_reader()
             return True
 
-    def _join(self, earlier: "Update | _Joined", update: Update) -> None:
+    def _join(self, earlier: "SequenceOutput | _Joined", update: SequenceOutput) -> None:
         size = self._size(update)
-        if isinstance(earlier, Update):
+        if isinstance(earlier, SequenceOutput):
             size += self._size(earlier)
             earlier = self._pending[update.request_id] = _Joined(earlier)
-        earlier.add(update)
-        self.output.add(size)
+        earlier.append(update)
+        self.output.hold(size)
 
-    def _size(self, update: Update) -> int:
+    def _size(self, update: SequenceOutput) -> int:
         characters = len(update.text) + len(update.reasoning) + call_characters(update.calls)
         new_calls = sum(1 for call in update.calls if call.id)
         return (
@@ -180,7 +180,7 @@ class _Joined:
 
     __slots__ = ("_calls", "_first", "_reasoning", "_text")
 
-    def __init__(self, first: Update):
+    def __init__(self, first: SequenceOutput):
         self._first = first
         self._text = bytearray(_encoded(first.text))
         self._reasoning = bytearray(_encoded(first.reasoning))
@@ -189,7 +189,7 @@ class _Joined:
         self._add_calls(first)
         first.text = first.reasoning = ""
 
-    def add(self, update: Update) -> None:
+    def append(self, update: SequenceOutput) -> None:
         """Append the following update."""
         self._text += _encoded(update.text)
         self._reasoning += _encoded(update.reasoning)
@@ -197,7 +197,7 @@ class _Joined:
         update.text = update.reasoning = ""
         self._first.merge(update)
 
-    def update(self) -> Update:
+    def merged(self) -> SequenceOutput:
         """All of them as one."""
         self._first.text = self._text.decode(errors="surrogatepass")
         self._first.reasoning = self._reasoning.decode(errors="surrogatepass")
@@ -206,7 +206,7 @@ class _Joined:
         self._first.calls = [call for call, _ in self._calls]
         return self._first
 
-    def _add_calls(self, update: Update) -> None:
+    def _add_calls(self, update: SequenceOutput) -> None:
         calls, update.calls = update.calls, ()
         for call in calls:
             arguments = _encoded(call.arguments)
@@ -216,10 +216,10 @@ class _Joined:
                 self._calls.append((call, bytearray(arguments)))
 
 
-async def _updates(pending: "dict[int, Update | _Joined]") -> list[Update]:
+async def _updates(pending: "dict[int, SequenceOutput | _Joined]") -> list[SequenceOutput]:
     updates, yielded_at = [], time.monotonic()
     for each in pending.values():
-        updates.append(each if isinstance(each, Update) else each.update())
+        updates.append(each if isinstance(each, SequenceOutput) else each.merged())
         if time.monotonic() - yielded_at > _YIELD_S:
             await asyncio.sleep(0)
             yielded_at = time.monotonic()

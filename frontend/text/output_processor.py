@@ -31,7 +31,7 @@ from frontend.text.token_logprobs import (
 )
 from frontend.text.tokenizer import Tokenizer
 
-__all__ = ["HasState", "OutputProcessor", "Processed", "RequestState", "TextOptions", "Update"]
+__all__ = ["HasState", "OutputProcessor", "Processed", "RequestState", "SequenceOutput", "TextOptions"]
 
 _RAW_REASONS = {
     FinishReason.EOS: "eos",
@@ -55,7 +55,7 @@ class TextOptions:
     """Makes a parser for each sequence, which finds reasoning and tool calls; None: all text is content."""
 
 
-class Update(msgspec.Struct, gc=False):
+class SequenceOutput(msgspec.Struct, gc=False):
     """New tokens and text of one sequence."""
 
     request_id: int
@@ -90,7 +90,7 @@ class Update(msgspec.Struct, gc=False):
     num_accepted: int = 0
     """Those of them that are among `token_ids`."""
 
-    def merge(self, later: "Update") -> None:
+    def merge(self, later: "SequenceOutput") -> None:
         """Append the following update to this one."""
         self.token_ids.extend(later.token_ids)
         self.text += later.text
@@ -131,7 +131,7 @@ S = TypeVar("S", bound=HasState)
 class Processed(Generic[S]):
     """The result of one step."""
 
-    updates: list[tuple[S, Update]] = field(default_factory=list)
+    updates: list[tuple[S, SequenceOutput]] = field(default_factory=list)
     """One at most for each sequence."""
     aborts: list[int] = field(default_factory=list)
     """Sequences that ended here (stop string or error) and must be aborted in the core."""
@@ -304,7 +304,7 @@ class OutputProcessor:
         for row, request_id in enumerate(deltas.request_ids):
             stop = start + (deltas.counts[row] if deltas.counts else 1)
             if (sequence := running.get(request_id)) is not None:
-                update = Update(request_id, ids[start:stop], cached_tokens=cached.get(request_id, 0))
+                update = SequenceOutput(request_id, ids[start:stop], cached_tokens=cached.get(request_id, 0))
                 if deltas.num_proposed:
                     update.num_proposed = deltas.num_proposed[row]
                     update.num_accepted = stop - start - 1
@@ -325,7 +325,7 @@ class OutputProcessor:
         for request_id, end in ends.items():
             if (sequence := running.get(request_id)) is not None:
                 try:
-                    self._advance(done, sequence, Update(request_id, array("i")), end)
+                    self._advance(done, sequence, SequenceOutput(request_id, array("i")), end)
                 except BaseException as error:
                     self._fail(done, sequence, request_id, error, core_finished=True)
         return done
@@ -352,7 +352,7 @@ class OutputProcessor:
             raise error
         get_logger().error("request %d failed while its tokens became text", request_id, exc_info=error)
         message = f"the generated tokens could not be processed: {type(error).__name__}; see the server's log"
-        update = Update(request_id, array("i"), finished=True, error=message)
+        update = SequenceOutput(request_id, array("i"), finished=True, error=message)
         update.reason = _RAW_REASONS[FinishReason.ERROR]
         done.updates.append((sequence, update))
         if not core_finished and request_id not in done.aborts:
@@ -362,7 +362,7 @@ class OutputProcessor:
         self,
         done: Processed[S],
         sequence: S,
-        update: Update,
+        update: SequenceOutput,
         end: Finished | None,
         logprobs: Sequence[LogprobRow] = (),
     ) -> None:
@@ -400,7 +400,9 @@ class OutputProcessor:
             update.logprobs = state.release_logprobs(characters, without_text, update.finished)
         done.updates.append((sequence, update))
 
-    def _finish_on_stop(self, done: Processed[S], update: Update, stop: str, core_finished: bool) -> None:
+    def _finish_on_stop(
+        self, done: Processed[S], update: SequenceOutput, stop: str, core_finished: bool
+    ) -> None:
         update.finished = True
         update.stop_reason = stop
         update.reason = _RAW_REASONS[FinishReason.STOP_STRING]

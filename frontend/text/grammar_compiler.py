@@ -11,7 +11,7 @@ from frontend.errors import OverloadedError, RequestError, UnavailableError
 from frontend.text.constraint import Constraint
 from frontend.text.grammar_process import MAX_PARALLEL, CompileError, GrammarProcess
 
-__all__ = ["Grammars"]
+__all__ = ["GrammarCompiler"]
 
 _MAX_CACHED = 256
 _MAX_CACHED_BYTES = 64 * 1024 * 1024
@@ -20,7 +20,7 @@ _MAX_LIVE_BYTES = 512 * 1024 * 1024
 _RETRY_AFTER_S = 5
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles the grammars of requests; the event loop and the steps of the engine never wait for it."""
 
     def __init__(self, process: GrammarProcess):
