@@ -136,7 +136,9 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
 
 
 def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimits) -> None:
-    checkpoint, config, server = launch.checkpoint, launch.config.model, launch.server
+    checkpoint = launch.checkpoint
+    config = launch.config.model
+    server = launch.server
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     max_model_len = config.max_model_len or checkpoint.max_model_len
     inputs = InputProcessor(
@@ -192,7 +194,8 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
 
 
 def _chat_prompts(launch: FrontendLaunch, inputs: InputProcessor) -> ChatPrompts:
-    checkpoint, server = launch.checkpoint, launch.server
+    checkpoint = launch.checkpoint
+    server = launch.server
     template = ChatTemplate.from_checkpoint(checkpoint)
     reply_format = choose_format(
         checkpoint.model_type,
@@ -274,7 +277,8 @@ async def start(app: web.Application, listener: socket.socket, patience_s: float
 
 
 async def _engine_links(app: web.Application) -> AsyncIterator[None]:
-    launch, client = app[keys.LAUNCH], app[keys.CLIENT]
+    launch = app[keys.LAUNCH]
+    client = app[keys.CLIENT]
     async with client:
         if not launch.control:
             yield

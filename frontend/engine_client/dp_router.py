@@ -1,7 +1,8 @@
 """Chooses the data-parallel rank of each request.
 
-The router knows loads, prompts and ranks; which ranks are ready it is told at each choice. Its counters
-are its own: it charges a rank when a request is sent there, and releases the charge as sequences end.
+The router knows loads, prompts and ranks; its caller says at each choice which ranks are ready. The loads
+are those of its own requests: it charges a rank when a request is sent there, and releases the charge as
+sequences end.
 With several frontends each one balances its own requests.
 
 A load is counted in tokens. A sequence is charged with its share of the prompt, as far as that must be
@@ -45,7 +46,7 @@ _GROWTH = 4  # the next prefix length is longer by a fourth
 
 
 class RoutedPrompt(NamedTuple):
-    """What the router reads of a request."""
+    """The parts of a request that the router reads."""
 
     ids: bytes
     """Packed int32."""
@@ -166,7 +167,9 @@ class _PrefixTable:
     def hashes(self, prompt: RoutedPrompt) -> list[_Prefix]:
         """The prompt's prefixes, shortest first. The whole prompt is none: its last token is computed."""
         state = xxh3_64(prompt.salt.encode("utf-8", "surrogatepass") + b"\0" if prompt.salt else b"")
-        found, ids, length = [], memoryview(prompt.ids), len(prompt.ids) // ID_BYTES
+        found = []
+        ids = memoryview(prompt.ids)
+        length = len(prompt.ids) // ID_BYTES
         for start, end in pairwise(self._ends):
             if end >= length:
                 break
@@ -206,7 +209,8 @@ class _PrefixTable:
 
 def _prefix_lengths(block_size: int) -> list[int]:
     """0 and the lengths of the prefixes to hash, in tokens: whole blocks, each longer by a fourth."""
-    blocks, lengths = 0, [0]
+    blocks = 0
+    lengths = [0]
     while lengths[-1] < _MAX_PREFIX_TOKENS:
         blocks += max(1, blocks // _GROWTH)
         lengths.append(blocks * block_size)

@@ -1,4 +1,4 @@
-"""What an HTTP request reads: the updates of all its sequences."""
+"""The stream that an HTTP request reads: the updates of all its sequences."""
 
 import asyncio
 import time
@@ -53,13 +53,13 @@ class Stream:
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         self.queue_s = 0.0
-        """From the arrival at the core to the admission, of the first sequence with a token."""
+        """From the arrival at the core to the admission of the first sequence with a token, in seconds."""
         self.prefill_s = 0.0
-        """From there to the first token."""
+        """From its admission to its first token."""
         self.num_tokens = 0
-        """Of the sequences that have finished."""
+        """Tokens of the sequences that have finished."""
         self.reasons: list[str] = []
-        """Their raw finish reasons."""
+        """Raw finish reasons of these sequences."""
         self._every_step = options.every_step
         # The token's name, its own log probability, and those of the top tokens.
         entries = 2 + options.logprobs if options.logprobs >= 0 else 0
@@ -101,7 +101,8 @@ class Stream:
     def admitted(self, queue_s: float, prefill_s: float) -> None:
         """A sequence has its first token."""
         if not self.first_token_at:
-            self.queue_s, self.prefill_s = queue_s, prefill_s
+            self.queue_s = queue_s
+            self.prefill_s = prefill_s
 
     def ended(self, reason: str, tokens: int) -> None:
         """A sequence has finished with so many tokens."""
@@ -127,7 +128,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> list[SequenceOutput]:
-        """At most one update for each sequence. Raises the error of `fail`, or of `send_at_once`."""
+        """At most one update for each sequence. Raises the error of `fail` or of sending."""
         if self.output.taken:
             self.output.sent()
         if self._error is None and not self.open and not self._pending:
@@ -136,7 +137,8 @@ class Stream:
         await self._wake.wait()  # bounded: the client fails all streams of a hung core
         if self._error is not None and not self._pending:
             raise self._error
-        pending, self._pending = self._pending, {}
+        pending = self._pending
+        self._pending = {}
         if self._error is None:
             self._wake.clear()
         if not self.output.pending:
@@ -152,7 +154,7 @@ class Stream:
         assert self._send is not None
         try:
             return self._send(update)
-        except Exception as error:  # it is this request's alone: its reader raises it
+        except Exception as error:  # no other request is concerned: its reader raises it
             self._error = error
             self._wake_reader()
             return True
@@ -207,7 +209,8 @@ class _Joined:
         return self._first
 
     def _add_calls(self, update: SequenceOutput) -> None:
-        calls, update.calls = update.calls, ()
+        calls = update.calls
+        update.calls = ()
         for call in calls:
             arguments = _encoded(call.arguments)
             if self._calls and self._calls[-1][0].index == call.index:
@@ -217,7 +220,8 @@ class _Joined:
 
 
 async def _updates(pending: "dict[int, SequenceOutput | _Joined]") -> list[SequenceOutput]:
-    updates, yielded_at = [], time.monotonic()
+    updates = []
+    yielded_at = time.monotonic()
     for each in pending.values():
         updates.append(each if isinstance(each, SequenceOutput) else each.merged())
         if time.monotonic() - yielded_at > _YIELD_S:

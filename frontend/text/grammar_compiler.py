@@ -46,7 +46,8 @@ class GrammarCompiler:
 
     def grammar(self, row: RowGrammar, compiled: CompiledGrammar) -> Grammar:
         """The grammar of a request, which may be held until the request ends. Raises OverloadedError."""
-        key, size = row.key, len(compiled.compiled)
+        key = row.key
+        size = len(compiled.compiled)
         with self._live_lock:
             if key not in self._live and self._live_bytes + size > _MAX_LIVE_BYTES:
                 raise OverloadedError(
@@ -81,7 +82,8 @@ class GrammarCompiler:
             raise UnavailableError(str(error)) from None
 
     async def _compile(self, constraint: Constraint) -> CompiledGrammar:
-        loop, key = asyncio.get_running_loop(), constraint.key
+        loop = asyncio.get_running_loop()
+        key = constraint.key
         try:
             compiled, is_final = await loop.run_in_executor(
                 self._threads, self._process.compile, constraint.source

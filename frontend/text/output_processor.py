@@ -73,10 +73,10 @@ class SequenceOutput(msgspec.Struct, gc=False):
     error: str = ""
     """The error message, where `reason` is error."""
     logprobs: PackedLogprobs | tuple[()] = ()
-    """Of the tokens whose text is in `text`; the last update has all that remain, including
+    """Entries of the tokens whose text is in `text`; the last update has all that remain, including
     those of the stop string or stop token."""
     prompt_logprobs: PromptLogprobTrack | tuple[()] = ()
-    """Of the prompt from its second token on; set with the first token."""
+    """Entries of the prompt from its second token on; set with the first token."""
     reasoning: str = ""
     """The new reasoning text, where the model's format separates it."""
     calls: list[CallDelta] | tuple[()] = ()
@@ -206,7 +206,8 @@ class RequestState:
             characters = len(text)
             if self._reply is not None:
                 parsed = self._reply.feed(token_id, text)
-                text, characters = parsed.text, parsed.characters
+                text = parsed.text
+                characters = parsed.characters
                 reasoning += parsed.reasoning
                 merge_calls(calls, parsed.calls)
                 num_reasoning += self._reasoning_ids(parsed, 1)
@@ -222,12 +223,15 @@ class RequestState:
         """The text held back so far; `complete` if the model ended the sequence."""
         if self._detokenizer is None:
             return NewText("", "", 0, None)
-        text, reasoning = self._detokenizer.finish(), ""
+        text = self._detokenizer.finish()
+        reasoning = ""
         calls: list[CallDelta] | tuple[()] = ()
         num_reasoning = 0
         if self._reply is not None:
             parsed = self._reply.finish(text, complete)
-            text, reasoning, calls = parsed.text, parsed.reasoning, parsed.calls
+            text = parsed.text
+            reasoning = parsed.reasoning
+            calls = parsed.calls
             num_reasoning = self._reasoning_ids(parsed, 0)
         visible, stop = self._check_stops(text)
         if stop is None and self._stops is not None:
@@ -260,7 +264,8 @@ class RequestState:
         self._undecided += num_new
         if not (parsed.reasoning or parsed.text or parsed.calls):
             return 0
-        found, self._undecided = self._undecided, 0
+        found = self._undecided
+        self._undecided = 0
         return found if parsed.reasoning else 0
 
     def _track(self) -> LogprobTrack:

@@ -34,7 +34,7 @@ class ChunkForm(Protocol):
     chunk_object: ClassVar[str]
 
     def response(self, results: list[SequenceOutput], usage: Usage) -> msgspec.Struct:
-        """See Renderer."""
+        """The complete response."""
 
     def delta(self, update: SequenceOutput) -> dict[str, Any]:
         """The part of a choice that contains the new text, for example {"text": …}."""
@@ -57,20 +57,16 @@ class ChunkRenderer:
         self._parts = [self._split(index) for index in range(len(request.request_ids))]
 
     def response(self, results: list[SequenceOutput], usage: Usage) -> msgspec.Struct:
-        """See Renderer."""
         return self._form.response(results, usage)
 
     def start(self) -> bytes:
-        """See Renderer."""
         return b""
 
     def begin(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
-        """See Renderer."""
         first = self._form.first_choice(index, update)
         return b"" if first is None else self._frame([first[0]], usage, **first[1])
 
     def delta(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
-        """See Renderer."""
         if self._request.options.details:
             return self._detailed(index, update, usage)
         if update.finished or update.reasoning or update.calls:
@@ -81,11 +77,9 @@ class ChunkRenderer:
         return b"%b%b%b" % (head, _encode(update.text), tail)
 
     def end(self, usage: Usage) -> bytes:
-        """See Renderer."""
         return (self._frame([], usage) if self._request.options.usage else b"") + _DONE
 
     def error(self, error: ApiError) -> bytes:
-        """See Renderer."""
         return b"data: %b\n\n" % error.body() + _DONE
 
     def _detailed(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:

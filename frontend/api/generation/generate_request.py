@@ -17,7 +17,7 @@ __all__ = ["GenerateRequest", "ResponseOptions"]
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """What a response contains beside the generated text."""
+    """What a response contains besides the generated text."""
 
     tokens: TokenFormatter
     logprobs: int | None = None
@@ -96,7 +96,10 @@ class GenerateRequest:
         if not self.options.reasoning:
             update.reasoning = ""
         if self.options.score_only:
-            update.token_ids, update.text, update.logprobs = array("i"), "", ()
+            update.token_ids = array("i")
+            update.text = ""
+            update.logprobs = ()
             if update.finished and not update.error:
-                update.reason, update.stop_reason = "max_tokens", None
+                update.reason = "max_tokens"
+                update.stop_reason = None
         return update

@@ -269,7 +269,8 @@ class Generation:
                 self._tracing.record(_trace(request, stream, error))
 
     def _response_options(self, parsed: ParsedRequest) -> ResponseOptions:
-        fields, has_tokenizer = parsed.fields, self._options.has_tokenizer
+        fields = parsed.fields
+        has_tokenizer = self._options.has_tokenizer
         stream_options = fields.stream_options
         _check_stream_options(fields)
         if fields.echo and not has_tokenizer:
@@ -311,7 +312,8 @@ class Generation:
         return prompts, params
 
     def _with_echo(self, fields: GenerationRequest, options: ResponseOptions, prompt: Prompt) -> Prompt:
-        tokenizer, skip_special = self._inputs.tokenizer, fields.skip_special_tokens is not False
+        tokenizer = self._inputs.tokenizer
+        skip_special = fields.skip_special_tokens is not False
         assert tokenizer is not None  # `_response_options` refuses echo without one
         echo = decode(tokenizer, prompt.ids, skip_special) if prompt.echo is None else prompt.echo
         has_logprobs = options.logprobs is not None
@@ -379,7 +381,8 @@ def _render(
     stream: Stream,
 ) -> bytes:
     """All events of `updates`, for one write."""
-    events, continuous = [], request.options.continuous_usage
+    events = []
+    continuous = request.options.continuous_usage
     for update in updates:
         _raise_error(update)
         index = request.index(update)
