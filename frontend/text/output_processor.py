@@ -318,19 +318,21 @@ class OutputProcessor:
                 try:
                     if state.ids_only and end is None:
                         state.emitted.extend(update.token_ids)
-                        done.updates.append((sequence, update))
                     else:
                         logprobs: Sequence[LogprobRow] = ()
                         if sampled is not None and state.logprobs is not None:
                             logprobs = sampled.rows(start, stop)
-                        self._advance(done, sequence, update, end, logprobs)
+                        self._advance(done, state, update, end, logprobs)
+                    done.updates.append((sequence, update))
                 except BaseException as error:
                     self._fail(done, sequence, request_id, error, core_finished=end is not None)
             start = stop
         for request_id, end in ends.items():
             if (sequence := running.get(request_id)) is not None:
+                update = SequenceOutput(request_id, array("i"))
                 try:
-                    self._advance(done, sequence, SequenceOutput(request_id, array("i")), end)
+                    self._advance(done, sequence.state, update, end)
+                    done.updates.append((sequence, update))
                 except BaseException as error:
                     self._fail(done, sequence, request_id, error, core_finished=True)
         return done
@@ -366,12 +368,11 @@ class OutputProcessor:
     def _advance(
         self,
         done: Processed[S],
-        sequence: S,
+        state: RequestState,
         update: SequenceOutput,
         end: Finished | None,
         logprobs: Sequence[LogprobRow] = (),
     ) -> None:
-        state = sequence.state
         ids = update.token_ids
         if state.prompt_logprobs is not None and ids:
             update.prompt_logprobs = state.prompt_logprobs
@@ -403,7 +404,6 @@ class OutputProcessor:
         if state.logprobs is not None:
             characters = len(update.text) + len(update.reasoning) + call_characters(update.calls)
             update.logprobs = state.release_logprobs(characters, without_text, update.finished)
-        done.updates.append((sequence, update))
 
     def _finish_on_stop(
         self, done: Processed[S], update: SequenceOutput, stop: str, core_finished: bool
