@@ -62,8 +62,8 @@ from frontend.status.feed import StatusFeed
 from frontend.text.chat_encoder import ChatEncoder
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.fim import FillInTheMiddle
+from frontend.text.grammar_compiler import GrammarCompiler
 from frontend.text.grammar_process import GrammarProcess
-from frontend.text.grammars import Grammars
 from frontend.text.input_processor import InputProcessor
 from frontend.text.output_processor import OutputProcessor
 from frontend.text.reply_formats.choose import choose_format
@@ -136,7 +136,9 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
 
 
 def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimits) -> None:
-    checkpoint, config, server = launch.checkpoint, launch.config.model, launch.server
+    checkpoint = launch.checkpoint
+    config = launch.config.model
+    server = launch.server
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     max_model_len = config.max_model_len or checkpoint.max_model_len
     inputs = InputProcessor(
@@ -164,7 +166,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     executor = TextExecutor()
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
-    grammars = Grammars(GrammarProcess(checkpoint))
+    grammars = GrammarCompiler(GrammarProcess(checkpoint))
     endpoint = server.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing(endpoint)
     app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, grammars, tracing)
@@ -192,7 +194,8 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
 
 
 def _chat_prompts(launch: FrontendLaunch, inputs: InputProcessor) -> ChatPrompts:
-    checkpoint, server = launch.checkpoint, launch.server
+    checkpoint = launch.checkpoint
+    server = launch.server
     template = ChatTemplate.from_checkpoint(checkpoint)
     reply_format = choose_format(
         checkpoint.model_type,
@@ -274,7 +277,8 @@ async def start(app: web.Application, listener: socket.socket, patience_s: float
 
 
 async def _engine_links(app: web.Application) -> AsyncIterator[None]:
-    launch, client = app[keys.LAUNCH], app[keys.CLIENT]
+    launch = app[keys.LAUNCH]
+    client = app[keys.CLIENT]
     async with client:
         if not launch.control:
             yield
@@ -352,7 +356,7 @@ async def _close_tracing(tracing: Tracing | None) -> AsyncIterator[None]:
         await asyncio.to_thread(tracing.close)
 
 
-async def _shut_down(executor: TextExecutor, grammars: Grammars) -> AsyncIterator[None]:
+async def _shut_down(executor: TextExecutor, grammars: GrammarCompiler) -> AsyncIterator[None]:
     yield
     executor.shutdown()
     grammars.close()

@@ -5,7 +5,7 @@ from typing import Any
 
 from atom.engine.engine_host import EngineHost
 from atom.shared.config.checkpoint import Checkpoint
-from frontend.engine_client.dp_router import Router, router_for
+from frontend.engine_client.dp_router import DPRouter, router_for
 from frontend.text.chat_encoder import ChatEncoder
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.grammar_process import GrammarProcess
@@ -21,7 +21,7 @@ class ClientParts:
 
     inputs: InputProcessor
     """Its `max_model_len` is the model's until an engine has told its own."""
-    router: Router
+    router: DPRouter
     grammar_process: GrammarProcess
     """Starts its process with the first grammar."""
 

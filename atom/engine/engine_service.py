@@ -23,7 +23,7 @@ from frontend.engine_client.client_settings import ClientSettings
 from frontend.engine_client.output_memory import default_output_memory
 from frontend.metrics.metrics import Metrics
 from frontend.text.constraint import Constraint
-from frontend.text.grammars import Grammars
+from frontend.text.grammar_compiler import GrammarCompiler
 from frontend.text.output_processor import OutputProcessor
 
 __all__ = ["EngineService"]
@@ -68,7 +68,7 @@ class EngineService:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._open = contextlib.AsyncExitStack()
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarCompiler | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -91,7 +91,7 @@ class EngineService:
         self._thread.start()
         await started
         self.parts = ClientParts.of(self.host)
-        self._grammars = Grammars(self.parts.grammar_process)
+        self._grammars = GrammarCompiler(self.parts.grammar_process)
         self._open.callback(self._grammars.close)
         self.client = EngineClient(
             self._supervisor.engines,

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from atom.shared.outputs import Logprobs, RequestOutput
 from atom.shared.sampling_params import SamplingParams
-from frontend.text.output_processor import TextOptions, Update
+from frontend.text.output_processor import SequenceOutput, TextOptions
 from frontend.text.token_logprobs import TokenLogprob
 
 __all__ = ["logprobs_of", "output_of", "text_options"]
@@ -22,7 +22,11 @@ def logprobs_of(entries: Iterable[TokenLogprob]) -> list[Logprobs]:
 
 
 def output_of(
-    update: Update, request_id: int | str, index: int, num_cached_tokens: int, logprobs: list[Logprobs]
+    update: SequenceOutput,
+    request_id: int | str,
+    index: int,
+    num_cached_tokens: int,
+    logprobs: list[Logprobs],
 ) -> RequestOutput:
     """The output of sequence `index` of a request; `logprobs` are those of the update."""
     return RequestOutput(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.simulation.engines import Cost, Engine, EngineSettings, Group
 from benchmarks.simulation.requests import SimulatedRequest
-from frontend.engine_client.dp_router import Charge, Policy, RoutedPrompt, Router
+from frontend.engine_client.dp_router import Charge, DPRouter, Policy, RoutedPrompt
 
 __all__ = ["Outcome", "Simulation"]
 
@@ -81,9 +81,9 @@ class Simulation:
         members = [self.engines] if lockstep else [[engine] for engine in self.engines]
         self._groups = [Group(each, cost) for each in members]
         self._group_of = [self._groups[0 if lockstep else rank] for rank in range(ranks)]
-        self._routers = [Router(policy, ranks, settings.block_size, index) for index in range(frontends)]
+        self._routers = [DPRouter(policy, ranks, settings.block_size, index) for index in range(frontends)]
         self._ready = list(range(ranks))
-        self._charges: dict[int, tuple[Router, Charge]] = {}
+        self._charges: dict[int, tuple[DPRouter, Charge]] = {}
         self._ends: list[tuple[float, int, Group]] = []
         self._events = 0
 

@@ -35,7 +35,7 @@ from atom.shared.messages.supervisor import EngineEnded
 from atom.shared.utils.logger import get_logger
 from frontend.engine_client.admission import Admission, AdmissionSlot
 from frontend.engine_client.client_settings import ClientSettings
-from frontend.engine_client.dp_router import RoutedPrompt, Router
+from frontend.engine_client.dp_router import DPRouter, RoutedPrompt
 from frontend.engine_client.engine_connection import YIELD_S, EngineConnection
 from frontend.engine_client.engine_control import EngineControl
 from frontend.engine_client.engine_set import EngineSet
@@ -51,7 +51,7 @@ from frontend.errors import (
     UnavailableError,
 )
 from frontend.metrics.metrics import Metrics, Progress, RunningRequest
-from frontend.text.output_processor import OutputProcessor, TextOptions, Update
+from frontend.text.output_processor import OutputProcessor, SequenceOutput, TextOptions
 
 __all__ = ["ID_BITS", "EngineClient"]
 
@@ -75,7 +75,7 @@ class EngineClient:
         self,
         engines: list[EngineAddress],
         settings: ClientSettings,
-        router: Router,
+        router: DPRouter,
         output: OutputProcessor,
         metrics: Metrics,
         on_ready: Callable[[int], None] = lambda max_model_len: None,
@@ -378,7 +378,7 @@ class EngineClient:
         reasons = (stopped, FinishReason.STOP_STRING), (sorted(failed), FinishReason.ERROR)
         return [Abort(ids, reason) for ids, reason in reasons if ids]
 
-    def _finish(self, update: Update, sequence: RunningSequence, now: float) -> None:
+    def _finish(self, update: SequenceOutput, sequence: RunningSequence, now: float) -> None:
         assert update.reason is not None
         sequence.stream.ended(update.reason, sequence.progress.tokens)
         self._metrics.engine(sequence.rank).finished(sequence.progress, update.reason, now)

@@ -1,4 +1,4 @@
-"""What an EngineClient takes from the configuration."""
+"""Settings that an EngineClient takes from the configuration."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class ClientSettings:
     """The limits of admission are divided among them."""
     hang_timeout: float = 60.0
     max_output_bytes: int = 1 << 30
-    """Of output that is generated and not sent yet, for all requests of this frontend."""
+    """Bytes of output that may wait to be sent, over all requests of this frontend."""
     max_replays: int = 0
     """How often a sequence runs again after the end of its engine."""
     engines_end_together: bool = False

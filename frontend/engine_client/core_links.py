@@ -8,7 +8,7 @@ import zmq
 
 from atom.shared.messages.engine import Abort, AddRequest, FromCore, ToCore
 from atom.shared.messages.launch import EngineAddress
-from frontend.engine_client.dp_router import Charge, RoutedPrompt, Router
+from frontend.engine_client.dp_router import Charge, DPRouter, RoutedPrompt
 from frontend.engine_client.engine_link import EngineLink
 
 __all__ = ["CoreLinks"]
@@ -17,7 +17,7 @@ __all__ = ["CoreLinks"]
 class CoreLinks:
     """Sends each request to one of the engines, which `router` chooses."""
 
-    def __init__(self, context: "zmq.Context[Any]", engines: Iterable[EngineAddress], router: Router):
+    def __init__(self, context: "zmq.Context[Any]", engines: Iterable[EngineAddress], router: DPRouter):
         self._links = {address.rank: EngineLink(context, address.endpoint, 0) for address in engines}
         self._router = router
         self._charges: dict[int, Charge] = {}  # by request id

@@ -1,7 +1,8 @@
 """Chooses the data-parallel rank of each request.
 
-The router knows loads, prompts and ranks; which ranks are ready it is told at each choice. Its counters
-are its own: it charges a rank when a request is sent there, and releases the charge as sequences end.
+The router knows loads, prompts and ranks; its caller says at each choice which ranks are ready. The loads
+are those of its own requests: it charges a rank when a request is sent there, and releases the charge as
+sequences end.
 With several frontends each one balances its own requests.
 
 A load is counted in tokens. A sequence is charged with its share of the prompt, as far as that must be
@@ -33,7 +34,7 @@ from xxhash import xxh3_64
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.engine import ID_BYTES
 
-__all__ = ["Charge", "Policy", "RoutedPrompt", "Router", "router_for"]
+__all__ = ["Charge", "DPRouter", "Policy", "RoutedPrompt", "router_for"]
 
 Policy = Literal["round_robin", "least_requests", "least_tokens", "prefix"]
 
@@ -45,7 +46,7 @@ _GROWTH = 4  # the next prefix length is longer by a fourth
 
 
 class RoutedPrompt(NamedTuple):
-    """What the router reads of a request."""
+    """The parts of a request that the router reads."""
 
     ids: bytes
     """Packed int32."""
@@ -62,7 +63,7 @@ class Charge(NamedTuple):
     tokens: int
 
 
-class Router:
+class DPRouter:
     """Ranks are numbered 0 to `num_ranks` - 1; blocks have `block_size` tokens."""
 
     def __init__(self, policy: Policy, num_ranks: int, block_size: int, first_rank: int = 0):
@@ -135,12 +136,12 @@ class Router:
         return (rank - self._next) % self._num_ranks
 
 
-def router_for(config: EngineConfig, num_ranks: int, first_rank: int = 0) -> Router:
+def router_for(config: EngineConfig, num_ranks: int, first_rank: int = 0) -> DPRouter:
     """The router of this configuration."""
     policy = config.parallel.dp_load_balance
     if policy == "prefix" and not config.cache.enable_prefix_caching:
         policy = "least_tokens"  # the same where no prefix is ever found
-    return Router(policy, num_ranks, config.block_tokens, first_rank)
+    return DPRouter(policy, num_ranks, config.block_tokens, first_rank)
 
 
 class _Prefix(NamedTuple):
@@ -166,7 +167,9 @@ class _PrefixTable:
     def hashes(self, prompt: RoutedPrompt) -> list[_Prefix]:
         """The prompt's prefixes, shortest first. The whole prompt is none: its last token is computed."""
         state = xxh3_64(prompt.salt.encode("utf-8", "surrogatepass") + b"\0" if prompt.salt else b"")
-        found, ids, length = [], memoryview(prompt.ids), len(prompt.ids) // ID_BYTES
+        found = []
+        ids = memoryview(prompt.ids)
+        length = len(prompt.ids) // ID_BYTES
         for start, end in pairwise(self._ends):
             if end >= length:
                 break
@@ -206,7 +209,8 @@ class _PrefixTable:
 
 def _prefix_lengths(block_size: int) -> list[int]:
     """0 and the lengths of the prefixes to hash, in tokens: whole blocks, each longer by a fourth."""
-    blocks, lengths = 0, [0]
+    blocks = 0
+    lengths = [0]
     while lengths[-1] < _MAX_PREFIX_TOKENS:
         blocks += max(1, blocks // _GROWTH)
         lengths.append(blocks * block_size)

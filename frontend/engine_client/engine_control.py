@@ -1,4 +1,4 @@
-"""What is asked of engine cores besides requests: their counters, profiles and administration."""
+"""Questions to engine cores: their counters, profiles and administration."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -119,7 +119,7 @@ class EngineControl:
 
     def connected(self, engine: EngineConnection) -> None:
         """The engine is ready."""
-        if self._log_level != "info":  # that of a new core
+        if self._log_level != "info":  # a new core starts with info
             engine.link.send(SetLogLevel(self._log_level))
 
     def answered(self, engine: EngineConnection, answer: CoreStats | ProfileResult | Answer) -> None:

@@ -22,12 +22,12 @@ class LinkState(Enum):
     """The state that the core last reported."""
 
     CONNECTING = "connecting"
-    """Nothing yet on this connection: the core does not read before it is ready."""
+    """The core has sent nothing on this connection yet: it does not read before it is ready."""
     READY = "ready"
     STALLED = "stalled"
     """One of its workers does not respond."""
     DEAD = "dead"
-    """It has ended, or the connection has."""
+    """The core has ended, or the connection has."""
 
 
 class EngineLink:
@@ -58,7 +58,8 @@ class EngineLink:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         connect(self.socket, self._endpoint)
-        self.state, self.silence = LinkState.CONNECTING, ""
+        self.state = LinkState.CONNECTING
+        self.silence = ""
         self.send(Hello(self._index))
 
     def close(self) -> None:
@@ -67,7 +68,8 @@ class EngineLink:
 
     def mark_dead(self, reason: str) -> None:
         """The connection has ended; `check_ready` reports `reason` until the core is ready again."""
-        self.state, self._reason = LinkState.DEAD, reason
+        self.state = LinkState.DEAD
+        self._reason = reason
 
     @property
     def is_ready(self) -> bool:
@@ -100,9 +102,12 @@ class EngineLink:
         message = self._decoder.decode(frame)
         match message:
             case CoreReady():
-                self.state, self.limits, self._reason = LinkState.READY, message, ""
+                self.state = LinkState.READY
+                self.limits = message
+                self._reason = ""
             case CoreStalled(reason):
-                self.state, self._reason = LinkState.STALLED, reason
+                self.state = LinkState.STALLED
+                self._reason = reason
             case CoreDead(reason):
                 self.mark_dead(reason)
         return message

@@ -15,7 +15,7 @@ class FrameReader:
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]"):
-        """In the running event loop."""
+        """Watches the socket in the running event loop."""
         self._socket = socket
         self._fd = int(socket.getsockopt(zmq.FD))
         self._has_changed = asyncio.Event()

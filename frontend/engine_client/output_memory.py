@@ -18,7 +18,7 @@ __all__ = ["HeldOutput", "OutputMemory", "default_output_memory"]
 
 _RETRY_AFTER_S = 5
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-# Of the memory of the host, for all its frontends.
+# The frontends of a host may hold this part of its memory: one in so many bytes.
 _FRACTION = 8
 
 
@@ -41,9 +41,9 @@ class OutputMemory:
         self.used = 0
         self.limit = limit
         self.response_limit = limit // 2
-        """Of a response that is sent in one piece."""
+        """Most bytes of a response that is sent in one piece."""
         self.stream_limit = limit // 8
-        """Of the updates that wait for a client which does not read its stream."""
+        """Most bytes of updates that wait for a client which does not read its stream."""
         self._held: set[HeldOutput] = set()
         self._exceeded: list[HeldOutput] = []
 
@@ -54,7 +54,8 @@ class OutputMemory:
 
     def enforce(self) -> None:
         """End the requests above their own limit, and those that hold most while the total is exceeded."""
-        exceeded, self._exceeded = self._exceeded, []
+        exceeded = self._exceeded
+        self._exceeded = []
         for held in exceeded:
             if held.pending > held.limit:
                 held.end(self._own_error(held))
@@ -102,14 +103,14 @@ class HeldOutput:
         """`end` is called with the reason when this request must end; it drops the pending output."""
         self.limit = limit
         self.pending = 0
-        """Not taken by the reader yet."""
+        """Bytes that the reader has not taken yet."""
         self.taken = 0
-        """Being sent, or encoded."""
+        """Bytes that are being sent or encoded."""
         self._memory = memory
         self._end = end
 
-    def add(self, size: int) -> None:
-        """More output is pending."""
+    def hold(self, size: int) -> None:
+        """More output is pending: `size` bytes."""
         memory = self._memory
         if not self.pending:
             memory._held.add(self)
@@ -119,17 +120,18 @@ class HeldOutput:
         self.pending += size
 
     def take(self) -> None:
-        """What is pending will be sent now."""
-        self.taken, self.pending = self.taken + self.pending, 0
+        """The reader has taken all that is pending; it is sent now."""
+        self.taken = self.taken + self.pending
+        self.pending = 0
         self._memory._held.discard(self)
 
     def sent(self) -> None:
-        """What was taken has been sent."""
+        """All that was taken has been sent."""
         self._memory.used -= self.taken
         self.taken = 0
 
     def drop(self) -> None:
-        """What is pending will not be sent."""
+        """Drop what is pending: it will not be sent."""
         self._memory.used -= self.pending
         self.pending = 0
         self._memory._held.discard(self)

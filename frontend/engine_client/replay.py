@@ -58,7 +58,7 @@ class _Case:
     sequences: set[RunningSequence] = field(default_factory=set)
     """Its sequences that have lost an engine and not ended."""
     suspected: set[RunningSequence] = field(default_factory=set)
-    """Those of them that wait to be tried."""
+    """Those of `sequences` that wait to be tried."""
     in_group: bool = False
 
 
@@ -68,7 +68,7 @@ class _Trial:
 
     streams: set[Stream]
     sequences: set[RunningSequence]
-    """Those that are not past the place where they died."""
+    """The sequences that are not past the place where they died."""
 
 
 class _Blame(NamedTuple):
@@ -78,7 +78,7 @@ class _Blame(NamedTuple):
     streams: set[Stream]
     """The requests that may have ended it."""
     deaths: int
-    """How many each of them was charged with."""
+    """Number of deaths that each of these requests was charged with."""
 
 
 class Replays:
@@ -98,7 +98,7 @@ class Replays:
         self._trial: _Trial | None = None
         self._try_from = 0.0
         self._num_ended = 0  # engines that tried requests have ended, in a row
-        self._explained_life = -1  # that tried requests have ended, where engines end together
+        self._explained_life = -1  # life that tried requests have ended, where engines end together
         self._blames: dict[int, _Blame] = {}  # by rank, until its engine is connected again
         self._starting_ids = 0  # sum over all sequences
         self._changed = asyncio.Event()
@@ -238,7 +238,7 @@ class Replays:
         """
         try:
             while True:
-                # Engines also become ready again without a word: by their heartbeats.
+                # No message says that an engine responds again: its heartbeats do.
                 with_limit = asyncio.timeout(_CHECK_S if len(self) else None)
                 try:
                     async with with_limit:
@@ -287,7 +287,7 @@ class Replays:
         self._groups = deque(group for group in self._groups if group)
 
     def sent(self, sequence: RunningSequence, num_ids: int) -> None:
-        """It was sent to an engine, with `num_ids` ids."""
+        """`sequence` was sent to an engine, with `num_ids` ids."""
         del self._waiting[sequence]
         sequence.starting_ids = num_ids
         self._starting_ids += num_ids
@@ -295,13 +295,13 @@ class Replays:
             sequence.passes_at = sequence.progress.tokens + _PAST
 
     def advanced(self, sequence: RunningSequence) -> None:
-        """It has one or more new tokens."""
+        """`sequence` has one or more new tokens."""
         self._started(sequence)
         if sequence.passes_at and sequence.progress.tokens >= sequence.passes_at:
             self._leave_trial(sequence)
 
     def ended(self, sequence: RunningSequence) -> None:
-        """It has ended, for any reason."""
+        """`sequence` has ended, for any reason."""
         stream = sequence.stream
         if (case := self._cases.get(stream)) is None:
             return
@@ -319,7 +319,7 @@ class Replays:
             del self._cases[stream]
 
     def _leave_trial(self, sequence: RunningSequence) -> None:
-        """It is past the place where it died, or has ended; with the last one the trial has passed."""
+        """`sequence` is past the place where it died, or has ended. The last one ends the trial."""
         sequence.passes_at = 0
         trial = self._trial
         if trial is None or sequence not in trial.sequences:
@@ -331,7 +331,7 @@ class Replays:
             self.wake()
 
     def _started(self, sequence: RunningSequence) -> None:
-        """It does not wait for its first token any more."""
+        """`sequence` does not wait for its first new token any more."""
         if sequence.starting_ids:
             self._starting_ids -= sequence.starting_ids
             sequence.starting_ids = 0

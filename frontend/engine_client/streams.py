@@ -1,4 +1,4 @@
-"""What an HTTP request reads: the updates of all its sequences."""
+"""The stream that an HTTP request reads: the updates of all its sequences."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from frontend.engine_client.output_memory import HeldOutput
 from frontend.errors import ApiError
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 from frontend.text.reply_formats.base import CallDelta, call_characters
 
 __all__ = ["Deadline", "Stream", "StreamOptions"]
@@ -53,25 +53,25 @@ class Stream:
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         self.queue_s = 0.0
-        """From the arrival at the core to the admission, of the first sequence with a token."""
+        """From the arrival at the core to the admission of the first sequence with a token, in seconds."""
         self.prefill_s = 0.0
-        """From there to the first token."""
+        """From its admission to its first token."""
         self.num_tokens = 0
-        """Of the sequences that have finished."""
+        """Tokens of the sequences that have finished."""
         self.reasons: list[str] = []
-        """Their raw finish reasons."""
+        """Raw finish reasons of these sequences."""
         self._every_step = options.every_step
         # The token's name, its own log probability, and those of the top tokens.
         entries = 2 + options.logprobs if options.logprobs >= 0 else 0
         self._token_bytes = _ID_BYTES + entries * _LOGPROB_BYTES
-        self._pending: dict[int, Update | _Joined] = {}
+        self._pending: dict[int, SequenceOutput | _Joined] = {}
         self._error: Exception | None = None
         self._wake = asyncio.Event()
-        self._send: Callable[[Update], bool] | None = None
+        self._send: Callable[[SequenceOutput], bool] | None = None
         self._is_idle = False
         """Whether the reader waits, and nothing has woken it."""
 
-    def put(self, update: Update, now: float) -> None:
+    def put(self, update: SequenceOutput, now: float) -> None:
         """Add an update, and wake the reader if it waits for every step or all sequences have ended."""
         if update.token_ids:
             self.first_token_at = self.first_token_at or now
@@ -84,13 +84,13 @@ class Stream:
         else:
             self._pending[update.request_id] = update
             if update.prompt_logprobs:
-                self.output.add(_LOGPROB_BYTES * update.prompt_logprobs.num_entries)
+                self.output.hold(_LOGPROB_BYTES * update.prompt_logprobs.num_entries)
         if update.finished:
             self.open.discard(update.request_id)
         if self._every_step or not self.open or update.error:
             self._wake_reader()
 
-    def send_at_once(self, send: Callable[[Update], bool]) -> None:
+    def send_at_once(self, send: Callable[[SequenceOutput], bool]) -> None:
         """Call `send` with each update that is not a sequence's last while the reader waits.
 
         It sends the update, or returns False without any effect: the reader gets the update then. Waking a
@@ -101,7 +101,8 @@ class Stream:
     def admitted(self, queue_s: float, prefill_s: float) -> None:
         """A sequence has its first token."""
         if not self.first_token_at:
-            self.queue_s, self.prefill_s = queue_s, prefill_s
+            self.queue_s = queue_s
+            self.prefill_s = prefill_s
 
     def ended(self, reason: str, tokens: int) -> None:
         """A sequence has finished with so many tokens."""
@@ -123,11 +124,11 @@ class Stream:
         self._pending = {}
         self.fail(error)
 
-    def __aiter__(self) -> AsyncIterator[list[Update]]:
+    def __aiter__(self) -> AsyncIterator[list[SequenceOutput]]:
         return self
 
-    async def __anext__(self) -> list[Update]:
-        """At most one update for each sequence. Raises the error of `fail`, or of `send_at_once`."""
+    async def __anext__(self) -> list[SequenceOutput]:
+        """At most one update for each sequence. Raises the error of `fail` or of sending."""
         if self.output.taken:
             self.output.sent()
         if self._error is None and not self.open and not self._pending:
@@ -136,7 +137,8 @@ class Stream:
         await self._wake.wait()  # bounded: the client fails all streams of a hung core
         if self._error is not None and not self._pending:
             raise self._error
-        pending, self._pending = self._pending, {}
+        pending = self._pending
+        self._pending = {}
         if self._error is None:
             self._wake.clear()
         if not self.output.pending:
@@ -148,24 +150,24 @@ class Stream:
         self._is_idle = False
         self._wake.set()
 
-    def _sent(self, update: Update) -> bool:
+    def _sent(self, update: SequenceOutput) -> bool:
         assert self._send is not None
         try:
             return self._send(update)
-        except Exception as error:  # it is this request's alone: its reader raises it
+        except Exception as error:  # no other request is concerned: its reader raises it
             self._error = error
             self._wake_reader()
             return True
 
-    def _join(self, earlier: "Update | _Joined", update: Update) -> None:
+    def _join(self, earlier: "SequenceOutput | _Joined", update: SequenceOutput) -> None:
         size = self._size(update)
-        if isinstance(earlier, Update):
+        if isinstance(earlier, SequenceOutput):
             size += self._size(earlier)
             earlier = self._pending[update.request_id] = _Joined(earlier)
-        earlier.add(update)
-        self.output.add(size)
+        earlier.append(update)
+        self.output.hold(size)
 
-    def _size(self, update: Update) -> int:
+    def _size(self, update: SequenceOutput) -> int:
         characters = len(update.text) + len(update.reasoning) + call_characters(update.calls)
         new_calls = sum(1 for call in update.calls if call.id)
         return (
@@ -180,7 +182,7 @@ class _Joined:
 
     __slots__ = ("_calls", "_first", "_reasoning", "_text")
 
-    def __init__(self, first: Update):
+    def __init__(self, first: SequenceOutput):
         self._first = first
         self._text = bytearray(_encoded(first.text))
         self._reasoning = bytearray(_encoded(first.reasoning))
@@ -189,7 +191,7 @@ class _Joined:
         self._add_calls(first)
         first.text = first.reasoning = ""
 
-    def add(self, update: Update) -> None:
+    def append(self, update: SequenceOutput) -> None:
         """Append the following update."""
         self._text += _encoded(update.text)
         self._reasoning += _encoded(update.reasoning)
@@ -197,7 +199,7 @@ class _Joined:
         update.text = update.reasoning = ""
         self._first.merge(update)
 
-    def update(self) -> Update:
+    def merged(self) -> SequenceOutput:
         """All of them as one."""
         self._first.text = self._text.decode(errors="surrogatepass")
         self._first.reasoning = self._reasoning.decode(errors="surrogatepass")
@@ -206,8 +208,9 @@ class _Joined:
         self._first.calls = [call for call, _ in self._calls]
         return self._first
 
-    def _add_calls(self, update: Update) -> None:
-        calls, update.calls = update.calls, ()
+    def _add_calls(self, update: SequenceOutput) -> None:
+        calls = update.calls
+        update.calls = ()
         for call in calls:
             arguments = _encoded(call.arguments)
             if self._calls and self._calls[-1][0].index == call.index:
@@ -216,10 +219,11 @@ class _Joined:
                 self._calls.append((call, bytearray(arguments)))
 
 
-async def _updates(pending: "dict[int, Update | _Joined]") -> list[Update]:
-    updates, yielded_at = [], time.monotonic()
+async def _updates(pending: "dict[int, SequenceOutput | _Joined]") -> list[SequenceOutput]:
+    updates = []
+    yielded_at = time.monotonic()
     for each in pending.values():
-        updates.append(each if isinstance(each, Update) else each.update())
+        updates.append(each if isinstance(each, SequenceOutput) else each.merged())
         if time.monotonic() - yielded_at > _YIELD_S:
             await asyncio.sleep(0)
             yielded_at = time.monotonic()

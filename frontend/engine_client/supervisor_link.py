@@ -23,7 +23,7 @@ class SupervisorLink:
 
     def __init__(self, control: str, index: int, state: ServerState):
         self.state = state
-        """As the supervisor has sent it last."""
+        """State of the server, as the supervisor has sent it last."""
         self._control = control
         self._index = index
         self._changed = asyncio.Event()

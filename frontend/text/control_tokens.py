@@ -79,7 +79,9 @@ class _Marker:
         return value
 
     def _mark_text(self, text: str) -> str:
-        parts, copied, start = [], 0, 0
+        parts = []
+        copied = 0
+        start = 0
         while start < len(text):
             stop = start + _CHUNK_CHARS
             match = self._pattern.search(text, start, stop + self._longest - 1)
@@ -107,7 +109,9 @@ def _alternation(texts: Iterable[str]) -> str:
 
 def _branch(texts: list[str]) -> str:
     """A pattern of `texts`, which begin with the same character."""
-    first, last = min(texts), max(texts)  # what these two have in common, all have
+    # what these two have in common, all have
+    first = min(texts)
+    last = max(texts)
     pairs = zip(first, last, strict=False)
     prefix = first[: next((index for index, (a, b) in enumerate(pairs) if a != b), len(first))]
     rests = {text[len(prefix) :] for text in texts}

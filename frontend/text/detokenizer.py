@@ -45,7 +45,8 @@ class Detokenizer:
         piece = None if token_id in self._skipped else self._tokenizer.piece(token_id)
         if piece is None:
             return ""
-        last, self._last = self._last, token_id
+        last = self._last
+        self._last = token_id
         if isinstance(piece, bytes):
             data = self._pending + piece
             text, used = codecs.utf_8_decode(data, self._errors, False)
@@ -56,7 +57,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Replacement characters for an incomplete character at the end."""
-        rest, self._pending = self._pending, b""
+        rest = self._pending
+        self._pending = b""
         return rest.decode("utf-8", self._errors)
 
     def _text(self, last: int | None, token_id: int, piece: str) -> str:
@@ -114,7 +116,8 @@ class StopFinder:
 
     def finish(self) -> str:
         """The text that is still held back."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 

@@ -15,7 +15,7 @@ class _Family(NamedTuple):
     suffix: str
     middle: str | None
     end: str | None = None
-    """A token that ends the output, beside the model's own."""
+    """A token that ends the output, besides the model's own."""
 
 
 _FAMILIES = (
@@ -48,7 +48,7 @@ class FillInTheMiddle:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """What ends the output, beside the model's own tokens."""
+        """What ends the output, besides the model's own tokens."""
         return [self._ids[3]] if self._ids[3] is not None else []
 
     def prompt(self, prefix: str, suffix: str, encode: Callable[[str], list[int]]) -> list[int]:

@@ -146,7 +146,7 @@ class InputProcessor:
     def row_grammar(
         self, constraint: Constraint, params: SamplingParams, reasoning: ReasoningIds | None
     ) -> RowGrammar:
-        """How an output follows `constraint`, behind the `reasoning` that its format may have.
+        """How an output follows `constraint`, after the `reasoning` that its format may have.
 
         Raises RequestError for a model or parameters with which it could not end.
         """

@@ -31,7 +31,7 @@ from frontend.text.token_logprobs import (
 )
 from frontend.text.tokenizer import Tokenizer
 
-__all__ = ["HasState", "OutputProcessor", "Processed", "RequestState", "TextOptions", "Update"]
+__all__ = ["HasState", "OutputProcessor", "Processed", "RequestState", "SequenceOutput", "TextOptions"]
 
 _RAW_REASONS = {
     FinishReason.EOS: "eos",
@@ -55,7 +55,7 @@ class TextOptions:
     """Makes a parser for each sequence, which finds reasoning and tool calls; None: all text is content."""
 
 
-class Update(msgspec.Struct, gc=False):
+class SequenceOutput(msgspec.Struct, gc=False):
     """New tokens and text of one sequence."""
 
     request_id: int
@@ -73,10 +73,10 @@ class Update(msgspec.Struct, gc=False):
     error: str = ""
     """The error message, where `reason` is error."""
     logprobs: PackedLogprobs | tuple[()] = ()
-    """Of the tokens whose text is in `text`; the last update has all that remain, including
+    """Entries of the tokens whose text is in `text`; the last update has all that remain, including
     those of the stop string or stop token."""
     prompt_logprobs: PromptLogprobTrack | tuple[()] = ()
-    """Of the prompt from its second token on; set with the first token."""
+    """Entries of the prompt from its second token on; set with the first token."""
     reasoning: str = ""
     """The new reasoning text, where the model's format separates it."""
     calls: list[CallDelta] | tuple[()] = ()
@@ -90,7 +90,7 @@ class Update(msgspec.Struct, gc=False):
     num_accepted: int = 0
     """Those of them that are among `token_ids`."""
 
-    def merge(self, later: "Update") -> None:
+    def merge(self, later: "SequenceOutput") -> None:
         """Append the following update to this one."""
         self.token_ids.extend(later.token_ids)
         self.text += later.text
@@ -131,7 +131,7 @@ S = TypeVar("S", bound=HasState)
 class Processed(Generic[S]):
     """The result of one step."""
 
-    updates: list[tuple[S, Update]] = field(default_factory=list)
+    updates: list[tuple[S, SequenceOutput]] = field(default_factory=list)
     """One at most for each sequence."""
     aborts: list[int] = field(default_factory=list)
     """Sequences that ended here (stop string or error) and must be aborted in the core."""
@@ -206,7 +206,8 @@ class RequestState:
             characters = len(text)
             if self._reply is not None:
                 parsed = self._reply.feed(token_id, text)
-                text, characters = parsed.text, parsed.characters
+                text = parsed.text
+                characters = parsed.characters
                 reasoning += parsed.reasoning
                 merge_calls(calls, parsed.calls)
                 num_reasoning += self._reasoning_ids(parsed, 1)
@@ -222,12 +223,15 @@ class RequestState:
         """The text held back so far; `complete` if the model ended the sequence."""
         if self._detokenizer is None:
             return NewText("", "", 0, None)
-        text, reasoning = self._detokenizer.finish(), ""
+        text = self._detokenizer.finish()
+        reasoning = ""
         calls: list[CallDelta] | tuple[()] = ()
         num_reasoning = 0
         if self._reply is not None:
             parsed = self._reply.finish(text, complete)
-            text, reasoning, calls = parsed.text, parsed.reasoning, parsed.calls
+            text = parsed.text
+            reasoning = parsed.reasoning
+            calls = parsed.calls
             num_reasoning = self._reasoning_ids(parsed, 0)
         visible, stop = self._check_stops(text)
         if stop is None and self._stops is not None:
@@ -260,7 +264,8 @@ class RequestState:
         self._undecided += num_new
         if not (parsed.reasoning or parsed.text or parsed.calls):
             return 0
-        found, self._undecided = self._undecided, 0
+        found = self._undecided
+        self._undecided = 0
         return found if parsed.reasoning else 0
 
     def _track(self) -> LogprobTrack:
@@ -304,7 +309,7 @@ class OutputProcessor:
         for row, request_id in enumerate(deltas.request_ids):
             stop = start + (deltas.counts[row] if deltas.counts else 1)
             if (sequence := running.get(request_id)) is not None:
-                update = Update(request_id, ids[start:stop], cached_tokens=cached.get(request_id, 0))
+                update = SequenceOutput(request_id, ids[start:stop], cached_tokens=cached.get(request_id, 0))
                 if deltas.num_proposed:
                     update.num_proposed = deltas.num_proposed[row]
                     update.num_accepted = stop - start - 1
@@ -313,19 +318,21 @@ class OutputProcessor:
                 try:
                     if state.ids_only and end is None:
                         state.emitted.extend(update.token_ids)
-                        done.updates.append((sequence, update))
                     else:
                         logprobs: Sequence[LogprobRow] = ()
                         if sampled is not None and state.logprobs is not None:
                             logprobs = sampled.rows(start, stop)
-                        self._advance(done, sequence, update, end, logprobs)
+                        self._advance(done, state, update, end, logprobs)
+                    done.updates.append((sequence, update))
                 except BaseException as error:
                     self._fail(done, sequence, request_id, error, core_finished=end is not None)
             start = stop
         for request_id, end in ends.items():
             if (sequence := running.get(request_id)) is not None:
+                update = SequenceOutput(request_id, array("i"))
                 try:
-                    self._advance(done, sequence, Update(request_id, array("i")), end)
+                    self._advance(done, sequence.state, update, end)
+                    done.updates.append((sequence, update))
                 except BaseException as error:
                     self._fail(done, sequence, request_id, error, core_finished=True)
         return done
@@ -352,7 +359,7 @@ class OutputProcessor:
             raise error
         get_logger().error("request %d failed while its tokens became text", request_id, exc_info=error)
         message = f"the generated tokens could not be processed: {type(error).__name__}; see the server's log"
-        update = Update(request_id, array("i"), finished=True, error=message)
+        update = SequenceOutput(request_id, array("i"), finished=True, error=message)
         update.reason = _RAW_REASONS[FinishReason.ERROR]
         done.updates.append((sequence, update))
         if not core_finished and request_id not in done.aborts:
@@ -361,12 +368,11 @@ class OutputProcessor:
     def _advance(
         self,
         done: Processed[S],
-        sequence: S,
-        update: Update,
+        state: RequestState,
+        update: SequenceOutput,
         end: Finished | None,
         logprobs: Sequence[LogprobRow] = (),
     ) -> None:
-        state = sequence.state
         ids = update.token_ids
         if state.prompt_logprobs is not None and ids:
             update.prompt_logprobs = state.prompt_logprobs
@@ -398,9 +404,10 @@ class OutputProcessor:
         if state.logprobs is not None:
             characters = len(update.text) + len(update.reasoning) + call_characters(update.calls)
             update.logprobs = state.release_logprobs(characters, without_text, update.finished)
-        done.updates.append((sequence, update))
 
-    def _finish_on_stop(self, done: Processed[S], update: Update, stop: str, core_finished: bool) -> None:
+    def _finish_on_stop(
+        self, done: Processed[S], update: SequenceOutput, stop: str, core_finished: bool
+    ) -> None:
         update.finished = True
         update.stop_reason = stop
         update.reason = _RAW_REASONS[FinishReason.STOP_STRING]

@@ -69,7 +69,8 @@ class TemplateSource:
 
     @cached_property
     def _encodes_arguments(self) -> bool:
-        filters, tests = self._tree.find_all(nodes.Filter), self._tree.find_all(nodes.Test)
+        filters = self._tree.find_all(nodes.Filter)
+        tests = self._tree.find_all(nodes.Test)
         return any(node.name == "tojson" and self._is_arguments(node.node) for node in filters) or any(
             node.name in ("string", "mapping") and self._is_arguments(node.node) for node in tests
         )

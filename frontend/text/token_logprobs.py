@@ -42,7 +42,9 @@ class LogprobColumns:
 
     def __init__(self, table: LogprobTable):
         self.width = table.width
-        self.ids, self.values, self.ranks = array("i"), array("f"), array("i")
+        self.ids = array("i")
+        self.values = array("f")
+        self.ranks = array("i")
         self.ids.frombytes(table.ids)
         self.values.frombytes(table.values)
         self.ranks.frombytes(table.ranks)
@@ -54,7 +56,8 @@ class LogprobColumns:
         """Row `index` with `top` top tokens."""
         start = index * self.width
         stop = start + min(1 + top, self.width)
-        ids, values = self.ids[start:stop], self.values[start:stop]
+        ids = self.ids[start:stop]
+        values = self.values[start:stop]
         others = list(zip(ids[1:], values[1:], strict=True))
         return TokenLogprob(ids[0], values[0], self.ranks[index], others)
 
@@ -71,8 +74,10 @@ class PackedLogprobs(Sequence[TokenLogprob]):
     def __init__(self, width: int):
         """`width` is 1 + top."""
         self._width = width
-        self._ids, self._values = array("i"), array("f")
-        self._ranks, self._offsets = array("i"), array("i")
+        self._ids = array("i")
+        self._values = array("f")
+        self._ranks = array("i")
+        self._offsets = array("i")
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -115,15 +120,21 @@ class PackedLogprobs(Sequence[TokenLogprob]):
         """Remove and return the first `count` tokens."""
         taken = PackedLogprobs(self._width)
         entries = count * self._width
-        taken._ids, self._ids = self._ids[:entries], self._ids[entries:]
-        taken._values, self._values = self._values[:entries], self._values[entries:]
-        taken._ranks, self._ranks = self._ranks[:count], self._ranks[count:]
-        taken._offsets, self._offsets = self._offsets[:count], self._offsets[count:]
+        taken._ids = self._ids[:entries]
+        self._ids = self._ids[entries:]
+        taken._values = self._values[:entries]
+        self._values = self._values[entries:]
+        taken._ranks = self._ranks[:count]
+        self._ranks = self._ranks[count:]
+        taken._offsets = self._offsets[:count]
+        self._offsets = self._offsets[count:]
         return taken
 
     def _row(self, row: int) -> TokenLogprob:
-        start, stop = row * self._width, (row + 1) * self._width
-        ids, values = self._ids[start:stop], self._values[start:stop]
+        start = row * self._width
+        stop = (row + 1) * self._width
+        ids = self._ids[start:stop]
+        values = self._values[start:stop]
         top = list(zip(ids[1:], values[1:], strict=True))
         return TokenLogprob(ids[0], values[0], self._ranks[row], top, self._offsets[row])
 
@@ -156,7 +167,8 @@ class LogprobTrack:
     def release(self, characters: int) -> PackedLogprobs | tuple[()]:
         """The tokens of the next `characters` characters of released text."""
         self._released += characters
-        ends, count = self._ends, 0
+        ends = self._ends
+        count = 0
         while ends and (ends[0] <= self._released or len(ends) > _MAX_WAITING):
             ends.popleft()
             count += 1
@@ -166,7 +178,8 @@ class LogprobTrack:
 
     def finish(self) -> PackedLogprobs | tuple[()]:
         """All remaining tokens."""
-        rest, self._waiting = self._waiting, None
+        rest = self._waiting
+        self._waiting = None
         self._ends.clear()
         return () if rest is None else rest
 

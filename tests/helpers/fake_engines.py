@@ -11,7 +11,7 @@ import pytest
 from atom.shared.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.client_settings import ClientSettings
-from frontend.engine_client.dp_router import Policy, Router
+from frontend.engine_client.dp_router import DPRouter, Policy
 from frontend.engine_client.streams import Stream
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import OutputProcessor, TextOptions
@@ -43,7 +43,7 @@ async def connected(
 ) -> AsyncIterator[EngineClient]:
     """Ready on all engines."""
     made = ClientSettings(**{"num_ranks": len(cores), "hang_timeout": 600.0} | settings)
-    router = Router(policy, len(cores), block_size=16)
+    router = DPRouter(policy, len(cores), block_size=16)
     client = EngineClient([core.address for core in cores], made, router, OutputProcessor(None), Metrics())
     async with client:
         await until(lambda: all(client.engines.up.values()))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from atom.shared.messages.engine import AddRequest, TokenDeltas
-from frontend.text.output_processor import OutputProcessor, RequestState, TextOptions, Update
+from frontend.text.output_processor import OutputProcessor, RequestState, SequenceOutput, TextOptions
 from frontend.text.tokenizer import Tokenizer
 
 
@@ -14,7 +14,7 @@ class Running:
 
 @dataclass
 class Step:
-    updates: list[Update]
+    updates: list[SequenceOutput]
     aborts: list[int]
 
 

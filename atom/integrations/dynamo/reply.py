@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 from frontend.text.token_logprobs import TokenLogprob
 
 _REASONS = {"eos": "stop", "max_tokens": "length", "aborted": "cancelled"}
@@ -20,7 +20,7 @@ class Reply:
         self._cached = dict.fromkeys(request_ids, 0)
         self._prompt_logprobs: dict[int, list[Any]] = {}
 
-    def chunk(self, update: Update) -> dict[str, Any]:
+    def chunk(self, update: SequenceOutput) -> dict[str, Any]:
         """The new ids of one sequence, with the finish reason and the usage at its end."""
         request_id = update.request_id
         self._counts[request_id] += len(update.token_ids)

@@ -11,7 +11,7 @@ from frontend.api.generation.generate_request import GenerateRequest
 from frontend.api.generation.logprobs import chat_logprobs, prompt_logprobs
 from frontend.api.generation.reasons import openai_reason
 from frontend.api.schemas.generation import Usage
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 from frontend.text.reply_formats.base import CallDelta
 from frontend.text.token_logprobs import TokenLogprob
 
@@ -29,7 +29,7 @@ class _ChatForm:
     def __init__(self, request: GenerateRequest):
         self._request = request
 
-    def response(self, results: list[Update], usage: Usage) -> ChatResponse:
+    def response(self, results: list[SequenceOutput], usage: Usage) -> ChatResponse:
         request = self._request
         options = request.options
         first = results[0]
@@ -50,7 +50,7 @@ class _ChatForm:
             response.prompt_token_ids = request.prompt(0).ids
         return response
 
-    def _choice(self, index: int, result: Update) -> ChatChoice:
+    def _choice(self, index: int, result: SequenceOutput) -> ChatChoice:
         assert result.reason is not None
         options = self._request.options
         return ChatChoice(
@@ -63,7 +63,7 @@ class _ChatForm:
             token_ids=result.token_ids.tolist() if options.token_ids else msgspec.UNSET,
         )
 
-    def delta(self, update: Update) -> dict[str, Any]:
+    def delta(self, update: SequenceOutput) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": update.text} if update.text else {}
         if reasoning := update.reasoning:
             delta |= {"reasoning": reasoning, "reasoning_content": reasoning}
@@ -75,14 +75,14 @@ class _ChatForm:
         options = self._request.options
         return chat_logprobs(options.tokens, entries, options.logprobs or 0)
 
-    def first_choice(self, index: int, update: Update) -> tuple[dict[str, Any], dict[str, Any]]:
+    def first_choice(self, index: int, update: SequenceOutput) -> tuple[dict[str, Any], dict[str, Any]]:
         delta = {"role": "assistant", "content": self._request.echo(index)}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         shows_ids = self._request.options.prompt_ids
         return choice, {"prompt_token_ids": self._request.prompt(index).ids} if shows_ids else {}
 
 
-def _reply(content: str, result: Update) -> Reply:
+def _reply(content: str, result: SequenceOutput) -> Reply:
     shown = result.reasoning or msgspec.UNSET
     calls = [ToolCall(id=call.id, function=FunctionCall(call.name, call.arguments)) for call in result.calls]
     return Reply(

@@ -11,7 +11,7 @@ from frontend.api.generation.generate_request import GenerateRequest
 from frontend.api.generation.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from frontend.api.generation.reasons import openai_reason
 from frontend.api.schemas.generation import Usage
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 from frontend.text.token_logprobs import TokenLogprob
 
 __all__ = ["completion_renderer"]
@@ -28,7 +28,7 @@ class _CompletionForm:
     def __init__(self, request: GenerateRequest):
         self._request = request
 
-    def response(self, results: list[Update], usage: Usage) -> CompletionResponse:
+    def response(self, results: list[SequenceOutput], usage: Usage) -> CompletionResponse:
         request = self._request
         return CompletionResponse(
             id=request.id,
@@ -40,7 +40,7 @@ class _CompletionForm:
             warnings=request.warnings or msgspec.UNSET,
         )
 
-    def _choice(self, index: int, result: Update) -> CompletionChoice:
+    def _choice(self, index: int, result: SequenceOutput) -> CompletionChoice:
         assert result.reason is not None
         options = self._request.options
         choice = CompletionChoice(
@@ -64,7 +64,7 @@ class _CompletionForm:
             )
         return choice
 
-    def delta(self, update: Update) -> dict[str, Any]:
+    def delta(self, update: SequenceOutput) -> dict[str, Any]:
         return {"text": update.text}
 
     def logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs:
@@ -72,7 +72,9 @@ class _CompletionForm:
         offset = len(self._request.echo(index))
         return completion_logprobs(options.tokens, entries, options.logprobs or 0, offset=offset)
 
-    def first_choice(self, index: int, update: Update) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    def first_choice(
+        self, index: int, update: SequenceOutput
+    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         options = self._request.options
         if not (options.echo or options.prompt_ids):
             return None
@@ -88,7 +90,7 @@ class _CompletionForm:
             choice |= {"prompt_token_ids": self._request.prompt(index).ids, "token_ids": []}
         return choice, {}
 
-    def _echoed_logprobs(self, index: int, update: Update) -> CompletionLogprobs:
+    def _echoed_logprobs(self, index: int, update: SequenceOutput) -> CompletionLogprobs:
         options = self._request.options
         prompt = self._request.prompt(index)
         top = options.logprobs or 0

@@ -16,7 +16,7 @@ from frontend.api.generation.generate_request import GenerateRequest
 from frontend.api.generation.reasons import openai_reason
 from frontend.api.schemas.generation import Usage
 from frontend.errors import ApiError
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 from frontend.text.token_logprobs import TokenLogprob
 
 __all__ = ["ChunkForm", "ChunkRenderer"]
@@ -33,16 +33,18 @@ class ChunkForm(Protocol):
 
     chunk_object: ClassVar[str]
 
-    def response(self, results: list[Update], usage: Usage) -> msgspec.Struct:
-        """See Renderer."""
+    def response(self, results: list[SequenceOutput], usage: Usage) -> msgspec.Struct:
+        """The complete response."""
 
-    def delta(self, update: Update) -> dict[str, Any]:
+    def delta(self, update: SequenceOutput) -> dict[str, Any]:
         """The part of a choice that contains the new text, for example {"text": …}."""
 
     def logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> msgspec.Struct:
         """Log probabilities of tokens of choice `index`."""
 
-    def first_choice(self, index: int, update: Update) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    def first_choice(
+        self, index: int, update: SequenceOutput
+    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """(the choice before the first text, further fields of its chunk); None for no such chunk."""
 
 
@@ -54,21 +56,17 @@ class ChunkRenderer:
         self._form = form
         self._parts = [self._split(index) for index in range(len(request.request_ids))]
 
-    def response(self, results: list[Update], usage: Usage) -> msgspec.Struct:
-        """See Renderer."""
+    def response(self, results: list[SequenceOutput], usage: Usage) -> msgspec.Struct:
         return self._form.response(results, usage)
 
     def start(self) -> bytes:
-        """See Renderer."""
         return b""
 
-    def begin(self, index: int, update: Update, usage: Usage | None) -> bytes:
-        """See Renderer."""
+    def begin(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
         first = self._form.first_choice(index, update)
         return b"" if first is None else self._frame([first[0]], usage, **first[1])
 
-    def update(self, index: int, update: Update, usage: Usage | None) -> bytes:
-        """See Renderer."""
+    def delta(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
         if self._request.options.details:
             return self._detailed(index, update, usage)
         if update.finished or update.reasoning or update.calls:
@@ -79,14 +77,12 @@ class ChunkRenderer:
         return b"%b%b%b" % (head, _encode(update.text), tail)
 
     def end(self, usage: Usage) -> bytes:
-        """See Renderer."""
         return (self._frame([], usage) if self._request.options.usage else b"") + _DONE
 
     def error(self, error: ApiError) -> bytes:
-        """See Renderer."""
         return b"data: %b\n\n" % error.body() + _DONE
 
-    def _detailed(self, index: int, update: Update, usage: Usage | None) -> bytes:
+    def _detailed(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
         """A chunk with more than text; empty if `update` has nothing to show."""
         options = self._request.options
         shows_ids = bool(options.token_ids and update.token_ids)
@@ -117,7 +113,7 @@ class ChunkRenderer:
             chunk["warnings"] = request.warnings
         return b"data: %b\n\n" % _encode(chunk | more)
 
-    def _choice(self, index: int, update: Update) -> dict[str, Any]:
+    def _choice(self, index: int, update: SequenceOutput) -> dict[str, Any]:
         reason = None if update.reason is None else openai_reason(update.reason, update.called)
         choice = {"index": index, **self._form.delta(update), "logprobs": None, "finish_reason": reason}
         if reason is not None:
@@ -126,6 +122,6 @@ class ChunkRenderer:
         return choice
 
     def _split(self, index: int) -> tuple[bytes, bytes]:
-        marked = self._frame([self._choice(index, Update(0, array("i"), _MARK))])
+        marked = self._frame([self._choice(index, SequenceOutput(0, array("i"), _MARK))])
         head, _, tail = marked.partition(_escaped_mark)
         return head, tail

@@ -24,7 +24,7 @@ class ParsedRequest:
     default_max_tokens: int
     """max_tokens if the request does not set it."""
     earlier_bytes: int = 0
-    """The size of what the prompts are made of beside the body."""
+    """Size of what the prompts are made of besides the body."""
     warnings: list[str] = field(default_factory=list)
     logprobs: int | None = None
     """Number of top tokens per generated token; None: no log probabilities."""

@@ -10,14 +10,14 @@ from frontend.api.generation.prompts import Prompt
 from frontend.api.generation.renderer import Renderer
 from frontend.api.generation.usage import UsageCounter
 from frontend.metrics.tracing import TraceContext
-from frontend.text.output_processor import TextOptions, Update
+from frontend.text.output_processor import SequenceOutput, TextOptions
 
 __all__ = ["GenerateRequest", "ResponseOptions"]
 
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """What a response contains beside the generated text."""
+    """What a response contains besides the generated text."""
 
     tokens: TokenFormatter
     logprobs: int | None = None
@@ -79,7 +79,7 @@ class GenerateRequest:
         tokens = sum(len(prompt.ids) for prompt in self.prompts)
         return UsageCounter(tokens, len(self.request_ids), self.n, self.started)
 
-    def index(self, update: Update) -> int:
+    def index(self, update: SequenceOutput) -> int:
         """The index of the choice of `update`: the engine ids of one request are consecutive."""
         return update.request_id - self.requests[0].request_ids[0]
 
@@ -91,12 +91,15 @@ class GenerateRequest:
         """The prompt text before choice `index`; empty without `echo`."""
         return (self.prompt(index).echo or "") if self.options.echo else ""
 
-    def visible(self, update: Update) -> Update:
+    def visible(self, update: SequenceOutput) -> SequenceOutput:
         """`update`, without the sampled token if `score_only`, and without reasoning that is not wanted."""
         if not self.options.reasoning:
             update.reasoning = ""
         if self.options.score_only:
-            update.token_ids, update.text, update.logprobs = array("i"), "", ()
+            update.token_ids = array("i")
+            update.text = ""
+            update.logprobs = ()
             if update.finished and not update.error:
-                update.reason, update.stop_reason = "max_tokens", None
+                update.reason = "max_tokens"
+                update.stop_reason = None
         return update

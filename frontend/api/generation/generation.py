@@ -39,9 +39,9 @@ from frontend.errors import DeadlineError, EngineError, RequestError
 from frontend.metrics.tracing import RequestTrace, Tracing
 from frontend.text.constraint import Constraint
 from frontend.text.detokenizer import decode
-from frontend.text.grammars import Grammars
+from frontend.text.grammar_compiler import GrammarCompiler
 from frontend.text.input_processor import InputProcessor
-from frontend.text.output_processor import TextOptions, Update
+from frontend.text.output_processor import SequenceOutput, TextOptions
 from frontend.text.reply_formats.base import call_characters
 from frontend.text.text_executor import INLINE_BYTES, TextExecutor
 
@@ -116,7 +116,7 @@ class Generation:
         models: ModelService,
         options: ServingOptions,
         executor: TextExecutor,
-        grammars: Grammars,
+        grammars: GrammarCompiler,
         tracing: Tracing | None = None,
     ):
         self._tracing = tracing
@@ -179,13 +179,13 @@ class Generation:
     ) -> Response:
         """The complete response as JSON. Cancelling aborts the generation; `slot` is its reservation."""
         counter = request.usage_counter()
-        results = [Update(request_id, array("i")) for request_id in request.request_ids]
+        results = [SequenceOutput(request_id, array("i")) for request_id in request.request_ids]
         async with self._open(request, slot, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
                     _raise_error(update)
                     index = request.index(update)
-                    counter.add(index, request.visible(update))
+                    counter.count(index, request.visible(update))
                     results[index] = update  # the only one: see `every_step`
             usage = counter.usage(stream)
             body = await self._executor.run(
@@ -269,7 +269,8 @@ class Generation:
                 self._tracing.record(_trace(request, stream, error))
 
     def _response_options(self, parsed: ParsedRequest) -> ResponseOptions:
-        fields, has_tokenizer = parsed.fields, self._options.has_tokenizer
+        fields = parsed.fields
+        has_tokenizer = self._options.has_tokenizer
         stream_options = fields.stream_options
         _check_stream_options(fields)
         if fields.echo and not has_tokenizer:
@@ -311,7 +312,8 @@ class Generation:
         return prompts, params
 
     def _with_echo(self, fields: GenerationRequest, options: ResponseOptions, prompt: Prompt) -> Prompt:
-        tokenizer, skip_special = self._inputs.tokenizer, fields.skip_special_tokens is not False
+        tokenizer = self._inputs.tokenizer
+        skip_special = fields.skip_special_tokens is not False
         assert tokenizer is not None  # `_response_options` refuses echo without one
         echo = decode(tokenizer, prompt.ids, skip_special) if prompt.echo is None else prompt.echo
         has_logprobs = options.logprobs is not None
@@ -375,18 +377,19 @@ def _render(
     renderer: Renderer,
     request: GenerateRequest,
     counter: UsageCounter,
-    updates: list[Update],
+    updates: list[SequenceOutput],
     stream: Stream,
 ) -> bytes:
     """All events of `updates`, for one write."""
-    events, continuous = [], request.options.continuous_usage
+    events = []
+    continuous = request.options.continuous_usage
     for update in updates:
         _raise_error(update)
         index = request.index(update)
         if counter.is_first(index):
             events.append(renderer.begin(index, update, counter.usage(stream) if continuous else None))
-        counter.add(index, request.visible(update))
-        events.append(renderer.update(index, update, counter.usage(stream) if continuous else None))
+        counter.count(index, request.visible(update))
+        events.append(renderer.delta(index, update, counter.usage(stream) if continuous else None))
     return b"".join(events)
 
 
@@ -396,7 +399,7 @@ def _send(
     counter: UsageCounter,
     stream: Stream,
     client: EventWriter,
-    update: Update,
+    update: SequenceOutput,
 ) -> bool:
     """Write the events of an update of the only sequence, but not of a first or large one: False."""
     if counter.is_first(0) or not client.can_write() or _response_bytes(update) > INLINE_BYTES:
@@ -406,7 +409,7 @@ def _send(
     return True
 
 
-def _first_bytes(request: GenerateRequest, counter: UsageCounter, updates: list[Update]) -> int:
+def _first_bytes(request: GenerateRequest, counter: UsageCounter, updates: list[SequenceOutput]) -> int:
     """About how many bytes of the next events show prompts."""
     if not (request.options.echo or request.options.prompt_ids):
         return 0
@@ -414,7 +417,7 @@ def _first_bytes(request: GenerateRequest, counter: UsageCounter, updates: list[
     return sum(_TOKEN_BYTES * len(request.prompt(index).ids) for index in first)
 
 
-def _response_bytes(result: Update) -> int:
+def _response_bytes(result: SequenceOutput) -> int:
     """About how many bytes of a response come from `result`."""
     text = len(result.text) + len(result.reasoning) + call_characters(result.calls)
     return (
@@ -495,6 +498,6 @@ def _prompt_logprobs(fields: GenerationRequest) -> int | None:
     return count
 
 
-def _raise_error(update: Update) -> None:
+def _raise_error(update: SequenceOutput) -> None:
     if update.error:
         raise EngineError(update.error, code="engine_error")

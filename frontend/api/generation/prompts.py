@@ -55,7 +55,8 @@ class PromptEncoder:
 
     def kept_tokens(self, request: GenerationRequest) -> int | None:
         """How many prompt tokens `truncate_prompt_tokens` keeps; None without truncation."""
-        max_tokens, max_model_len = requested_max_tokens(request), self._inputs.max_model_len
+        max_tokens = requested_max_tokens(request)
+        max_model_len = self._inputs.max_model_len
         if max_tokens is None:  # a default never takes more than half of the context
             max_tokens = min(self.default_max_tokens, max_model_len // 2)
         return kept_tokens(request, max_model_len, max_tokens)
@@ -89,7 +90,8 @@ def truncated(ids: list[int], kept: int | None, request: GenerationRequest) -> l
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
     """The number of characters before the text of each id."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens)
-    offsets, total = [], 0
+    offsets = []
+    total = 0
     for token_id in ids:
         offsets.append(total)
         total += len(detokenizer.feed(token_id))

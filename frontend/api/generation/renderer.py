@@ -6,7 +6,7 @@ import msgspec
 
 from frontend.api.schemas.generation import Usage
 from frontend.errors import ApiError
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 
 __all__ = ["Renderer"]
 
@@ -18,16 +18,16 @@ class Renderer(Protocol):
     None unless the request asks for `continuous_usage_stats`.
     """
 
-    def response(self, results: list[Update], usage: Usage) -> msgspec.Struct | msgspec.Raw:
+    def response(self, results: list[SequenceOutput], usage: Usage) -> msgspec.Struct | msgspec.Raw:
         """The complete response; `results` has one update for each sequence."""
 
     def start(self) -> bytes:
         """The events before anything is generated."""
 
-    def begin(self, index: int, update: Update, usage: Usage | None) -> bytes:
+    def begin(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
         """The events before the first text of a sequence; `update` is its first."""
 
-    def update(self, index: int, update: Update, usage: Usage | None) -> bytes:
+    def delta(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
         """The events of one update."""
 
     def end(self, usage: Usage) -> bytes:

@@ -15,7 +15,8 @@ from frontend.text.constraint import Constraint, constraint_of
 
 __all__ = ["reply_constraint"]
 
-_RESPONSE_FORMAT, _STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
+_RESPONSE_FORMAT = "response_format"
+_STRUCTURED_OUTPUTS = "structured_outputs"
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -32,10 +33,11 @@ class _StructuralTag(msgspec.Struct):
 def reply_constraint(fields: GenerationRequest, prompt: Prompt) -> Constraint | None:
     """What the reply must be; None for any.
 
-    Beside functions that may be called, it is either calls or the structured output. Raises RequestError
+    Next to functions that may be called, it is either calls or the structured output. Raises RequestError
     naming the field at fault.
     """
-    content, calls = _read_constraint(fields), prompt.constraint
+    content = _read_constraint(fields)
+    calls = prompt.constraint
     if content is None or (calls is not None and prompt.optional_calls is None):
         return calls or content  # a reply that must have calls has no other content
     if prompt.optional_calls is None and prompt.frame is None:
@@ -49,7 +51,8 @@ def reply_constraint(fields: GenerationRequest, prompt: Prompt) -> Constraint | 
 
 def _as_format(content: Constraint) -> Format:
     """The grammar as a part of a structural tag. Raises RequestError for one that cannot be a part."""
-    source, field = content.source, content.field
+    source = content.source
+    field = content.field
     if not source.any_whitespace:
         raise RequestError(
             f"'{field}': 'disable_any_whitespace' cannot be enforced beside tools, or for this model",
@@ -85,7 +88,8 @@ def _read_constraint(fields: GenerationRequest) -> Constraint | None:
         if (value := getattr(fields, field)) not in (None, []):
             found += _of(field, {name: value})
     if len(found) > 1:
-        first, second = found[0].field, found[1].field
+        first = found[0].field
+        second = found[1].field
         raise RequestError(f"'{first}' and '{second}' both say what the output must be: send one", second)
     return found[0] if found else None
 

@@ -12,7 +12,7 @@ Format = dict[str, Any]
 
 
 def in_frame(reply: Format, frame: ReplyFrame | None) -> Format:
-    """`reply` behind the reasoning that the frame allows."""
+    """`reply` after the reasoning that the frame allows."""
     if frame is None:
         return reply
     begin, end = (literal(marker, frame.tokens) for marker in frame.reasoning)

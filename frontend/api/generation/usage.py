@@ -4,7 +4,7 @@ import msgspec
 
 from frontend.api.schemas.generation import CompletionTokensDetails, PromptTokensDetails, Usage
 from frontend.engine_client.streams import Stream
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 
 __all__ = ["UsageCounter"]
 
@@ -29,7 +29,7 @@ class UsageCounter:
         """Whether choice `index` has had no update yet."""
         return not self._started_choices[index]
 
-    def add(self, index: int, update: Update) -> None:
+    def count(self, index: int, update: SequenceOutput) -> None:
         """Count one update of choice `index`."""
         self._started_choices[index] = True
         self._tokens[index] += len(update.token_ids)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 from frontend.text.reply_formats.base import CallDelta
 
 __all__ = ["CALL", "REASONING", "TEXT", "Piece", "pieces"]
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     """Set where a call begins: its id and name."""
 
 
-def pieces(update: Update) -> Iterator[Piece]:
+def pieces(update: SequenceOutput) -> Iterator[Piece]:
     """What an update adds, in the order in which models write it."""
     for call in update.calls:
         if not call.id:  # of the call that is open

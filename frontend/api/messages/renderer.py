@@ -12,7 +12,7 @@ from frontend.api.messages.errors import anthropic_error
 from frontend.api.messages.schema import MessagesResponse, MessagesUsage
 from frontend.api.schemas.generation import Usage
 from frontend.errors import ApiError
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 
 __all__ = ["MessagesRenderer"]
 
@@ -28,16 +28,16 @@ class MessagesRenderer:
         """Index of the open content block."""
         self._kind: str | None = None
         """Its kind; None if none is open."""
-        self._last: Update | None = None
+        self._last: SequenceOutput | None = None
 
-    def response(self, results: list[Update], usage: Usage) -> MessagesResponse:
+    def response(self, results: list[SequenceOutput], usage: Usage) -> MessagesResponse:
         (result,) = results
         return self._message([_block(piece) for piece in pieces(result)], result, _total(usage))
 
     def start(self) -> bytes:
         return b""
 
-    def begin(self, index: int, update: Update, usage: Usage | None) -> bytes:
+    def begin(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
         prompt = len(self._request.prompt(index).ids)
         cached = update.cached_tokens
         message = MessagesResponse(
@@ -53,7 +53,7 @@ class MessagesRenderer:
         )
         return _event("message_start", message=message) + _event("ping")
 
-    def update(self, index: int, update: Update, usage: Usage | None) -> bytes:
+    def delta(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
         self._last = update
         return b"".join(event for piece in pieces(update) for event in self._piece(piece))
 
@@ -71,7 +71,7 @@ class MessagesRenderer:
         return b"event: error\ndata: %b\n\n" % anthropic_error(error)
 
     def _message(
-        self, content: list[dict[str, Any]], end: Update | None, usage: MessagesUsage
+        self, content: list[dict[str, Any]], end: SequenceOutput | None, usage: MessagesUsage
     ) -> MessagesResponse:
         return MessagesResponse(
             id=self._request.id,
@@ -135,7 +135,7 @@ def _arguments(text: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"arguments": text}
 
 
-def _stop_reason(result: Update) -> str:
+def _stop_reason(result: SequenceOutput) -> str:
     if result.reason in INCOMPLETE:
         return "max_tokens"
     if result.called:
@@ -143,7 +143,7 @@ def _stop_reason(result: Update) -> str:
     return "end_turn" if _stop_sequence(result) is None else "stop_sequence"
 
 
-def _stop_sequence(result: Update) -> str | None:
+def _stop_sequence(result: SequenceOutput) -> str | None:
     return result.stop_reason if isinstance(result.stop_reason, str) else None
 
 

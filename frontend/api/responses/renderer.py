@@ -15,7 +15,7 @@ from frontend.api.responses.response_store import StoredResponse, joined_lists
 from frontend.api.responses.schema import Response, ResponseUsage
 from frontend.api.schemas.generation import Usage
 from frontend.errors import ApiError
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 
 __all__ = ["ResponseEcho", "ResponsesRenderer"]
 
@@ -78,7 +78,7 @@ class ResponsesRenderer:
         self._open: _OpenItem | None = None
         self._is_incomplete = False
 
-    def response(self, results: list[Update], usage: Usage) -> msgspec.Raw:
+    def response(self, results: list[SequenceOutput], usage: Usage) -> msgspec.Raw:
         (result,) = results
         self._is_incomplete = result.reason in INCOMPLETE
         found = list(pieces(result))
@@ -93,10 +93,10 @@ class ResponsesRenderer:
         created = self._object(_IN_PROGRESS)
         return self._event("created", response=created) + self._event("in_progress", response=created)
 
-    def begin(self, index: int, update: Update, usage: Usage | None) -> bytes:
+    def begin(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
         return b""
 
-    def update(self, index: int, update: Update, usage: Usage | None) -> bytes:
+    def delta(self, index: int, update: SequenceOutput, usage: Usage | None) -> bytes:
         self._is_incomplete = update.reason in INCOMPLETE
         return b"".join(event for piece in pieces(update) for event in self._piece(piece))
 

@@ -89,7 +89,7 @@ class CallText:
     style: str = "json"
     """How arguments are written, by xgrammar's name."""
     no_content: tuple[str, ...] = ()
-    """Markers beside `trigger` with which a call could begin in other text."""
+    """Markers besides `trigger` with which a call could begin in other text."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """The ids of the markers that are special tokens, which have no text for a grammar."""
 
@@ -108,7 +108,7 @@ class ReplyFrame:
 
 @dataclass(frozen=True)
 class ReasoningIds:
-    """The tokens that mark the reasoning of a reply: structured output begins behind it."""
+    """The tokens that mark the reasoning of a reply: structured output begins after it."""
 
     inside: bool
     """Whether the reply begins inside of the reasoning."""
@@ -148,7 +148,7 @@ class ReplyFormat(Protocol):
 
     @property
     def frame(self) -> ReplyFrame | None:
-        """None: the content needs no marker, and structured output begins behind the reasoning."""
+        """None: the content needs no marker, and structured output begins after the reasoning."""
 
     @property
     def separates_reasoning(self) -> bool:

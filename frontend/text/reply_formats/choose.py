@@ -17,7 +17,9 @@ from frontend.text.tokenizer import Tokenizer
 __all__ = ["REASONING", "TOOL_CALLS", "TextFormat", "choose_format"]
 
 _HARMONY = "gpt_oss"
-_NONE, _OPENAI, _OPENAI_REASONING = "none", "openai", "openai_gptoss"
+_NONE = "none"
+_OPENAI = "openai"
+_OPENAI_REASONING = "openai_gptoss"
 
 TOOL_CALLS: dict[str, type[TextParser]] = {
     "deepseek_v3": DeepSeekV3,
@@ -30,7 +32,7 @@ TOOL_CALLS: dict[str, type[TextParser]] = {
     "qwen3_coder": Qwen3Coder,
     "qwen3_xml": Qwen3Coder,
 }
-"""vLLM's names; beside them "openai" is Harmony, and "none" parses no tool calls."""
+"""vLLM's names; besides these, "openai" is Harmony, and "none" parses no tool calls."""
 
 REASONING: dict[str, Think] = {
     "deepseek_r1": Think(implicit=True),
@@ -39,7 +41,7 @@ REASONING: dict[str, Think] = {
     "kimi_k2": Think(),
     "qwen3": Think(),
 }
-"""vLLM's names; beside them "openai_gptoss" is Harmony, and "none" separates no reasoning."""
+"""vLLM's names; besides these, "openai_gptoss" is Harmony, and "none" separates no reasoning."""
 
 # The first one whose texts the template writes.
 _SIGNS: tuple[tuple[tuple[str, ...], type[TextParser]], ...] = (
@@ -69,12 +71,10 @@ class TextFormat:
 
     @property
     def parses_calls(self) -> bool:
-        """See ReplyFormat."""
         return self._calls is not None
 
     @property
     def call_text(self) -> CallText | None:
-        """See ReplyFormat."""
         text = self._calls.CALL_TEXT if self._calls is not None else None
         if text is None or self._calls is None:
             return None
@@ -85,15 +85,12 @@ class TextFormat:
 
     @property
     def separates_reasoning(self) -> bool:
-        """See ReplyFormat."""
         return self._think is not None
 
     def is_needed(self, options: ReplyOptions) -> bool:
-        """See ReplyFormat."""
         return self._think is not None or (self._calls is not None and options.tools is not None)
 
     def parser(self, options: ReplyOptions) -> ReplyParser:
-        """See ReplyFormat."""
         return (self._calls or TextParser)(options, self._think, self._special)
 
     def ends_thinking(self, prompt_ids: list[int], prompt: str) -> bool:
@@ -103,17 +100,19 @@ class TextFormat:
         """
         if self._think is None:
             return False
-        begin, tokenizer = self._added_id(self._think.begin), self._tokenizer
+        begin = self._added_id(self._think.begin)
+        tokenizer = self._tokenizer
         if begin is None or tokenizer is None:  # a vocabulary without such a token
             return prompt.rstrip().endswith(self._think.begin)
         return next((i == begin for i in reversed(prompt_ids) if i in tokenizer.added_ids), False)
 
     def reasoning_ids(self, prompt_ids: list[int], prompt: str) -> ReasoningIds | None:
-        """See ReplyFormat."""
-        think, tokenizer = self._think, self._tokenizer
+        think = self._think
+        tokenizer = self._tokenizer
         if think is None or tokenizer is None:
             return None
-        begin, end = self._added_id(think.begin), self._added_id(think.end)
+        begin = self._added_id(think.begin)
+        end = self._added_id(think.end)
         last = next((i for i in reversed(prompt_ids) if i in tokenizer.added_ids), None)
         if last is not None and last == end:
             return None  # the template has closed the reasoning

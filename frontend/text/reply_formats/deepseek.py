@@ -2,7 +2,7 @@
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>N<｜tool▁sep｜>{…}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-V3 and R1 write `function` before the separator, and behind it the name and the arguments in a code block.
+V3 and R1 write `function` before the separator, and after it the name and the arguments in a code block.
 """
 
 from dataclasses import replace
@@ -13,10 +13,13 @@ from frontend.text.reply_formats.text import MAX_HEADER, Markers
 
 __all__ = ["DeepSeek", "DeepSeekV3"]
 
-_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_CALLS = "<｜tool▁calls▁begin｜>"
+_CALLS_END = "<｜tool▁calls▁end｜>"
+_CALL = "<｜tool▁call▁begin｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
-_TYPE, _FENCE = "function", "```json"
+_TYPE = "function"
+_FENCE = "```json"
 _V31 = CallText(
     before_name=_CALL,
     before_arguments=_SEPARATOR,
@@ -34,7 +37,10 @@ class DeepSeek(SectionCalls):
     CALL_TEXT = _V31
     OPENERS = (_CALLS, _CALL)
     MARKERS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
-    CALL, SEPARATOR, CALL_END, SECTION_END = _CALL, _SEPARATOR, _CALL_END, _CALLS_END
+    CALL = _CALL
+    SEPARATOR = _SEPARATOR
+    CALL_END = _CALL_END
+    SECTION_END = _CALLS_END
     BETWEEN = Markers(_CALL, _CALLS_END)
     HEADER_ENDS = Markers(_SEPARATOR, _CALL_END, _CALL, _CALLS_END)
     ARGUMENT_ENDS = Markers(_CALL_END, "\n```" + _CALL_END, "```" + _CALL_END, _CALL, _CALLS_END)
@@ -43,7 +49,8 @@ class DeepSeek(SectionCalls):
     def _begin(self, head: str) -> bool:
         name = head.strip()
         if name == _TYPE:
-            self._head, self._raw = "", self._raw + head + _SEPARATOR
+            self._head = ""
+            self._raw = self._raw + head + _SEPARATOR
             self._state = self._after_type
         elif name:
             self._start(name)
@@ -72,7 +79,8 @@ class DeepSeek(SectionCalls):
         if marker is None and not self._ended and len(self._head) <= MAX_HEADER:
             return False
         if marker == _CALL:
-            self._buffer, marker = marker + self._buffer, ""
+            self._buffer = marker + self._buffer
+            marker = ""
         self._reject(self._raw + self._head + (marker or ""))
         return True
 

@@ -14,9 +14,12 @@ from frontend.text.reply_formats.xml_calls import ANY, XmlCalls
 
 __all__ = ["Glm"]
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_KEY, _KEY_END = "<arg_key>", "</arg_key>"
-_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+_KEY = "<arg_key>"
+_KEY_END = "</arg_key>"
+_VALUE = "<arg_value>"
+_VALUE_END = "</arg_value>"
 _NAME_ENDS = Markers("\n", _KEY, _CLOSE, _OPEN)
 _KEY_ENDS = Markers(_KEY_END, _VALUE, _KEY, _CLOSE)
 _VALUE_BEGINS = Markers(_VALUE, _KEY, _CLOSE)
@@ -46,7 +49,8 @@ class Glm(XmlCalls):
     _parameter = ""
 
     def _opened(self, marker: str) -> None:
-        self._head, self._state = "", self._name
+        self._head = ""
+        self._state = self._name
 
     def _name(self) -> bool:
         text, marker = self._take(_NAME_ENDS)
@@ -63,7 +67,8 @@ class Glm(XmlCalls):
             self._state = self._between
         else:
             if marker == _OPEN:
-                self._buffer, marker = marker + self._buffer, ""
+                self._buffer = marker + self._buffer
+                marker = ""
             self._reject(_OPEN + self._head + (marker or ""))
         return True
 

@@ -106,11 +106,9 @@ class _Channels:
 
     @property
     def called(self) -> bool:
-        """See ReplyParser."""
         return self._index >= 0
 
     def feed(self, token_id: int, text: str) -> ReplyDelta:
-        """See ReplyParser."""
         if (tag := self._tags.get(token_id)) is not None:
             return self._apply(tag)
         if self._header is None:
@@ -118,11 +116,11 @@ class _Channels:
         self._header += text
         if len(self._header) <= _LONGEST_HEADER:
             return ReplyDelta()
-        text, self._header = self._header.removeprefix("\n"), None
+        text = self._header.removeprefix("\n")
+        self._header = None
         return ReplyDelta(text)
 
     def finish(self, text: str, complete: bool) -> ReplyDelta:
-        """See ReplyParser."""
         if self._header is not None:  # a call whose name is not known is content
             return ReplyDelta(self._header.strip() + text if self._function(self._header) else "")
         last = self._in_body(text)
@@ -139,7 +137,8 @@ class _Channels:
         return ReplyDelta(calls=self._shown(CallDelta(self._index, arguments=text)))
 
     def _apply(self, tag: _Tag) -> ReplyDelta:
-        header, self._header = self._header, None
+        header = self._header
+        self._header = None
         out = ReplyDelta(calls=self._end_call())
         self._body = _Body.CONTENT
         if tag is _Tag.START:
@@ -151,7 +150,7 @@ class _Channels:
         return out
 
     def _begin(self, header: str) -> list[CallDelta]:
-        """Set the kind of the message behind `header`."""
+        """Set the kind of the message that follows `header`."""
         channel = header.rpartition("\n")[2].split()[:1]
         if (name := self._function(header)) is not None:
             self._body = _Body.CALL
@@ -164,7 +163,8 @@ class _Channels:
 
     def _function(self, header: str) -> str | None:
         """The offered function that a message is for."""
-        found, tools = _RECIPIENT.search(header), self._options.tools
+        found = _RECIPIENT.search(header)
+        tools = self._options.tools
         if found is None or tools is None:
             return None
         if found[1].startswith(_NAMESPACE):
@@ -172,7 +172,8 @@ class _Channels:
         return found[1] if found[1] in tools else None
 
     def _end_call(self) -> list[CallDelta]:
-        ended, self._body = self._body is _Body.CALL, _Body.CONTENT
+        ended = self._body is _Body.CALL
+        self._body = _Body.CONTENT
         if not ended or self._has_arguments:
             return []
         return self._shown(CallDelta(self._index, arguments="{}"))

@@ -13,7 +13,8 @@ from frontend.text.reply_formats.text import Markers
 
 __all__ = ["Hermes"]
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
 
 
 class Hermes(JsonCalls):

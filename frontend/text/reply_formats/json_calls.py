@@ -40,9 +40,11 @@ class JsonSpan:
         """Where in `text` the value ends; None: not in it."""
         at = 0
         if self._escaped and text:
-            self._escaped, at = False, 1
+            self._escaped = False
+            at = 1
         while (found := (_INSIDE if self.in_string else _OUTSIDE).search(text, at)) is not None:
-            character, at = found[0], found.end()
+            character = found[0]
+            at = found.end()
             if character == "\\":
                 self._escaped = at == len(text)
                 at += 1
@@ -70,7 +72,9 @@ class JsonCalls(TextParser):
         self._opener = self._raw = ""
 
     def _opened(self, marker: str) -> None:
-        self._opener, self._raw, self._span = marker, "", JsonSpan()
+        self._opener = marker
+        self._raw = ""
+        self._span = JsonSpan()
         self._state = self._header
 
     def _header(self) -> bool:
@@ -107,7 +111,7 @@ class JsonCalls(TextParser):
         return True
 
     def _tail(self) -> bool:
-        """Behind the arguments: the end of the object, perhaps with further fields."""
+        """After the arguments: the end of the object, perhaps with further fields."""
         text, marker = self._take(self.CLOSERS)
         self._raw += text
         if marker is None and not self._ended and len(self._raw) <= MAX_HEADER:
@@ -137,19 +141,22 @@ class JsonCalls(TextParser):
         call = _call(self._raw)
         if call is None or not self._accepts(call[0]):
             if marker in self.OPENERS:
-                self._buffer, marker = marker + self._buffer, ""
+                self._buffer = marker + self._buffer
+                marker = ""
             self._reject(self._opener + self._raw + marker)
             return True
         self._start(call[0])
         self._argue(call[1])
         self._buffer = marker + self._buffer
-        self._raw, self._state = "", self._tail
+        self._raw = ""
+        self._state = self._tail
         return True
 
     def _give_up(self) -> bool:
         """The header is not one of a call: it is content."""
         self._reject(self._opener)
-        text, self._buffer = self._buffer, ""
+        text = self._buffer
+        self._buffer = ""
         self._write(text)
         return False
 
@@ -158,7 +165,7 @@ class JsonCalls(TextParser):
         return True
 
     def _closed(self, marker: str | None) -> None:
-        """Set the state behind a call."""
+        """Set the state that follows a call."""
         self._end()
         if marker is not None and marker in self.OPENERS:
             self._opened(marker)

@@ -12,8 +12,10 @@ from frontend.text.reply_formats.text import Markers
 
 __all__ = ["KimiK2"]
 
-_CALLS, _CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-_CALL, _CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+_CALLS = "<|tool_calls_section_begin|>"
+_CALLS_END = "<|tool_calls_section_end|>"
+_CALL = "<|tool_call_begin|>"
+_CALL_END = "<|tool_call_end|>"
 _SEPARATOR = "<|tool_call_argument_begin|>"
 _NAMESPACE = "functions."
 
@@ -23,7 +25,10 @@ class KimiK2(SectionCalls):
 
     OPENERS = (_CALLS, _CALL)
     MARKERS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
-    CALL, SEPARATOR, CALL_END, SECTION_END = _CALL, _SEPARATOR, _CALL_END, _CALLS_END
+    CALL = _CALL
+    SEPARATOR = _SEPARATOR
+    CALL_END = _CALL_END
+    SECTION_END = _CALLS_END
     BETWEEN = Markers(_CALL, _CALLS_END)
     HEADER_ENDS = Markers(_SEPARATOR, _CALL_END, _CALL, _CALLS_END)
     ARGUMENT_ENDS = Markers(_CALL_END, _CALL, _CALLS_END)

@@ -1,4 +1,4 @@
-"""Llama 3.1 and 3.2: a JSON object, perhaps behind a tag, or several with semicolons between them.
+"""Llama 3.1 and 3.2: a JSON object, perhaps after a tag, or several with semicolons between them.
 
     <|python_tag|>{"name": "f", "parameters": {…}}; {"name": "g", "parameters": {…}}
 

@@ -17,9 +17,12 @@ from frontend.text.reply_formats.xml_calls import STRING, XmlCalls
 
 __all__ = ["Qwen3Coder"]
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+_FUNCTION = "<function="
+_FUNCTION_END = "</function>"
+_PARAMETER = "<parameter="
+_PARAMETER_END = "</parameter>"
 _NAME_ENDS = Markers(">", "\n", "<")
 
 
@@ -51,7 +54,7 @@ class Qwen3Coder(XmlCalls):
         self._state = self._expect if marker == _OPEN else self._name
 
     def _expect(self) -> bool:
-        """Behind `<tool_call>`."""
+        """After `<tool_call>`: a function begins."""
         text = self._buffer.lstrip()
         if text.startswith(_FUNCTION):
             self._head = _OPEN + self._buffer[: len(self._buffer) - len(text)] + _FUNCTION
@@ -107,7 +110,7 @@ class Qwen3Coder(XmlCalls):
         return True
 
     def _closing(self) -> bool:
-        """Behind `</function>`."""
+        """After `</function>`: the end of the call."""
         text = self._buffer.lstrip()
         if text.startswith(_CLOSE):
             self._buffer = text[len(_CLOSE) :]

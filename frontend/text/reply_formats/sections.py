@@ -29,7 +29,8 @@ class SectionCalls(TextParser):
     """What was consumed of a call whose name is not known."""
 
     def _opened(self, marker: str) -> None:
-        self._head, self._raw = "", marker
+        self._head = ""
+        self._raw = marker
         self._state = self._header if marker == self.CALL else self._section
 
     def _section(self) -> bool:
@@ -54,7 +55,8 @@ class SectionCalls(TextParser):
         if marker == self.SEPARATOR and self._begin(self._head):
             return True
         if marker in self.OPENERS:
-            self._buffer, marker = marker + self._buffer, ""
+            self._buffer = marker + self._buffer
+            marker = ""
         self._reject(self._raw + self._head + marker)
         return True
 
@@ -67,7 +69,8 @@ class SectionCalls(TextParser):
         self._buffer = self._buffer.lstrip()
         if not self._buffer and not self._ended:
             return False
-        self._span, self._state = JsonSpan(), self._arguments
+        self._span = JsonSpan()
+        self._state = self._arguments
         return True
 
     def _arguments(self) -> bool:

@@ -69,7 +69,6 @@ class TextParser:
     OPENERS: ClassVar[tuple[str, ...]] = ()
     """Markers that begin a tool call. The first one also ends the reasoning."""
     CALL_TEXT: ClassVar[CallText | None] = None
-    """See ReplyFormat.call_text."""
     MARKERS: ClassVar[tuple[str, ...]] = ()
     """All markers of tool calls: of these, special tokens are kept."""
 
@@ -81,7 +80,7 @@ class TextParser:
         self._out = ReplyDelta()
         self._ended = self._complete = False
         self._blank = ""
-        """White space at the beginning, or behind a call: content only if more content follows."""
+        """White space at the beginning, or after a call: content only if more content follows."""
         self._has_text = False
         """Whether there was other content since the beginning or the last call."""
         self._index = -1
@@ -97,14 +96,13 @@ class TextParser:
         return self._index >= 0
 
     def feed(self, token_id: int, text: str) -> ReplyDelta:
-        """See ReplyParser."""
         self._buffer += text or self._special.get(token_id, "")
         return self._run()
 
     def finish(self, text: str, complete: bool) -> ReplyDelta:
-        """See ReplyParser."""
         self._buffer += text
-        self._ended, self._complete = True, complete
+        self._ended = True
+        self._complete = complete
         self._run_states()
         if self._blank and not self.called:
             self._out.text += self._blank
@@ -114,7 +112,8 @@ class TextParser:
         if not self._buffer:
             return ReplyDelta()
         self._run_states()
-        out, self._out = self._out, ReplyDelta()
+        out = self._out
+        self._out = ReplyDelta()
         return out
 
     def _run_states(self) -> None:
@@ -129,13 +128,15 @@ class TextParser:
     # Reading
 
     def _take(self, markers: Markers) -> tuple[str, str | None]:
-        """Consume (text, the marker behind it). Without a marker, what may begin one stays."""
+        """Consume (text, the marker after it). Without a marker, what may begin one stays."""
         found = markers.find(self._buffer)
         if found is not None:
-            text, self._buffer = self._buffer[: found.start()], self._buffer[found.end() :]
+            text = self._buffer[: found.start()]
+            self._buffer = self._buffer[found.end() :]
             return text, found[0]
         end = len(self._buffer) - (0 if self._ended else markers.held(self._buffer))
-        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        text = self._buffer[:end]
+        self._buffer = self._buffer[end:]
         return text, None
 
     def _skip(self, marker: str) -> bool | None:
@@ -150,7 +151,8 @@ class TextParser:
     def _before(self) -> bool:
         """At the beginning of a reply, which may begin with reasoning."""
         assert self._think is not None
-        start, text = self._think.begin, self._buffer.lstrip()
+        start = self._think.begin
+        text = self._buffer.lstrip()
         if text.startswith(start):
             self._buffer = text
         elif not self._ended and start.startswith(text) and len(self._buffer) < MAX_HEADER:
@@ -181,7 +183,7 @@ class TextParser:
         return True
 
     def _after(self) -> bool:
-        """Behind the reasoning: newlines and further closing markers are no content."""
+        """After the reasoning: newlines and further closing markers are no content."""
         assert self._think is not None
         self._buffer = self._buffer.lstrip("\n")
         found = self._skip(self._think.end)
@@ -210,7 +212,7 @@ class TextParser:
         return True
 
     def _opened(self, marker: str) -> None:
-        """Set the state behind the first marker of a tool call."""
+        """Set the state that follows the first marker of a tool call."""
         raise NotImplementedError
 
     def _write(self, text: str) -> None:
@@ -219,7 +221,9 @@ class TextParser:
             self._blank += text
             if not self._blank or (self._blank.isspace() and len(self._blank) <= MAX_HEADER):
                 return
-            text, self._blank, self._has_text = self._blank, "", True
+            text = self._blank
+            self._blank = ""
+            self._has_text = True
         self._out.text += text
 
     def _reject(self, raw: str) -> None:
@@ -231,7 +235,8 @@ class TextParser:
 
     def _start(self, name: str, call_id: str = "") -> None:
         """Begin a tool call."""
-        self._blank, self._has_text = "", False
+        self._blank = ""
+        self._has_text = False
         self._index += 1
         self._has_arguments = False
         if self._shows_call:
@@ -252,7 +257,8 @@ class TextParser:
 
     def _end(self) -> None:
         """End the current call; without arguments they are an empty object."""
-        self._blank, self._has_text = "", False
+        self._blank = ""
+        self._has_text = False
         if not self._has_arguments:
             self._argue("{}")
 

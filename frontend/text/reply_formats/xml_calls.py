@@ -21,7 +21,7 @@ STRING = frozenset({"string"})
 _ORDER = ("null", "integer", "number", "boolean", "object", "array")
 ANY = frozenset({*_ORDER, *STRING})
 _EXACT = "exact"
-"""Beside the types: the schema names the texts of a string, so that white space around is no part of it."""
+"""Besides the types: the schema names the texts of a string, so that white space around is no part of it."""
 _TEXTS = frozenset({"enum", "const", "pattern"})
 _BOOLEANS = {"true": "true", "1": "true", "false": "false", "0": "false"}
 _INTEGER = re.compile(r"(-?(?:0|[1-9]\d*))(?:\.0+)?")
@@ -41,7 +41,7 @@ class XmlCalls(TextParser, ABC):
     """`PARAMETER`, and the tags that end a function."""
     VALUE_END: ClassVar[str]
     VALUE_ENDS: ClassVar[Markers]
-    """`VALUE_END`, also behind a newline, and the tags that end a value without it."""
+    """`VALUE_END`, also after a newline, and the tags that end a value without it."""
 
     ENFORCED_ENDS: ClassVar[Markers]
     """The same, where a grammar enforces `VALUE_END`."""
@@ -53,15 +53,15 @@ class XmlCalls(TextParser, ABC):
     _value: str | None = None
     """The value that is held until it ends; None while a string is streamed."""
     _span: JsonSpan | None = None
-    """Of a value that must be JSON, where it is enforced."""
+    """Span of a value that must be JSON, where it is enforced."""
 
     @abstractmethod
     def _key(self) -> bool:
-        """Behind `PARAMETER`; `_head` is empty."""
+        """After `PARAMETER`; `_head` is empty."""
 
     @abstractmethod
     def _after_function(self, marker: str) -> None:
-        """Behind a tag that ended a function."""
+        """After a tag that ended a function."""
 
     def _between(self) -> bool:
         """Between parameters."""
@@ -72,7 +72,8 @@ class XmlCalls(TextParser, ABC):
                 self._end_function()
             return False
         if marker == self.PARAMETER:
-            self._head, self._state = "", self._key
+            self._head = ""
+            self._state = self._key
             return True
         self._end_function()
         self._after_function(marker)
@@ -135,13 +136,15 @@ class XmlCalls(TextParser, ABC):
         self._end()
 
     def _parameter_kinds(self, parameter: str) -> frozenset[str]:
-        known, key = self._options.kinds, (self._function, parameter)
+        known = self._options.kinds
+        key = (self._function, parameter)
         schema = (self._options.tools or {}).get(self._function, {})
         properties = schema.get("properties")
         if isinstance(properties, Mapping) and parameter in properties:
             wanted = properties[parameter]
         else:
-            key, wanted = (self._function, ""), schema.get("additionalProperties")
+            key = (self._function, "")
+            wanted = schema.get("additionalProperties")
         if key not in known:
             known[key] = kinds_of(wanted, schema) or self.UNKNOWN
         return known[key]
@@ -159,7 +162,8 @@ def typed(text: str, kinds: frozenset[str]) -> str:
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a schema allows; empty if it does not say. `root` has its `$defs`."""
     kinds: set[str] = set()
-    waiting, seen = [schema], 0
+    waiting = [schema]
+    seen = 0
     while waiting and seen < _MAX_SCHEMAS:
         seen += 1
         if isinstance(found := waiting.pop(), Mapping):

@@ -11,7 +11,7 @@ from atom.integrations.dynamo.card import write_card
 from atom.integrations.dynamo.reply import Reply
 from atom.integrations.dynamo.request import DynamoRequest, read_request
 from frontend.errors import RequestError
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 from frontend.text.token_logprobs import TokenLogprob
 from tests.helpers import tiny_tokenizer
 
@@ -116,8 +116,8 @@ def test_neutral_values_are_accepted() -> None:
     read(stop=["x"], include_stop_str_in_output=True, skip_special_tokens=False, extra_args={"nvext": {}})
 
 
-def update(ids: list[int], **fields: Any) -> Update:
-    return Update(40, array("i", ids), **fields)
+def update(ids: list[int], **fields: Any) -> SequenceOutput:
+    return SequenceOutput(40, array("i", ids), **fields)
 
 
 def test_chunks_have_new_ids_and_the_last_one_the_usage() -> None:

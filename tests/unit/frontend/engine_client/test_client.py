@@ -11,7 +11,7 @@ import pytest
 from atom.shared.messages.supervisor import EngineEnded
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.client_settings import ClientSettings
-from frontend.engine_client.dp_router import Router
+from frontend.engine_client.dp_router import DPRouter
 from frontend.errors import EngineLostError, RequestError, UnavailableError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import OutputProcessor, TextOptions
@@ -267,7 +267,7 @@ def test_the_smallest_context_length_counts(start: Start) -> None:
     async def run() -> None:
         settings = ClientSettings(num_ranks=2)
         addresses = [core.address for core in cores]
-        router, output = Router("least_tokens", 2, block_size=16), OutputProcessor(None)
+        router, output = DPRouter("least_tokens", 2, block_size=16), OutputProcessor(None)
         client = EngineClient(addresses, settings, router, output, Metrics(), seen.append)
         async with client:
             await until(lambda: all(client.engines.up.values()))

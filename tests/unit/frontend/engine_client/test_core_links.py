@@ -17,7 +17,7 @@ from atom.shared.messages.engine import (
     TokenDeltas,
 )
 from frontend.engine_client.core_links import CoreLinks
-from frontend.engine_client.dp_router import Router
+from frontend.engine_client.dp_router import DPRouter
 from tests.helpers.fake_core import FakeCore, Script
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
@@ -25,12 +25,12 @@ WAIT_S = 10.0
 
 
 @contextmanager
-def connected(directory: Path, script: Script) -> Iterator[tuple[CoreLinks, Router, list[FakeCore]]]:
+def connected(directory: Path, script: Script) -> Iterator[tuple[CoreLinks, DPRouter, list[FakeCore]]]:
     with (
         FakeCore(directory, lambda _: script) as first,
         FakeCore(directory, lambda _: script, rank=1) as second,
     ):
-        context, router = zmq.Context(), Router("least_requests", 2, 16)
+        context, router = zmq.Context(), DPRouter("least_requests", 2, 16)
         links = CoreLinks(context, [first.address, second.address], router)
         links.connect()
         try:

@@ -10,14 +10,14 @@ import pytest
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.engine import pack_ids
-from frontend.engine_client.dp_router import Charge, Policy, RoutedPrompt, Router, router_for
+from frontend.engine_client.dp_router import Charge, DPRouter, Policy, RoutedPrompt, router_for
 
 BLOCK = 4
 ALL = (0, 1, 2)
 
 
-def router(policy: Policy, ranks: int = 3, first_rank: int = 0) -> Router:
-    return Router(policy, ranks, BLOCK, first_rank)
+def router(policy: Policy, ranks: int = 3, first_rank: int = 0) -> DPRouter:
+    return DPRouter(policy, ranks, BLOCK, first_rank)
 
 
 def prompt(ids: Sequence[int], max_tokens: int = 10, n: int = 1, salt: str = "") -> RoutedPrompt:
@@ -28,7 +28,7 @@ def random_prompt(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(1000), k=length)
 
 
-def ranks_of(router: Router, prompts: Sequence[RoutedPrompt], ready: Sequence[int] = ALL) -> list[int]:
+def ranks_of(router: DPRouter, prompts: Sequence[RoutedPrompt], ready: Sequence[int] = ALL) -> list[int]:
     return [router.route(each, ready).rank for each in prompts]
 
 
@@ -164,7 +164,7 @@ def test_what_was_routed_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_prefixes_of_a_very_long_prompt_are_few() -> None:
-    made = Router("prefix", 2, 16)
+    made = DPRouter("prefix", 2, 16)
     lengths = made._prefixes._ends
     assert lengths[:6] == [0, 16, 32, 48, 64, 80] and lengths[-1] >= 1 << 18 and len(lengths) < 60
     assert all(low < high <= low * 1.25 + 16 for low, high in pairwise(lengths))
@@ -212,7 +212,7 @@ class RankCaches:
             known.add(key)
 
 
-def imbalance(made: Router, ranks: int) -> float:
+def imbalance(made: DPRouter, ranks: int) -> float:
     """The largest difference of a rank's tokens in flight to the mean of all, as a share of it."""
     tokens = [made.load(rank)[1] for rank in range(ranks)]
     mean = sum(tokens) / ranks

@@ -13,7 +13,7 @@ import pytest
 from atom.shared.messages.engine import AddRequest, FinishReason
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.client_settings import ClientSettings
-from frontend.engine_client.dp_router import Router
+from frontend.engine_client.dp_router import DPRouter
 from frontend.errors import ApiError, EngineLostError, UnavailableError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import OutputProcessor, TextOptions
@@ -36,7 +36,7 @@ def script(_: AddRequest) -> Script:
 async def connected(core: FakeCore, hang_timeout: float = 600.0) -> AsyncIterator[EngineClient]:
     output = OutputProcessor(None)
     settings = ClientSettings(hang_timeout=hang_timeout)
-    client = EngineClient([core.address], settings, Router("prefix", 1, 16), output, Metrics())
+    client = EngineClient([core.address], settings, DPRouter("prefix", 1, 16), output, Metrics())
     async with client:
         await asyncio.wait_for(client.wait_ready(), DEADLINE_S)
         yield client

@@ -17,7 +17,7 @@ from frontend.engine_client.output_memory import HeldOutput, OutputMemory, defau
 from frontend.engine_client.streams import Stream, StreamOptions
 from frontend.errors import ApiError
 from frontend.http.limits import HttpLimits
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 from frontend.text.token_logprobs import LogprobColumns, LogprobTrack, PackedLogprobs
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script, table
@@ -119,12 +119,12 @@ def stream(memory: OutputMemory, ids: list[int], limit: int = 1 << 40, **options
     return made
 
 
-def update(request_id: int, text: str = "abc", **fields: Any) -> Update:
-    return Update(request_id, array("i", [5]), text, **fields)
+def update(request_id: int, text: str = "abc", **fields: Any) -> SequenceOutput:
+    return SequenceOutput(request_id, array("i", [5]), text, **fields)
 
 
-def read(stream: Stream) -> list[Update]:
-    async def run() -> list[Update]:
+def read(stream: Stream) -> list[SequenceOutput]:
+    async def run() -> list[SequenceOutput]:
         return await asyncio.wait_for(anext(stream), DEADLINE_S)
 
     return asyncio.run(run())

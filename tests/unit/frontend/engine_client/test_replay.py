@@ -12,7 +12,7 @@ from atom.shared.messages.supervisor import EngineEnded
 from frontend.engine_client import engine_connection
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.client_settings import ClientSettings
-from frontend.engine_client.dp_router import Router
+from frontend.engine_client.dp_router import DPRouter
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.streams import Deadline
 from frontend.errors import ApiError, DeadlineError, EngineLostError
@@ -263,7 +263,7 @@ def test_a_server_that_stops_ends_what_waits(start: Start) -> None:
     settings = ClientSettings(hang_timeout=600.0, max_replays=3)
 
     async def run() -> None:
-        router = Router("round_robin", 1, block_size=16)
+        router = DPRouter("round_robin", 1, block_size=16)
         async with EngineClient([core.address], settings, router, OutputProcessor(None), Metrics()) as client:
             await client.wait_ready()
             reader, _ = await running(client, 0)

@@ -10,7 +10,7 @@ import pytest
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.streams import Stream, StreamOptions
 from frontend.errors import EngineLostError
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 
 Seen = list[tuple[str, str]]
 """(who sent it, text)."""
@@ -21,8 +21,8 @@ def a_stream() -> Stream:
     return Stream([1], StreamOptions(), output)
 
 
-def update(text: str, finished: bool = False) -> Update:
-    return Update(1, array("i", [7]), text, finished, "eos" if finished else None)
+def update(text: str, finished: bool = False) -> SequenceOutput:
+    return SequenceOutput(1, array("i", [7]), text, finished, "eos" if finished else None)
 
 
 def run(test: Callable[[Stream, Seen], Coroutine[Any, Any, None]]) -> Seen:
@@ -62,7 +62,7 @@ def test_what_cannot_be_sent_goes_to_the_reader_and_so_does_all_until_it_has_rea
     async def test(stream: Stream, seen: Seen) -> None:
         nonlocal flowing
 
-        def send(one: Update) -> bool:
+        def send(one: SequenceOutput) -> bool:
             if flowing:
                 seen.append(("sent", one.text))
             return flowing
@@ -82,7 +82,7 @@ def test_what_cannot_be_sent_goes_to_the_reader_and_so_does_all_until_it_has_rea
 
 def test_an_error_while_sending_is_raised_in_the_reader_alone() -> None:
     async def test(stream: Stream, seen: Seen) -> None:
-        def broken(one: Update) -> bool:
+        def broken(one: SequenceOutput) -> bool:
             raise RuntimeError("no events for this")
 
         stream.send_at_once(broken)

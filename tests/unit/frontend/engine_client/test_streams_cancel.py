@@ -8,11 +8,11 @@ import pytest
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.streams import Stream, StreamOptions
 from frontend.errors import EngineLostError
-from frontend.text.output_processor import Update
+from frontend.text.output_processor import SequenceOutput
 
 
-def update(request_id: int, text: str, finished: bool = False) -> Update:
-    return Update(request_id, array("i", [ord(char) for char in text]), text, finished)
+def update(request_id: int, text: str, finished: bool = False) -> SequenceOutput:
+    return SequenceOutput(request_id, array("i", [ord(char) for char in text]), text, finished)
 
 
 def made(request_ids: list[int], every_step: bool) -> Stream:

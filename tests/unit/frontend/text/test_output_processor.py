@@ -20,7 +20,7 @@ from atom.shared.messages.engine import (
     pack_ids,
 )
 from frontend.text.detokenizer import Detokenizer
-from frontend.text.output_processor import TextOptions, Update
+from frontend.text.output_processor import SequenceOutput, TextOptions
 from frontend.text.token_logprobs import LogprobColumns, PromptLogprobTrack, TokenLogprob
 from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
@@ -104,7 +104,7 @@ def test_a_broken_character_appears_at_the_end() -> None:
 def test_a_stop_string_ends_the_sequence_with_an_abort() -> None:
     output = processor(1, stops=["llo w"])
     ids = encode("Hello world, hello")
-    updates: list[Update] = []
+    updates: list[SequenceOutput] = []
     aborts: list[int] = []
     for token_id in ids:
         done = step(output, {1: [token_id]})

@@ -20,7 +20,7 @@ from frontend.api.messages.renderer import MessagesRenderer
 from frontend.api.responses.renderer import ResponseEcho, ResponsesRenderer
 from frontend.api.schemas.generation import CompletionTokensDetails, PromptTokensDetails, Usage
 from frontend.errors import EngineError
-from frontend.text.output_processor import TextOptions, Update
+from frontend.text.output_processor import SequenceOutput, TextOptions
 from frontend.text.reply_formats.base import CallDelta
 
 REASONING, TEXT = 'Two "cities".\n', "Looking…\u2028 😀 <b>"
@@ -74,22 +74,22 @@ USAGE = Usage(
 )
 
 
-def small_updates() -> Iterator[Update]:
+def small_updates() -> Iterator[SequenceOutput]:
     """One character each."""
     for letter in REASONING:
-        yield Update(7, array("i", [1]), reasoning=letter)
+        yield SequenceOutput(7, array("i", [1]), reasoning=letter)
     for letter in TEXT:
-        yield Update(7, array("i", [1]), letter)
+        yield SequenceOutput(7, array("i", [1]), letter)
     for index, arguments in enumerate(ARGUMENTS):
-        yield Update(7, array("i", [1]), calls=[CallDelta(index, f"call_{index}", "weather")])
+        yield SequenceOutput(7, array("i", [1]), calls=[CallDelta(index, f"call_{index}", "weather")])
         for letter in arguments:
-            yield Update(7, array("i", [1]), calls=[CallDelta(index, arguments=letter)])
-    yield Update(7, array("i", [1]), finished=True, reason="eos", called=True)
+            yield SequenceOutput(7, array("i", [1]), calls=[CallDelta(index, arguments=letter)])
+    yield SequenceOutput(7, array("i", [1]), finished=True, reason="eos", called=True)
 
 
-def cut(source: random.Random, longest: int) -> list[Update]:
+def cut(source: random.Random, longest: int) -> list[SequenceOutput]:
     """Runs of up to `longest` updates as one."""
-    merged: list[Update] = []
+    merged: list[SequenceOutput] = []
     left = 0
     for update in small_updates():
         if left:
@@ -101,10 +101,10 @@ def cut(source: random.Random, longest: int) -> list[Update]:
     return merged
 
 
-def stream(name: str, updates: list[Update]) -> list[Any]:
+def stream(name: str, updates: list[SequenceOutput]) -> list[Any]:
     renderer = RENDERERS[name](REQUEST)
     data = renderer.start() + renderer.begin(0, updates[0], None)
-    data += b"".join(renderer.update(0, update, None) for update in updates) + renderer.end(USAGE)
+    data += b"".join(renderer.delta(0, update, None) for update in updates) + renderer.end(USAGE)
     lines = [line for line in data.decode().split("\n") if line.startswith("data: {")]
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
@@ -157,7 +157,7 @@ def test_a_stream_does_not_depend_on_its_cuts(name: str) -> None:
 def test_a_failure_in_a_stream(name: str) -> None:
     renderer = RENDERERS[name](REQUEST)
     renderer.start()
-    renderer.update(0, next(small_updates()), None)
+    renderer.delta(0, next(small_updates()), None)
     data = renderer.error(EngineError("the engine failed")).decode()
     assert "the engine failed" in data and data.endswith("\n\n")
     kinds = {"chat": "data: [DONE]", "messages": "event: error\n", "responses": "event: response.failed\n"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.engine import AddRequest, Finished, FinishReason, Sampling, TokenDeltas, pack_ids
-from frontend.text.output_processor import TextOptions, Update
+from frontend.text.output_processor import SequenceOutput, TextOptions
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.choose import choose_format
 from frontend.text.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class Replies:
         request = AddRequest([1], pack_ids([5]), 1000, Sampling(0.0, 0, 1.0, 0.0, seed=1))
         found = self._format
         output.add(request, TextOptions(stops, reply=found and (lambda: found.parser(ReplyOptions()))))
-        total = Update(1, array("i"))
+        total = SequenceOutput(1, array("i"))
         borders = [0, *sorted({cut for cut in cuts if 0 < cut < len(ids)}), len(ids)]
         for begin, end in itertools.pairwise(borders):
             ends = [Finished(1, FinishReason.MAX_TOKENS)] if end == len(ids) else []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atom.shared.messages.engine import AddRequest, Finished, FinishReason, Sampling, TokenDeltas, pack_ids
-from frontend.text.output_processor import TextOptions, Update
+from frontend.text.output_processor import SequenceOutput, TextOptions
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.harmony import HarmonyFormat
 from frontend.text.tokenizer import Tokenizer
@@ -88,11 +88,11 @@ class Replies:
         assert self._tokenizer is not None
         self._format = HarmonyFormat(self._tokenizer)
 
-    def parse(self, ids: Sequence[int], step: int, options: ReplyOptions) -> Update:
+    def parse(self, ids: Sequence[int], step: int, options: ReplyOptions) -> SequenceOutput:
         output = TextOutputs(self._tokenizer)
         request = AddRequest([1], pack_ids([5]), 1000, Sampling(0.0, 0, 1.0, 0.0, seed=1))
         output.add(request, TextOptions(reply=lambda: self._format.parser(options)))
-        total = Update(1, array("i"))
+        total = SequenceOutput(1, array("i"))
         for begin in range(0, len(ids), step):
             new = ids[begin : begin + step]
             ends = [Finished(1, FinishReason.MAX_TOKENS)] if begin + step >= len(ids) else []

@@ -11,7 +11,7 @@ from frontend.errors import OverloadedError, RequestError, UnavailableError
 from frontend.text.constraint import Constraint
 from frontend.text.grammar_process import MAX_PARALLEL, CompileError, GrammarProcess
 
-__all__ = ["Grammars"]
+__all__ = ["GrammarCompiler"]
 
 _MAX_CACHED = 256
 _MAX_CACHED_BYTES = 64 * 1024 * 1024
@@ -20,7 +20,7 @@ _MAX_LIVE_BYTES = 512 * 1024 * 1024
 _RETRY_AFTER_S = 5
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles the grammars of requests; the event loop and the steps of the engine never wait for it."""
 
     def __init__(self, process: GrammarProcess):
@@ -46,7 +46,8 @@ class Grammars:
 
     def grammar(self, row: RowGrammar, compiled: CompiledGrammar) -> Grammar:
         """The grammar of a request, which may be held until the request ends. Raises OverloadedError."""
-        key, size = row.key, len(compiled.compiled)
+        key = row.key
+        size = len(compiled.compiled)
         with self._live_lock:
             if key not in self._live and self._live_bytes + size > _MAX_LIVE_BYTES:
                 raise OverloadedError(
@@ -81,7 +82,8 @@ class Grammars:
             raise UnavailableError(str(error)) from None
 
     async def _compile(self, constraint: Constraint) -> CompiledGrammar:
-        loop, key = asyncio.get_running_loop(), constraint.key
+        loop = asyncio.get_running_loop()
+        key = constraint.key
         try:
             compiled, is_final = await loop.run_in_executor(
                 self._threads, self._process.compile, constraint.source
