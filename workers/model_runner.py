@@ -22,9 +22,9 @@ from workers.batch.input_batch import (
 from workers.batch.state_slots import StateSlots
 from workers.batch.step_label import step_label
 from workers.batch.step_padding import pad_step
-from workers.batch.step_shape import Agree, GraphSizes, StepMode, StepShape, no_agreement
+from workers.batch.step_shape import CoordinateShape, GraphSizes, StepMode, StepShape, no_coordination
 from workers.graphs.decode_graphs import DecodeGraphs
-from workers.graphs.piece_graphs import PieceGraphs
+from workers.graphs.piecewise_graphs import PiecewiseGraphs
 from workers.graphs.prompt_graphs import PromptGraphs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
@@ -43,7 +43,7 @@ class Graphs:
     """The captured graphs of a model: of decode steps, and of steps of any rows."""
 
     decode: DecodeGraphs | None = None
-    prompts: PromptGraphs | PieceGraphs | None = None
+    prompts: PromptGraphs | PiecewiseGraphs | None = None
 
     @property
     def sizes(self) -> GraphSizes:
@@ -85,7 +85,7 @@ class ModelRunner:
         memory: MemoryGuard,
         record_event: RecordEvent,
         graphs: Graphs | None = None,
-        agree: Agree = no_agreement,
+        coordinate: CoordinateShape = no_coordination,
     ):
         """`graphs` are captured, of the same model, KV cache and inputs."""
         self._model = model
@@ -95,7 +95,7 @@ class ModelRunner:
         self._memory = memory
         self._record_event = record_event
         self._graphs = graphs or Graphs()
-        self._agree = agree
+        self._coordinate = coordinate
         self._sizes = self._graphs.sizes
 
     @torch.inference_mode()
@@ -133,7 +133,7 @@ class ModelRunner:
     def _forward(self, applied: AppliedBatch) -> _Forward:
         tokens_per_row = 1 + applied.num_drafts if applied.is_uniform else 0
         planned = self._sizes.plan(self._inputs.num_tokens(applied), len(applied.rows), tokens_per_row)
-        shape = self._agree(planned)
+        shape = self._coordinate(planned)
         if shape is not planned:
             self._sizes.check(shape)
             shape.require(planned)
@@ -157,7 +157,7 @@ class ModelRunner:
         return self._graphs.decode
 
     @property
-    def _prompt_graphs(self) -> PromptGraphs | PieceGraphs:
+    def _prompt_graphs(self) -> PromptGraphs | PiecewiseGraphs:
         assert self._graphs.prompts is not None, "without graphs every shape is eager"
         return self._graphs.prompts
 

@@ -25,7 +25,7 @@ from workers.pending_step import PendingStep
 from workers.waves import Waves
 from workers.worker import Worker
 
-__all__ = ["CoreLink", "LockstepLoop", "StepLoop"]
+__all__ = ["CoreConnection", "LockstepLoop", "StepLoop"]
 
 _IDLE_POLL_MS = 1000
 _WRITING_POLL_MS = 20
@@ -36,7 +36,7 @@ _LEAVE_S = 5.0
 _CORE_S = 0.5
 
 
-class CoreLink(Protocol):
+class CoreConnection(Protocol):
     """The connection to the engine core."""
 
     def send(self, message: msgspec.Struct) -> None: ...
@@ -48,7 +48,7 @@ class CoreLink(Protocol):
 class StepLoop:
     """Runs until Shutdown: launches each step when it arrives, sends its result when the device is done."""
 
-    def __init__(self, worker: Worker, link: CoreLink, rank: int, trace: StepTrace):
+    def __init__(self, worker: Worker, link: CoreConnection, rank: int, trace: StepTrace):
         self._worker = worker
         self._link = link
         self._rank = rank
@@ -130,7 +130,7 @@ class LockstepLoop(StepLoop):
     not stop the other engines. After Shutdown it takes part until all ranks leave.
     """
 
-    def __init__(self, worker: Worker, link: CoreLink, rank: int, trace: StepTrace, waves: Waves):
+    def __init__(self, worker: Worker, link: CoreConnection, rank: int, trace: StepTrace, waves: Waves):
         super().__init__(worker, link, rank, trace)
         self._waves = waves
         self._wait_until = 0.0

@@ -46,11 +46,11 @@ class StepShape:
             raise ValueError(f"the ranks agreed on {self}, which is too small for a batch that needs {least}")
 
 
-Agree = Callable[[StepShape], StepShape]
+CoordinateShape = Callable[[StepShape], StepShape]
 """Maps the shape that this rank planned to the one that all ranks launch. Called once for every step."""
 
 
-def no_agreement(shape: StepShape) -> StepShape:
+def no_coordination(shape: StepShape) -> StepShape:
     """For ranks that launch steps independently of other ranks, or plan the same shape anyway."""
     return shape
 

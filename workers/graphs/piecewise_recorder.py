@@ -17,7 +17,7 @@ from workers.graphs.graph_recorder import Replay
 from workers.layers.attention.rotation import Rotation
 from workers.layers.context import ForwardContext, Mixing
 
-ReplayPieces = Callable[[ForwardContext], None]
+ReplayPiecewise = Callable[[ForwardContext], None]
 """Computes the pass with the plans of a step, whose tensors are as long as the captured ones."""
 
 
@@ -60,7 +60,7 @@ class _Mixer:
     out: torch.Tensor
 
 
-class PieceRecorder:
+class PiecewiseRecorder:
     """Captures forward passes in pieces; implements `Splitter` for the one that it captures."""
 
     def __init__(self, capture: Capture):
@@ -70,7 +70,7 @@ class PieceRecorder:
         self._mixers: list[_Mixer] = []
         self._rotation: Rotation | None = None
 
-    def __call__(self, body: Callable[[ForwardContext], None], context: ForwardContext) -> ReplayPieces:
+    def __call__(self, body: Callable[[ForwardContext], None], context: ForwardContext) -> ReplayPiecewise:
         """Capture `body`, a forward pass that leaves its result in a buffer; `context` is of a step."""
         body(context)  # compiles kernels and initialises libraries outside the capture
         self._pieces, self._mixers, self._rotation = [], [], None
@@ -94,7 +94,9 @@ class PieceRecorder:
         return out
 
 
-def _replay_of(pieces: Sequence[Replay], mixers: Sequence[_Mixer], rotation: Rotation | None) -> ReplayPieces:
+def _replay_of(
+    pieces: Sequence[Replay], mixers: Sequence[_Mixer], rotation: Rotation | None
+) -> ReplayPiecewise:
     def replay(ctx: ForwardContext) -> None:
         # Another object for each step: what it caches is computed from the step's angles.
         angles = None if rotation is None else replace(rotation)
