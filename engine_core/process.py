@@ -65,7 +65,7 @@ from atom.shared.utils.liveness import (
 from atom.shared.utils.logger import get_logger, set_log_level, setup_logging
 from atom.shared.utils.process import read_launch
 from atom.shared.utils.step_trace import StepTrace
-from engine_core.commands import answers
+from engine_core.commands import responses
 from engine_core.core import EngineCore
 from engine_core.frontends import Frontends
 from engine_core.kv_cache_manager import KVCacheManager
@@ -299,7 +299,7 @@ class CoreProcess:
                 set_log_level(level)
                 self._workers.send(message)
             case GetRequests() | AbortNamed() | ResetPrefixCache():
-                for to, response in answers(core, identity, message):
+                for to, response in responses(core, identity, message):
                     self._frontends.send(core, to, response)
             case Profile():
                 result = self._profiling.request(message, identity)

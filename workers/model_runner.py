@@ -11,15 +11,9 @@ import torch
 
 from atom.shared.messages.worker import ScheduledBatch
 from atom_ops import TokenLogprobs, token_logprobs
-from workers.batch.input_batch import (
-    AppliedBatch,
-    InputBatch,
-    PromptChunk,
-    PromptLogprobRows,
-    SamplingRows,
-    StepInputs,
-)
+from workers.batch.input_batch import InputBatch
 from workers.batch.state_slots import StateSlots
+from workers.batch.step_inputs import AppliedBatch, PromptChunk, PromptLogprobRows, SamplingRows, StepInputs
 from workers.batch.step_label import step_label
 from workers.batch.step_padding import pad_step
 from workers.batch.step_shape import CoordinateShape, GraphSizes, StepMode, StepShape, no_coordination
@@ -33,7 +27,8 @@ from workers.pending_step import Advance, PendingStep, RecordEvent, StepOutput
 from workers.sampling.sampler import Sampler, SamplerOutput, logprob_slice
 from workers.spec_decode.draft_rows import Verified
 
-_FORWARD, _SAMPLING = "the forward pass", "sampling"
+_FORWARD = "the forward pass"
+_SAMPLING = "sampling"
 _PROMPT_LOGPROBS = "the prompt log probabilities"
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -47,7 +42,8 @@ class Graphs:
 
     @property
     def sizes(self) -> GraphSizes:
-        decode, prompts = self.decode, self.prompts
+        decode = self.decode
+        prompts = self.prompts
         return GraphSizes(
             decode.sizes if decode else (),
             prompts.token_sizes if prompts else (),
@@ -132,7 +128,7 @@ class ModelRunner:
 
     def _forward(self, applied: AppliedBatch) -> _Forward:
         tokens_per_row = 1 + applied.num_drafts if applied.is_uniform else 0
-        planned = self._sizes.plan(self._inputs.num_tokens(applied), len(applied.rows), tokens_per_row)
+        planned = self._sizes.plan(self._inputs.num_step_tokens(applied), len(applied.rows), tokens_per_row)
         shape = self._coordinate(planned)
         if shape is not planned:
             self._sizes.check(shape)
@@ -203,7 +199,9 @@ class ModelRunner:
 
     def _output(self, forward: _Forward, failures: dict[int, str]) -> StepOutput:
         """Sample, and compute prompt log probabilities; adds the rows for which either fails."""
-        rows, sampled, advance = _NO_ROWS, None, None
+        rows = _NO_ROWS
+        sampled = None
+        advance = None
         if (sampling := forward.sampling) is not None:
             rows = sampling.rows
             result = self._memory.attempt(_SAMPLING, lambda: self._sample(forward, sampling))
@@ -226,7 +224,8 @@ class ModelRunner:
         return StepOutput(rows, sampled, chunks, prompt_logprobs, failures, advance)
 
     def _sample(self, forward: _Forward, sampling: SamplingRows) -> tuple[SamplerOutput, Verified | None]:
-        settings, graphs = self._sampler.plain_settings(sampling), forward.decode_graphs
+        settings = self._sampler.plain_settings(sampling)
+        graphs = forward.decode_graphs
         if settings is not None and graphs is not None and graphs.can_sample(settings):
             ids_S, verified = graphs.sample(settings)
             return SamplerOutput(ids_S), verified

@@ -79,8 +79,9 @@ class StepLoop:
         return _WRITING_POLL_MS if traces is not None and traces.writing else _IDLE_POLL_MS
 
     def _send_finished(self) -> None:
-        """Send what has been completed beside the steps: grammars, traces, windows of expert load."""
-        grammars, traces = self._worker.grammars, self._worker.traces
+        """Send what is completed between steps: loaded grammars, traces, windows of expert load."""
+        grammars = self._worker.grammars
+        traces = self._worker.traces
         while (loaded := grammars.next_loaded()) is not None:
             self._link.send(loaded)
         while traces is not None and (trace_result := traces.next_result()) is not None:

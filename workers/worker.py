@@ -76,7 +76,8 @@ class Worker:
             self._used_before = cuda_bytes_in_use(self._device)
         self.grammars = GrammarLibrary(checkpoint, mesh.tp.rank)
         if config.observability.torch_profiler_dir is not None:
-            directory, model = config.observability.torch_profiler_dir, config.model.model
+            directory = config.observability.torch_profiler_dir
+            model = config.model.model
             self.traces = TraceRecorder(directory, model, mesh.tp.rank, self._device)
 
     def load(self) -> Loaded:
@@ -201,7 +202,8 @@ class Worker:
         return balancer
 
     def _load_weights(self, model: CausalLM) -> None:
-        directory, changes = Path(self._checkpoint.directory), self._config.model.hf_overrides
+        directory = Path(self._checkpoint.directory)
+        changes = self._config.model.hf_overrides
         try:
             load_directory(
                 model, directory, lambda done, total: self._progress("Loading weights", done, total)

@@ -38,11 +38,11 @@ class GraphSettings:
 
     mode: GraphMode
     rows: Sequence[int]
-    """Of decode steps, ascending."""
+    """Rows of the decode steps to capture, ascending."""
     most_tokens: int
-    """Of a step."""
+    """Most tokens of a step."""
     trace_ranges: bool = False
-    """Whether traces name captures and replays."""
+    """Whether captures and replays are named ranges in traces."""
 
     @property
     def prompt_tokens(self) -> list[int]:

@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from workers.batch.input_batch import InputBatch, StepInputs
+from workers.batch.input_batch import InputBatch
+from workers.batch.step_inputs import StepInputs
 from workers.batch.step_padding import num_rows, pad_groups
 from workers.graphs.piecewise_recorder import PiecewiseRecorder, ReplayPiecewise
 from workers.layers.causal_lm import CausalLM
@@ -28,7 +29,9 @@ class PiecewiseGraphs:
         device: torch.device,
     ):
         """`sizes` are numbers of tokens, ascending."""
-        self._model, self._kv_layers, self._inputs = model, kv_layers, inputs
+        self._model = model
+        self._kv_layers = kv_layers
+        self._inputs = inputs
         self._record = record
         self._sizes = list(sizes)
         self._ids_T = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)

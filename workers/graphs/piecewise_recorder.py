@@ -34,9 +34,10 @@ class Capture(Protocol):
 
 
 class MixerOutputs:
-    """Buffers for the results of token mixers, which the piece behind each reads before the next writes.
+    """Buffers for the results of token mixers.
 
-    One for each shape of a token, for every pass: make the largest pass first.
+    The piece after a mixer reads its buffer before the next mixer writes, so one buffer for each shape of a
+    token serves every pass: make the largest pass first.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class _Mixer:
 
     compute: Mixing
     tensors: Sequence[torch.Tensor]
-    """Not owned: the pieces behind it may reuse their memory."""
+    """Not owned: the pieces after it may reuse their memory."""
     out: torch.Tensor
 
 
@@ -73,7 +74,9 @@ class PiecewiseRecorder:
     def __call__(self, body: Callable[[ForwardContext], None], context: ForwardContext) -> ReplayPiecewise:
         """Capture `body`, a forward pass that leaves its result in a buffer; `context` is of a step."""
         body(context)  # compiles kernels and initialises libraries outside the capture
-        self._pieces, self._mixers, self._rotation = [], [], None
+        self._pieces = []
+        self._mixers = []
+        self._rotation = None
         with self._capture.capturing():
             self._capture.begin()
             body(replace(context, splitter=self))
@@ -83,7 +86,6 @@ class PiecewiseRecorder:
     def split(
         self, mix: Mixing, ctx: ForwardContext, rotation: Rotation, tensors: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """See `Splitter`."""
         assert self._rotation is None or self._rotation is rotation, "a pass has one rotation"
         self._rotation = rotation
         self._pieces.append(self._capture.end())

@@ -1,4 +1,4 @@
-"""Names in traces: the module, and the captured graph, that a kernel belongs to.
+"""Named ranges in traces, as NVTX ranges are: the module and the captured graph of each kernel.
 
 in a step      MODULE                             path in the model, such as model.layers.3.mlp
                replay_graph_NAME                  launch of a captured graph
