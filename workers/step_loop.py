@@ -59,6 +59,7 @@ class StepLoop:
     def run(self) -> None:
         """Returns after Shutdown."""
         while not self._ended:
+            # The device completes steps in the order of their launch.
             if self._pending and self._pending[0].ready():
                 self._link.send(self._pending.popleft().result())
                 continue
@@ -96,7 +97,7 @@ class StepLoop:
                 self._trace.mark("start", message.step)
                 step = self._worker.execute(message)
                 self._trace.mark("end", message.step)
-                if self._rank == 0:
+                if self._rank == 0:  # every rank samples the same tokens
                     self._pending.append(step)
             case AllocateKV():
                 self._worker.allocate(message)

@@ -172,6 +172,8 @@ class DecodeGraphs:
             self._size = size
             self._settings = None
             rows_R = self._graphs[size].rows_R
+            # Graphs read the rows from here. Those after the batch's are the padding row, which has no
+            # position, so that it writes no KV.
             rows_R.fill_(self._inputs.limits.padding_row)
             rows_R[:rows].copy_(uniform.rows_R)
         graphs = self._graphs[size]
