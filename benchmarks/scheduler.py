@@ -169,7 +169,7 @@ class WorstCalls:
 
     def finish(self) -> None:
         """Run steps until all requests have ended."""
-        while self.core.num_live or self.core.has_sliced_work:
+        while self.core.num_live or self.core.has_deferred_work:
             self.step()
 
     def abort(self, request_ids: list[int]) -> None:

@@ -28,7 +28,9 @@ class Acceptance:
 
 def accept(step: Step, sampled: SampledTokens, batch: DraftBatch) -> Acceptance:
     """Append the tokens to their requests, each up to its end, and correct the computed tokens."""
-    requests, counts, ids = sampled.requests, sampled.counts, sampled.token_ids
+    requests = sampled.requests
+    counts = sampled.counts
+    ids = sampled.token_ids
     num_decodes = len(requests) - _num_last(requests, step.prefilled)
     may_end = {*range(num_decodes, len(requests))}
     may_end.update(batch.correct(requests[:num_decodes], counts[:num_decodes]))
@@ -38,9 +40,12 @@ def accept(step: Step, sampled: SampledTokens, batch: DraftBatch) -> Acceptance:
     elif not step.stop_ids.isdisjoint(ids):
         stops = [place for place, token_id in enumerate(ids) if token_id in step.stop_ids]
         may_end.update(bisect_right(starts, place) - 1 for place in stops)
-    kept, ends, draining = list(counts), [], []
+    kept = list(counts)
+    ends = []
+    draining = []
     for index in sorted(may_end):
-        request, start = requests[index], starts[index]
+        request = requests[index]
+        start = starts[index]
         kept[index], end = _up_to_end(request, ids[start : start + counts[index]])
         if end is not None:
             ends.append((request, end))
@@ -55,14 +60,15 @@ def accept(step: Step, sampled: SampledTokens, batch: DraftBatch) -> Acceptance:
 
 
 def _num_last(requests: list[Request], prefilled: list[Request]) -> int:
-    """How many of `requests`, of which they are the last, have just been prefilled."""
-    ids, start = set(map(id, prefilled)), max(len(requests) - len(prefilled), 0)
+    """How many of `requests` have just been prefilled; those are at its end."""
+    ids = set(map(id, prefilled))
+    start = max(len(requests) - len(prefilled), 0)
     return sum(id(request) in ids for request in requests[start:])
 
 
 def _up_to_end(request: Request, ids: "array[int]") -> tuple[int, Finished | None]:
     """How many of its new ids a request gets, and its end; None if it goes on."""
-    left = request.max_length - len(request.token_ids)
+    left = request.max_length - request.num_tokens
     for index, token_id in enumerate(ids[:left]):
         if token_id in request.stop_ids:
             return index + 1, Finished(request.request_id, request.stop_reason(token_id), token_id)

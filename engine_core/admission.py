@@ -23,13 +23,14 @@ def check_request(message: AddRequest, max_model_len: int) -> None:
         raise ValueError(f"a request needs 1 to {MAX_SEQUENCES} different ids, not {count}")
     if len(message.prompt_ids) % ID_BYTES:
         raise ValueError(f"prompt of {len(message.prompt_ids)} bytes is not a whole number of token ids")
-    known, prompt = len(message.prompt_ids) // ID_BYTES, message.num_prompt_ids
-    if known < 1 or message.max_tokens < 1:
+    num_tokens = len(message.prompt_ids) // ID_BYTES
+    prompt = message.num_prompt_ids
+    if num_tokens < 1 or message.max_tokens < 1:
         raise ValueError("a request needs a prompt and max_tokens of at least 1")
-    if not 1 <= prompt <= known < prompt + message.max_tokens:
+    if not 1 <= prompt <= num_tokens < prompt + message.max_tokens:
         raise ValueError(
-            f"{known} ids, {prompt} of them the prompt, leave nothing of max_tokens={message.max_tokens} "
-            "to generate"
+            f"{num_tokens} ids, {prompt} of them the prompt, leave nothing of "
+            f"max_tokens={message.max_tokens} to generate"
         )
     if prompt + message.max_tokens > max_model_len:
         raise ValueError(

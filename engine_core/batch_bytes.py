@@ -81,6 +81,6 @@ def check_row(settings: SharedSettings, prompt_length: int, block_size: int, num
 
 def new_row_bytes(request: Request, block_size: int, num_groups: int) -> int:
     """Most bytes of the `NewRow` that admits a waiting request."""
-    num_blocks = num_groups * (-(-len(request.token_ids) // block_size) + 1)
+    num_blocks = num_groups * (-(-request.num_tokens // block_size) + 1)
     num_distinct = request.token_ids.prompt.num_distinct
     return row_bytes(request.settings, num_distinct, request.num_generated, num_blocks)

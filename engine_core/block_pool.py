@@ -57,6 +57,7 @@ class BlockPool:
             return [block]
         if count > self.num_free:
             raise IndexError(f"{count} blocks wanted, {self.num_free} free")
+        # Blocks without cached content first: an eviction may cost a later request its prefix.
         first = max(len(self._uncached) - count, 0)
         blocks = self._uncached[first:][::-1]
         del self._uncached[first:]
@@ -70,7 +71,8 @@ class BlockPool:
 
     def share(self, blocks: Iterable[int]) -> None:
         """Increment the reference counts of these cached blocks, free or not."""
-        ref_counts, evictable = self._ref_counts, self._evictable
+        ref_counts = self._ref_counts
+        evictable = self._evictable
         for block in blocks:
             if not ref_counts[block]:
                 del evictable[block]
@@ -78,8 +80,10 @@ class BlockPool:
 
     def free(self, blocks: Iterable[int]) -> None:
         """Decrement the reference counts; at 0 a block is free, and remains cached if it was."""
-        ref_counts, digests = self._ref_counts, self._digests
-        evictable, uncached = self._evictable, self._uncached
+        ref_counts = self._ref_counts
+        digests = self._digests
+        evictable = self._evictable
+        uncached = self._uncached
         for block in blocks:
             ref_counts[block] -= 1
             if ref_counts[block]:
@@ -114,7 +118,8 @@ class BlockPool:
 
     def cached_run(self, digests: Sequence[bytes], hash_inputs: Sequence[bytes]) -> int:
         """How many blocks of these contents are cached, from the first on and without a gap."""
-        block_of, cached_inputs = self._block_of, self._hash_inputs
+        block_of = self._block_of
+        cached_inputs = self._hash_inputs
         for index, (digest, hash_input) in enumerate(zip(digests, hash_inputs, strict=True)):
             block = block_of.get(digest)
             if block is None or cached_inputs[block] != hash_input:

@@ -1,4 +1,4 @@
-"""Answers to the questions and commands of frontends."""
+"""Responses to the questions and commands of frontends."""
 
 from collections.abc import Iterator
 
@@ -15,10 +15,10 @@ from atom.shared.messages.engine import TokenDeltas
 from engine_core.core import EngineCore
 
 
-def answers(
+def responses(
     core: EngineCore, asker: bytes, message: Question
 ) -> Iterator[tuple[bytes, TokenDeltas | Answer]]:
-    """What to send to which frontends: ends of aborted sequences, and the answer to `asker`."""
+    """What to send to which frontends: ends of aborted sequences, and the response to `asker`."""
     match message:
         case GetRequests(number, name):
             total, requests = core.requests(name)

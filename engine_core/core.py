@@ -25,7 +25,7 @@ from atom.shared.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
 from engine_core.admission import check_request
 from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
-from engine_core.grammars import Grammars
+from engine_core.grammars import GrammarRegistry
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_events import KVEvent
 from engine_core.request import Request, SharedSettings
@@ -47,7 +47,7 @@ class EngineCore:
         num_ranks: int = 1,
     ):
         """Raises ValueError for invalid limits."""
-        self._grammars = Grammars(num_ranks)
+        self._grammars = GrammarRegistry(num_ranks)
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len
@@ -61,9 +61,9 @@ class EngineCore:
         self._checked_version: tuple[int, ...] = ()
 
     @property
-    def has_sliced_work(self) -> bool:
+    def has_deferred_work(self) -> bool:
         """Whether `schedule` should be called again at once, even if it has returned None."""
-        return self._scheduler.has_sliced_work
+        return self._scheduler.has_deferred_work
 
     @property
     def num_in_flight(self) -> int:
@@ -85,7 +85,8 @@ class EngineCore:
         except ValueError as error:
             return self._refusal(message.request_ids, str(error))
         self._frontends.add(frontend)
-        requests, now = [], self._clock()
+        requests = []
+        now = self._clock()
         for index, request_id in enumerate(message.request_ids):
             sampling = message.sampling
             if index:
@@ -99,7 +100,7 @@ class EngineCore:
         return None
 
     def grammar_messages(self) -> list[LoadGrammar | DropGrammar]:
-        """What to send to the workers before any later step; schedules requests that waited for room."""
+        """Messages for the workers, to be sent before any later step; queues requests that now have room."""
         self._queue(self._grammars.retry())
         return self._grammars.messages()
 
@@ -115,7 +116,9 @@ class EngineCore:
     def abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
         """End sequences without a response; unknown ids are ignored."""
         self._check = None
-        now, scheduled, waiting = self._clock(), self._scheduler.requests, self._grammars.waiting
+        now = self._clock()
+        scheduled = self._scheduler.requests
+        waiting = self._grammars.waiting
         for request_id in request_ids:
             if (request := scheduled.get(request_id) or waiting.get(request_id)) is not None:
                 self._log.add(request, reason, now)
@@ -161,7 +164,8 @@ class EngineCore:
         live = self._unfinished()
         finished = list(self._log.named(name)) if name else []
         found = [request for request in live if request.settings.name == name] if name else list(live)
-        now, block_size = self._clock(), self._kv.block_size
+        now = self._clock()
+        block_size = self._kv.block_size
         infos = [describe(request, now, block_size) for request in found[:MAX_INFOS]]
         return len(finished) + len(found), (finished + infos)[:MAX_INFOS]
 
@@ -225,7 +229,8 @@ class EngineCore:
         """
         version = self._scheduler.version
         if self._check is None or version != self._checked_version:
-            self._check, self._checked_version = self._scheduler.check_integrity(), version
+            self._check = self._scheduler.check_integrity()
+            self._checked_version = version
         for _ in self._check:
             return False
         return True
@@ -269,7 +274,8 @@ class EngineCore:
 
 def _deltas(outcome: StepOutcome) -> TokenDeltas:
     sampled = outcome.sampled
-    counts, num_proposed = sampled.counts, sampled.num_proposed
+    counts = sampled.counts
+    num_proposed = sampled.num_proposed
     return TokenDeltas(
         outcome.step,
         [request.request_id for request in sampled.requests],

@@ -1,9 +1,9 @@
 """The decode batch: requests that each compute one token in every step.
 
 A request costs nothing in a step where it neither needs a block nor reaches its length limit. The
-batch counts its steps, and a request's computed tokens are `decode_offset` + steps. Two schedules,
-known in advance, hold the requests that need a block, by step modulo the block size, and the
-requests that end, by step.
+batch counts its steps, and a request's computed tokens are `decode_offset` + steps. Two schedules by
+step, known in advance, hold the requests that need a block (by step modulo the block size) and the
+requests that end.
 """
 
 from dataclasses import dataclass
@@ -45,17 +45,21 @@ class DecodeBatch:
         return list(self._requests.values())
 
     def add(self, request: Request) -> None:
-        """Decode from the next step on, behind `request.computed` tokens; at least one is left to sample."""
-        request.decode_offset = request.computed - self._step
-        request.last_decode_step = self._step + request.max_length - request.computed - 2
+        """Decode from the next step on.
+
+        `request.num_computed_tokens` are done or in flight, and at least one is left to sample.
+        """
+        request.decode_offset = request.num_computed_tokens - self._step
+        # The last step computes position `max_length - 2` and samples the last token.
+        request.last_decode_step = self._step + request.max_length - request.num_computed_tokens - 2
         self._requests[request.request_id] = request
         self._block_slot(request)[request.request_id] = request
         self._ends_at.setdefault(request.last_decode_step, {})[request.request_id] = request
         self._rows = None
 
     def remove(self, request: Request) -> None:
-        """Stop decoding; `request.computed` is up to date again."""
-        request.computed = self.computed(request)
+        """Stop decoding, and set `request.num_computed_tokens`, which is not kept up to date here."""
+        request.num_computed_tokens = self.num_computed_tokens(request)
         del self._requests[request.request_id]
         del self._block_slot(request)[request.request_id]
         ending = self._ends_at[request.last_decode_step]
@@ -64,13 +68,13 @@ class DecodeBatch:
             del self._ends_at[request.last_decode_step]
         self._rows = None
 
-    def computed(self, request: Request) -> int:
+    def num_computed_tokens(self, request: Request) -> int:
         """Tokens of a request of the batch that are computed or in flight."""
         return request.decode_offset + self._step
 
     def num_covered(self, request: Request) -> int:
         """Tokens for which its blocks have room."""
-        return self.computed(request)
+        return self.num_computed_tokens(request)
 
     def needing_block(self) -> list[tuple[Request, int, int]]:
         """Requests whose next token is the first of a block, with its position and the one after it."""

@@ -1,16 +1,16 @@
 """The decode batch with drafts: requests that each compute their last token and `num_drafts` drafts.
 
 A step advances a request by one token and by its accepted drafts. How many these are is known when the
-result arrives, and by then the next step is scheduled. So a request counts the most that it may have
-computed, and how many drafts of that are still in flight:
+result arrives, and by then the next step is scheduled. So `num_computed_tokens` is the most that a
+request may have computed, and the request counts how many of these are drafts in flight:
 
     position     0 ........ 19 | 20 21 22 23 | 24 25 26 27 | 28 ...
                  computed      | in flight   | next step   |
-                               least = 21    computed = 24
+                               least = 21    num_computed_tokens = 24
 
-The next step begins at one of the positions least .. computed, and the blocks for all of them are
-allocated. A result with m tokens takes 1 + num_drafts - m off `computed`. No position from `max_length` on
-is ever computed.
+The next step begins at one of the positions least .. num_computed_tokens, and the blocks for all of them
+are allocated. A result with m tokens takes 1 + num_drafts - m off `num_computed_tokens`. No position from
+`max_length` on is ever computed.
 """
 
 from collections import Counter
@@ -40,9 +40,12 @@ class DraftBatch:
         return list(self._requests.values())
 
     def add(self, request: Request) -> None:
-        """Decode from the next step on, behind `request.computed` tokens; at least one is left to sample."""
+        """Decode from the next step on.
+
+        `request.num_computed_tokens` are done or in flight, and at least one is left to sample.
+        """
         request.drafts_in_flight = 0
-        request.covered = self._whole_blocks(request.computed)
+        request.covered = self._whole_blocks(request.num_computed_tokens)
         self._requests[request.request_id] = request
         self._rows = None
 
@@ -64,22 +67,26 @@ class DraftBatch:
         return [
             (
                 request,
-                request.computed - request.drafts_in_flight,
-                min(request.computed + width, request.max_length),
+                request.num_computed_tokens - request.drafts_in_flight,
+                min(request.num_computed_tokens + width, request.max_length),
             )
             for request in self._requests.values()
-            if request.covered < request.computed + width and request.covered < request.max_length
+            if request.covered < request.num_computed_tokens + width and request.covered < request.max_length
         ]
 
     def advance(self) -> tuple[DecodeRows, list[Request]]:
         """Schedule a step of every request; returns the rows, and the requests that are ending then."""
         if self._rows is None:
             self._rows = decode_rows(list(self._requests.values()))
-        rows, width, num_drafts, ending = self._rows, self.tokens_per_row, self.num_drafts, []
+        rows = self._rows
+        width = self.tokens_per_row
+        num_drafts = self.num_drafts
+        ending = []
         for request in rows.requests:
-            computed = request.computed + width
+            computed = request.num_computed_tokens + width
             in_flight = request.drafts_in_flight + num_drafts
-            request.computed, request.drafts_in_flight = computed, in_flight
+            request.num_computed_tokens = computed
+            request.drafts_in_flight = in_flight
             if computed > request.covered:
                 request.covered = self._whole_blocks(min(computed, request.max_length))
             if computed - in_flight + 1 >= request.max_length:
@@ -89,41 +96,48 @@ class DraftBatch:
         return rows, ending
 
     def correct(self, requests: Sequence[Request], counts: Sequence[int]) -> list[int]:
-        """Their result of one step has `counts[i]` tokens of requests[i]; preempted ones need no correction.
+        """Count only the accepted drafts of one step, whose result has `counts[i]` tokens of requests[i].
 
-        Returns the indices of the requests that may have ended with these tokens, or are ending now.
+        A preempted request needs no correction: it is recomputed. Returns the indices of the requests that
+        may have ended with these tokens, or are ending now.
         """
-        width, num_drafts, ending = self.tokens_per_row, self.num_drafts, []
+        width = self.tokens_per_row
+        num_drafts = self.num_drafts
+        ending = []
         for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
             if request.state is State.WAITING:
                 ending.append(index)
                 continue
-            computed = request.computed + count - width
+            computed = request.num_computed_tokens + count - width
             in_flight = request.drafts_in_flight - num_drafts
-            request.computed, request.drafts_in_flight = computed, in_flight
+            request.num_computed_tokens = computed
+            request.drafts_in_flight = in_flight
             if computed - in_flight + 1 >= request.max_length:
                 ending.append(index)
         return ending
 
     def is_ending(self, request: Request) -> bool:
         """Whether it gets all its tokens from the steps in flight, even if no draft is accepted."""
-        return request.computed - request.drafts_in_flight + 1 >= request.max_length
+        return request.num_computed_tokens - request.drafts_in_flight + 1 >= request.max_length
 
     def check_integrity(self, steps: Iterable[Step]) -> None:
         """Raises AssertionError unless the tokens of all requests fit one another and `steps` in flight."""
-        sampled, drafted = Counter[int](), Counter[int]()
+        sampled = Counter[int]()
+        drafted = Counter[int]()
         for step in steps:
             sampled.update(map(id, step.sampling))
             drafted.update(map(id, step.sampling if step.num_drafts else ()))
             drafted.subtract(map(id, step.prefilled if step.num_drafts else ()))
         for request in self._requests.values():
-            least = request.computed - request.drafts_in_flight
-            certain = len(request.token_ids) - 1 + sampled[id(request)]
+            least = request.num_computed_tokens - request.drafts_in_flight
+            certain = request.num_tokens - 1 + sampled[id(request)]
             assert least == certain, f"{least} tokens are counted as certainly computed, not {certain}"
             in_flight = self.num_drafts * drafted[id(request)]
             assert request.drafts_in_flight == in_flight, f"{in_flight} drafts are in flight"
             assert not self.is_ending(request), "a request is past its last step"
-            assert request.covered >= min(request.computed, request.max_length), "drafts have no blocks"
+            assert request.covered >= min(request.num_computed_tokens, request.max_length), (
+                "drafts have no blocks"
+            )
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size) * self._block_size

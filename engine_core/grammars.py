@@ -50,7 +50,7 @@ class _Held:
         self.users = list(map(weakref.ref, self.requests))
 
 
-class Grammars:
+class GrammarRegistry:
     """Holds requests with a grammar back until every rank has loaded it."""
 
     def __init__(self, num_ranks: int):
@@ -129,7 +129,8 @@ class Grammars:
 
     def messages(self) -> list[LoadGrammar | DropGrammar]:
         """What to send to every worker, before any later step."""
-        messages, self._messages = self._messages, []
+        messages = self._messages
+        self._messages = []
         return messages
 
     def _load(self, grammar: Grammar, requests: list[Request]) -> None:
@@ -148,5 +149,6 @@ class Grammars:
             if held.is_idle:
                 del self._held[key]
                 self._messages.append(DropGrammar(key))
-                total, number = total - held.memory, number - 1
+                total -= held.memory
+                number -= 1
         return total <= MAX_MEMORY and number <= MAX_GRAMMARS

@@ -8,9 +8,13 @@ A request has one table for each group; entry i holds positions i * block_size a
 
     state         slot 5
 
-Entries behind a window stay as placeholders, so that all tables have the same index. Their value
+Entries before a window stay as placeholders, so that all tables have the same index. Their value
 is 0 and means nothing: block 0 is a block like any other, and no token attends that far back.
 A recurrent state is one slot from the first token to the last; slots come from a pool like blocks.
+
+Work that grows with a prompt (hashing, looking up, freeing) is bounded by the quota of the iteration, and
+continues in the next one. A block is freed by the CPU while steps in flight may still use it: the workers
+execute steps in order, so a later step that gets the block writes to it after them.
 """
 
 from collections import deque
@@ -22,11 +26,11 @@ from xxhash import xxh64_digest
 from atom.shared.messages.admin import Miss
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.block_pool import CHECKED_AT_ONCE, BlockPool
+from engine_core.iteration_quota import FREES_PER_UNIT, LOOKUPS_PER_UNIT, IterationQuota
 from engine_core.kv_events import KVEventLog, listed_group
 from engine_core.kv_plan import covering_blocks, first_visible_block, holds_states, peak_blocks
 from engine_core.recent import Recent
 from engine_core.token_ids import TokenIds
-from engine_core.turn_budget import FREES_PER_UNIT, LOOKUPS_PER_UNIT, TurnBudget
 
 PLACEHOLDER = 0
 _MAX_FIRST_BLOCKS = 1 << 14
@@ -44,7 +48,7 @@ class RequestBlocks:
     first_live: list[int]
     """For each group: entries of the table before this one are placeholders."""
     digests: list[bytes] = field(default_factory=list)
-    """Of the full blocks after those of the prompt."""
+    """Digests of the full blocks after those of the prompt."""
     hash_inputs: list[bytes] = field(default_factory=list)
     num_found: int = 0
     """Leading blocks that `find_prefix` has found so far."""
@@ -71,7 +75,8 @@ class RequestBlocks:
         if start >= length:
             own = slice(start - length, end - length)
             return self.digests[own], self.hash_inputs[own]
-        digests, hash_inputs = prompt.digests[start:end], prompt.hash_inputs[start:end]
+        digests = prompt.digests[start:end]
+        hash_inputs = prompt.hash_inputs[start:end]
         if end > length:
             digests += self.digests[: end - length]
             hash_inputs += self.hash_inputs[: end - length]
@@ -102,7 +107,7 @@ class KVCacheManager:
         self.block_size = sizes.pop()
         self.specs = list(specs)
         self.pools = [BlockPool(blocks) for blocks in num_blocks]
-        self.budget = TurnBudget()
+        self.quota = IterationQuota()
         self.num_frees = 0
         """Grows whenever blocks are freed; a request that did not fit is retried only then."""
         self.num_hashed = 0
@@ -140,7 +145,7 @@ class KVCacheManager:
 
     @property
     def has_blocks_to_free(self) -> bool:
-        """Whether blocks of earlier `free` calls are left for the next turns."""
+        """Whether blocks of earlier `free` calls are left for the next iterations."""
         return bool(self._to_free)
 
     def new_blocks(self, tokens: TokenIds) -> RequestBlocks:
@@ -155,21 +160,22 @@ class KVCacheManager:
             for spec, pool in zip(self.specs, self.pools, strict=True)
         )
 
-    def begin_turn(self) -> None:
-        """Refill the turn's budget, and spend up to half of it on blocks that wait to be freed."""
-        self.budget.refill()
+    def begin_iteration(self) -> None:
+        """Refill the iteration's quota, and spend up to half of it on blocks that wait to be freed."""
+        self.quota.refill()
         if self._to_free:
-            self._free_some(reserved=self.budget.left // 2)
+            self._free_some(reserved=self.quota.left // 2)
 
     def find_prefix(self, blocks: RequestBlocks) -> int | None:
         """Blocks of the longest cached prefix that every group can continue from.
 
-        At least one token is left to compute. None when the turn's budget is spent before the
-        prefix is hashed: a call in the next turn continues.
+        At least one token is left to compute, since a step must sample. None when the iteration's quota is
+        spent before the prefix is hashed: a call in the next iteration continues.
         """
         if not self._caching:
             return 0
-        limit, earlier = (len(blocks.tokens) - 1) // self.block_size, blocks.num_found
+        limit = (len(blocks.tokens) - 1) // self.block_size
+        earlier = blocks.num_found
         found_all = False
         while not found_all and blocks.num_found < limit:
             end = self._hash(blocks, min(limit, blocks.num_found + _HASHED_AHEAD))
@@ -186,14 +192,14 @@ class KVCacheManager:
         return self._visible_prefix(blocks, blocks.num_found) if self._windows else blocks.num_found
 
     def admit(self, blocks: RequestBlocks, hits: int) -> bool:
-        """Put `hits` cached blocks, as `find_prefix` has found in this turn, into empty tables.
+        """Put `hits` cached blocks, as `find_prefix` has found in this iteration, into empty tables.
 
-        False, and nothing changes, when the free blocks cannot hold the rest of the known tokens.
+        False, and nothing changes, when the free blocks cannot hold the rest of the tokens.
         """
         digests, _ = blocks.hashes(0, hits)
         starts = [self._first_visible(spec, hits * self.block_size) for spec in self.specs]
         found = [pool.blocks_of(digests[start:]) for pool, start in zip(self.pools, starts, strict=True)]
-        self.budget.spend(hits // LOOKUPS_PER_UNIT)
+        self.quota.spend(hits // LOOKUPS_PER_UNIT)
         if not self._has_room(len(blocks.tokens), hits, found):
             return False
         shared_step = 0
@@ -222,7 +228,7 @@ class KVCacheManager:
     def extend(self, blocks: RequestBlocks, start: int, end: int) -> list[list[int]] | None:
         """Allocate blocks for computing positions start .. end - 1; the new ones of each group, if any.
 
-        Frees the blocks behind a window that ends at `start`. None when a group has too few free blocks.
+        Frees the blocks before the window that ends at `start`. None when a group has too few free blocks.
         """
         if self._windows:
             self._free_invisible(blocks, start)
@@ -245,7 +251,7 @@ class KVCacheManager:
     def cache(self, blocks: RequestBlocks, num_computed: int, step: int) -> None:
         """Cache the full blocks of the first `num_computed` tokens, all scheduled by `step`.
 
-        Stops when the turn's budget is spent; a later call does the rest.
+        Stops when the iteration's quota is spent; a later call does the rest.
         """
         num_full = num_computed // self.block_size
         if not self._caching or num_full <= blocks.num_cached or blocks.collided:
@@ -253,15 +259,20 @@ class KVCacheManager:
         if not blocks.num_cached:
             self._first_blocks.put(self._first_block(blocks), blocks.tokens.prompt.root)
         num_full = self._hash(blocks, num_full)
-        in_prompt, first_live, tables = blocks.in_prompt, blocks.first_live, blocks.tables
+        in_prompt = blocks.in_prompt
+        first_live = blocks.first_live
+        tables = blocks.tables
+        # Events carry no salt: a router would send requests here for blocks that they cannot share.
         events = None if blocks.tokens.prompt.root else self.events
-        self.budget.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
+        self.quota.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
         for index in range(blocks.num_cached, num_full):
             if index < in_prompt:
                 prompt = blocks.tokens.prompt
-                digest, hash_input = prompt.digests[index], prompt.hash_inputs[index]
+                digest = prompt.digests[index]
+                hash_input = prompt.hash_inputs[index]
             else:
-                digest, hash_input = blocks.digests[index - in_prompt], blocks.hash_inputs[index - in_prompt]
+                digest = blocks.digests[index - in_prompt]
+                hash_input = blocks.hash_inputs[index - in_prompt]
             for group, pool in enumerate(self.pools):
                 if index >= first_live[group] and not pool.cache(
                     tables[group][index], digest, hash_input, step
@@ -273,7 +284,7 @@ class KVCacheManager:
             blocks.num_cached = index + 1
 
     def free(self, blocks: RequestBlocks) -> None:
-        """Empty the tables. Their blocks are freed in this turn, or in later ones once its budget is spent.
+        """Empty the tables. Their blocks are freed now, or in later iterations once the quota is spent.
 
         The last blocks are freed first, so that a cached sequence is evicted from its end.
         """
@@ -301,7 +312,8 @@ class KVCacheManager:
         Yields at intervals; the caller may do the rest later, if nothing has changed.
         """
         for group, pool in enumerate(self.pools):
-            users, last_table = [0] * pool.num_blocks, [-1] * pool.num_blocks
+            users = [0] * pool.num_blocks
+            last_table = [-1] * pool.num_blocks
             tables = [(blocks.tables[group], blocks.first_live[group]) for blocks in owners]
             tables += [(table, 0) for owner, table in self._to_free if owner is pool]
             for number, (table, first) in enumerate(tables):
@@ -325,7 +337,7 @@ class KVCacheManager:
     def _cached_run(self, blocks: RequestBlocks, start: int, end: int) -> int:
         """How many blocks from `start` on, and before `end`, all full-attention groups have cached."""
         digests, hash_inputs = blocks.hashes(start, end)
-        self.budget.spend(len(digests) // LOOKUPS_PER_UNIT)
+        self.quota.spend(len(digests) // LOOKUPS_PER_UNIT)
         return min((pool.cached_run(digests, hash_inputs) for pool in self._full), default=end - start)
 
     def _visible_prefix(self, blocks: RequestBlocks, length: int) -> int:
@@ -347,7 +359,7 @@ class KVCacheManager:
                 if index > needed:
                     length = cached_from[number] = index - 1
                     changed = True
-        self.budget.spend((len(digests) - length) * len(self._windows) // LOOKUPS_PER_UNIT)
+        self.quota.spend((len(digests) - length) * len(self._windows) // LOOKUPS_PER_UNIT)
         return length
 
     def _explain_miss(self, blocks: RequestBlocks, hits: int) -> None:
@@ -382,7 +394,8 @@ class KVCacheManager:
 
     def _free_invisible(self, blocks: RequestBlocks, start: int) -> None:
         for group, spec in enumerate(self.specs):
-            live, visible = blocks.first_live[group], self._first_visible(spec, start)
+            live = blocks.first_live[group]
+            visible = self._first_visible(spec, start)
             if visible <= live:
                 continue
             table = blocks.tables[group]
@@ -392,11 +405,11 @@ class KVCacheManager:
             self.num_frees += 1
 
     def _free_some(self, reserved: int = 0) -> None:
-        """Free blocks until none wait or only `reserved` units of the turn's budget are left."""
-        while self._to_free and (units := self.budget.left - reserved) > 0:
+        """Free blocks until none wait or only `reserved` units of the iteration's quota are left."""
+        while self._to_free and (units := self.quota.left - reserved) > 0:
             pool, table = self._to_free[0]
             first = max(len(table) - units * FREES_PER_UNIT, 0)
-            self.budget.spend(-(-(len(table) - first) // FREES_PER_UNIT))
+            self.quota.spend(-(-(len(table) - first) // FREES_PER_UNIT))
             pool.free(reversed(table[first:]))
             del table[first:]
             if not table:
@@ -404,15 +417,18 @@ class KVCacheManager:
         self.num_frees += 1
 
     def _hash(self, blocks: RequestBlocks, num_full: int) -> int:
-        """Hash the first `num_full` blocks, within the turn's budget; returns how many are hashed."""
-        start, left = blocks.num_hashed, self.budget.left
+        """Hash the first `num_full` blocks, within the iteration's quota; returns how many are hashed."""
+        start = blocks.num_hashed
+        left = self.quota.left
         if start >= num_full:
             return num_full
         if left < num_full - start:
             num_full = start + max(left, 0)
-        self.budget.left = left - (num_full - start)
+        self.quota.left = left - (num_full - start)
         self.num_hashed += num_full - start
-        size, in_prompt, tokens = self.block_size, blocks.in_prompt, blocks.tokens
+        size = self.block_size
+        in_prompt = blocks.in_prompt
+        tokens = blocks.tokens
         parent = blocks.digests[-1] if blocks.digests else tokens.prompt.last_digest
         for index in range(start, num_full):
             hash_input = parent + tokens.packed(index * size, index * size + size)

@@ -31,9 +31,9 @@ _BUSY_POLL_S = 0.005  # while a replay is being sent
 _STOP_S = 2.0
 _LINGER_MS = 500
 MAX_WAITING_BYTES = 64 * 1024 * 1024
-"""Of token ids that wait for the publisher."""
+"""Bytes of token ids that may wait for the publisher."""
 MAX_REPLAY_BYTES = 256 * 1024 * 1024
-"""Of messages that are kept for replays."""
+"""Bytes of messages that are kept for replays."""
 _MESSAGE_IDS = 4096
 """Token ids, or 4 for each removed block, after which a message ends."""
 _MAX_REPLAYS = 8
@@ -57,9 +57,11 @@ class KVEventPublisher:
 
     def __init__(self, config: KVEventsConfig, rank: int, block_size: int):
         """`config` is that of the data-parallel rank `rank`. Raises PublishError."""
-        self._config, self._rank, self._block_size = config, rank, block_size
+        self._config = config
+        self._rank = rank
+        self._block_size = block_size
         self._waiting: SimpleQueue[tuple[int, list[KVEvent]] | None] = SimpleQueue()
-        """The events of a turn, after the value of `num_dropped` then: the gap belongs before them."""
+        """The events of one `put`, after the value of `num_dropped` then: the gap belongs before them."""
         self._put_bytes = self._taken_bytes = 0  # each is written by one thread
         self.num_dropped = 0
         """Calls of `put` whose events were dropped."""
@@ -74,7 +76,7 @@ class KVEventPublisher:
         self._thread.start()
 
     def put(self, events: list[KVEvent]) -> None:
-        """Publish the events of one turn, or drop them when too much is waiting."""
+        """Publish these events, or drop them when too much is waiting."""
         num_bytes = sum(len(event.token_ids) for event in events if isinstance(event, Stored))
         num_bytes *= self._block_size * 4
         full = self._waiting.qsize() >= self._config.max_queue_size
@@ -98,7 +100,8 @@ class KVEventPublisher:
             )
 
     def _open(self) -> "tuple[_Subscribers, zmq.Socket[bytes] | None]":
-        config, replay = self._config, None
+        config = self._config
+        replay = None
         publish = _Subscribers(config)
         publish.open()
         if config.replay_endpoint is not None:
@@ -127,21 +130,22 @@ class KVEventPublisher:
             self._context.destroy(linger=_LINGER_MS)
 
     def _serve(self, publish: "_Subscribers", replay: "zmq.Socket[bytes] | None") -> None:
-        kept, num_dropped = _Kept(self._config.buffer_steps, self._config.topic.encode()), 0
+        kept = _Kept(self._config.buffer_steps, self._config.topic.encode())
+        num_dropped = 0
         replays = None if replay is None else _Replays(replay, kept)
         while True:
             try:
                 wait_s = _BUSY_POLL_S if replays is not None and replays.is_busy else _POLL_S
-                turn = self._waiting.get(timeout=wait_s)
+                queued = self._waiting.get(timeout=wait_s)
             except Empty:
-                turn = num_dropped, []
-            if turn is None:
+                queued = num_dropped, []
+            if queued is None:
                 break
-            if turn[0] > num_dropped:
-                num_dropped = turn[0]
+            if queued[0] > num_dropped:
+                num_dropped = queued[0]
                 kept.skip()
             publish.read_subscriptions()
-            for message in self._messages(turn[1]):
+            for message in self._messages(queued[1]):
                 publish.send([kept.topic, kept.number, message])
                 kept.add(message)
             if replays is not None:
@@ -160,7 +164,8 @@ class KVEventPublisher:
             batch.append(self._encodable(event))
             if size >= _MESSAGE_IDS:
                 yield self._encode(batch)
-                batch, size = [], 0
+                batch = []
+                size = 0
         if batch:
             yield self._encode(batch)
 
@@ -168,24 +173,24 @@ class KVEventPublisher:
         return msgspec.msgpack.encode([time.time(), batch, self._rank])
 
     def _encodable(self, event: KVEvent) -> Any:
+        fields: dict[str, Any] = {}
         match event:
             case Stored():
-                kind, fields = (
-                    "BlockStored",
-                    {
-                        "block_hashes": _numbers(event.digests),
-                        "parent_block_hash": _number(event.parent) if event.parent else None,
-                        "token_ids": array("i", b"".join(event.token_ids)).tolist(),
-                        "block_size": self._block_size,
-                        "lora_id": None,
-                        "medium": _MEDIUM,
-                        "lora_name": None,
-                    },
-                )
+                kind = "BlockStored"
+                fields = {
+                    "block_hashes": _numbers(event.digests),
+                    "parent_block_hash": _number(event.parent) if event.parent else None,
+                    "token_ids": array("i", b"".join(event.token_ids)).tolist(),
+                    "block_size": self._block_size,
+                    "lora_id": None,
+                    "medium": _MEDIUM,
+                    "lora_name": None,
+                }
             case Removed():
-                kind, fields = "BlockRemoved", {"block_hashes": _numbers(event.digests), "medium": _MEDIUM}
+                kind = "BlockRemoved"
+                fields = {"block_hashes": _numbers(event.digests), "medium": _MEDIUM}
             case Cleared():
-                kind, fields = "AllBlocksCleared", {}
+                kind = "AllBlocksCleared"
         if self._config.event_format == "arrays":
             return [kind, *fields.values()]
         return {"type": kind, **fields}
@@ -203,7 +208,8 @@ class _Subscribers:
     def open(self) -> None:
         """Raises PublishError."""
         # A context of its own: to end it waits until the address is free, which closing a socket does not.
-        config, self._context = self._config, zmq.Context()
+        config = self._config
+        self._context = zmq.Context()
         socket = self._context.socket(zmq.XPUB)
         socket.setsockopt(zmq.SNDHWM, config.hwm)
         # A call reads all that has come: with a longer queue a fast sender would keep it busy for ever.
@@ -215,7 +221,8 @@ class _Subscribers:
         except PublishError:
             self._context.destroy(linger=0)
             raise
-        self._socket, self._num_topics = socket, 0
+        self._socket = socket
+        self._num_topics = 0
 
     def close(self, linger_ms: int) -> None:
         """Wait at most so long for subscribers to take what was sent."""
@@ -260,7 +267,7 @@ class _Kept:
 
     @property
     def number(self) -> bytes:
-        """Of the next message."""
+        """Sequence number of the next message, as a frame."""
         return _frame(self.next)
 
     def skip(self) -> None:
@@ -285,7 +292,8 @@ class _Replays:
     """Sends kept messages to the readers that ask for them, some of each at a time."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", kept: _Kept):
-        self._socket, self._kept = socket, kept
+        self._socket = socket
+        self._kept = kept
         self._readers: deque[_Reader] = deque()
 
     @property
@@ -313,7 +321,7 @@ class _Replays:
         return True
 
     def _send(self, reader: "_Reader") -> bool:
-        """Returns whether the reader is still to be served."""
+        """Returns whether the reader must be served again."""
         kept = self._kept
         reader.next = max(reader.next, kept.first)
         for _ in range(_REPLAY_SLICE):
@@ -338,7 +346,9 @@ class _Reader:
     __slots__ = ("identity", "next", "sent_at")
 
     def __init__(self, identity: bytes, first: int):
-        self.identity, self.next, self.sent_at = identity, first, time.monotonic()
+        self.identity = identity
+        self.next = first
+        self.sent_at = time.monotonic()
 
     @property
     def is_stalled(self) -> bool:

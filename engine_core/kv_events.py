@@ -56,7 +56,8 @@ class KVEventLog:
             return
         self._listed.add(digest)
         id_bytes = self.block_size * ID_BYTES
-        parent, ids = hash_input[:-id_bytes], hash_input[-id_bytes:]
+        parent = hash_input[:-id_bytes]
+        ids = hash_input[-id_bytes:]
         last = self._events[-1] if self._events else None
         if isinstance(last, Stored) and last.digests[-1] == parent and len(last.digests) < _MAX_RUN:
             last.digests.append(digest)
@@ -82,7 +83,8 @@ class KVEventLog:
 
     def take(self) -> list[KVEvent]:
         """The events since the last call."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
 

@@ -87,7 +87,8 @@ def _plan_paged(specs: Sequence[PagedSpec], kv_bytes: int, limits: Sequence[int 
     def size(blocks: int) -> int:
         return sum(n * spec.bytes_per_block for n, spec in zip(counts(blocks), specs, strict=True))
 
-    low, high = 0, kv_bytes // min(spec.bytes_per_block for spec in specs)
+    low = 0
+    high = kv_bytes // min(spec.bytes_per_block for spec in specs)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if size(middle) <= kv_bytes else (low, middle - 1)
@@ -132,7 +133,7 @@ def _limits_length(spec: PagedSpec, blocks: int, max_chunk: int) -> bool:
 
 
 def _window_peak(spec: SlidingWindowSpec, max_chunk: int) -> int:
-    """Most blocks of a window and the chunk behind it, at any offset in a block."""
+    """Most blocks of a window and the chunk after it, at any offset in a block."""
     span = spec.window - 1 + max_chunk
     return _ceil_div(span - 1, spec.block_size) + 1
 

@@ -74,7 +74,8 @@ class WorkerLink:
 
     def send(self, message: msgspec.Struct) -> None:
         """Send one frame to every rank. Raises LinkError when ranks are gone; the others still receive it."""
-        frame, gone = encode(message), []
+        frame = encode(message)
+        gone = []
         for rank, identity in enumerate(self._identities):
             try:
                 self.socket.send_multipart([identity, frame], zmq.DONTWAIT)

@@ -65,7 +65,7 @@ from atom.shared.utils.liveness import (
 from atom.shared.utils.logger import get_logger, set_log_level, setup_logging
 from atom.shared.utils.process import read_launch
 from atom.shared.utils.step_trace import StepTrace
-from engine_core.commands import answers
+from engine_core.commands import responses
 from engine_core.core import EngineCore
 from engine_core.frontends import Frontends
 from engine_core.kv_cache_manager import KVCacheManager
@@ -104,7 +104,8 @@ class CoreProcess:
         self._supervisor = self._context.socket(zmq.PUSH)
         self._supervisor.connect(launch.supervisor)
         timeouts = launch.config.reliability
-        interval, heartbeat = heartbeat_interval(timeouts.hang_timeout), Heartbeat(self._name)
+        interval = heartbeat_interval(timeouts.hang_timeout)
+        heartbeat = Heartbeat(self._name)
         self._heartbeats = HeartbeatSender(self._context, zmq.PUSH, launch.supervisor, heartbeat, interval)
         collective = launch.config.parallel.workers_in_mesh > 1
         self._worker_monitor = worker_monitor(timeouts.hang_timeout, collective)
@@ -151,7 +152,8 @@ class CoreProcess:
 
     def _publisher(self) -> KVEventPublisher | None:
         """The publisher of KV events, if there is one. Subscribers can connect from now on."""
-        config, rank = self._launch.config, self._launch.data_parallel_rank
+        config = self._launch.config
+        rank = self._launch.data_parallel_rank
         events = kv_events_config(config.cache, config.parallel.data_parallel_size)
         if events is None:
             return None
@@ -232,9 +234,9 @@ class CoreProcess:
         self._poller.register(self._frontends.socket, zmq.POLLIN)
         self._mark_workers_seen()
         if self._kv_events is not None and self._launch.num_blocks:
-            self._kv_events.put([Cleared()])  # subscribers know the blocks of an earlier life
+            self._kv_events.put([Cleared()])  # subscribers know the blocks from before a restart
         while not self.stopping:
-            if not self._poller.poll(0 if core.has_sliced_work else _POLL_MS):
+            if not self._poller.poll(0 if core.has_deferred_work else _POLL_MS):
                 self._check_integrity(core)
             results = [self._process_worker_message(core, message) for message in self._workers.receive()]
             for identity, message in self._frontends.receive():
@@ -245,9 +247,11 @@ class CoreProcess:
                 self._workers.send(batch)
                 self._trace.mark("sent", batch.step)
                 self._steps_sent = True
+            # Workers that wait for a batch of this engine delay the other engines: none will come for now.
             if self._lockstep and self._steps_sent and not core.num_in_flight:
                 self._workers.send(StepsDone())
                 self._steps_sent = False
+            # Results are sent after the next step, which the device waits for.
             for result in results:
                 for identity, deltas in result.items():
                     self._frontends.send(core, identity, deltas)
@@ -295,7 +299,7 @@ class CoreProcess:
                 set_log_level(level)
                 self._workers.send(message)
             case GetRequests() | AbortNamed() | ResetPrefixCache():
-                for to, response in answers(core, identity, message):
+                for to, response in responses(core, identity, message):
                     self._frontends.send(core, to, response)
             case Profile():
                 result = self._profiling.request(message, identity)
@@ -341,7 +345,7 @@ class CoreProcess:
 
     def _check_integrity(self, core: EngineCore) -> None:
         """Check the integrity of an idle core slice by slice, once after its last step."""
-        if core.num_in_flight or core.has_sliced_work:
+        if core.num_in_flight or core.has_deferred_work:
             return
         steps = core.stats().steps
         if steps != self._checked_at_step and core.check_integrity_slice():

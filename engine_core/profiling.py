@@ -68,12 +68,15 @@ class Profiling:
         Returns None when the message must go to the workers, else the result to send back.
         """
         if not message.on and self._unclaimed:
-            traces, self._unclaimed = self._unclaimed, []
+            traces = self._unclaimed
+            self._unclaimed = []
             return ProfileResult(message.number, False, traces)
         refusal = self._refusal(message.on)
         if refusal:
             return ProfileResult(message.number, message.on, refusal=refusal)
-        self._frontend, self._number, self._requested_at = frontend, message.number, self._clock()
+        self._frontend = frontend
+        self._number = message.number
+        self._requested_at = self._clock()
         self._begin(_State.STARTING if message.on else _State.STOPPING)
         self._unclaimed = []
         return None
@@ -90,7 +93,8 @@ class Profiling:
         if undo:
             self._begin(_State.STOPPING)
         else:
-            self._state, self._started_at = _State.ON if starting else _State.OFF, self._clock()
+            self._state = _State.ON if starting else _State.OFF
+            self._started_at = self._clock()
         if not starting and self._frontend is None:
             self._unclaimed = [trace for trace in traces if trace.file]
         return self._outcome(ProfileResult(self._number, starting, traces, error=error), undo)
@@ -123,5 +127,6 @@ class Profiling:
         self._traces = {}
 
     def _outcome(self, result: ProfileResult, stop: bool = False) -> Outcome:
-        frontend, self._frontend = self._frontend, None
+        frontend = self._frontend
+        self._frontend = None
         return Outcome(frontend, result, stop)

@@ -19,7 +19,8 @@ class Recent(Generic[V]):
         """Remember `value` for `key`."""
         self._values[key] = value
         if len(self._values) >= self._size:
-            self._values, self._older = {}, self._values
+            self._older = self._values
+            self._values = {}
 
     def get(self, key: bytes) -> V | None:
         """The last value of `key`; None if it is not remembered."""

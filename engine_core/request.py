@@ -15,7 +15,7 @@ class State(Enum):
     WAITING = auto()
     """In the queue: new or preempted. Results of a preempted request may still be in flight."""
     PREFILLING = auto()
-    """Has known tokens to compute besides the last sampled one."""
+    """Has tokens to compute besides the one that it sampled last."""
     DECODING = auto()
     """In the decode batch: computes its last token, and drafts, in every step."""
     DRAINING = auto()
@@ -57,7 +57,7 @@ class SharedSettings:
         self.eos_ids = frozenset(message.eos_token_ids)
         self.stop_ids = self.eos_ids.union(message.stop_token_ids)
         self.sampling_bytes = sampling_bytes
-        """Of the sampling parameters and the grammar's use, in a message."""
+        """Bytes of the sampling parameters and of the grammar's use, in a message."""
         self.grammar = None if message.grammar is None else message.grammar.row
         self.needs_prompt_ids = processors is not None and processors.needs_prompt_ids
         self.needs_output_ids = processors is not None and processors.needs_output_ids
@@ -75,7 +75,6 @@ class Request:
         "arrived_at",
         "blocks",
         "cached_tokens",
-        "computed",
         "covered",
         "decode_offset",
         "discarded_until",
@@ -86,6 +85,7 @@ class Request:
         "last_decode_step",
         "last_step",
         "max_length",
+        "num_computed_tokens",
         "output_ids",
         "preemptions",
         "priority",
@@ -131,10 +131,10 @@ class Request:
         self.state = State.WAITING
         self.row = NO_ROW
         self.blocks = blocks
-        self.computed = 0
-        """Tokens computed or in flight; the decode batch counts them while `DECODING`.
+        self.num_computed_tokens = 0
+        """Tokens computed or in flight; with drafts in flight the most that these may be.
 
-        With drafts in flight, the most that these may be.
+        Not kept up to date in a `DecodeBatch`, which counts its own steps instead.
         """
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first admission; None before it."""
@@ -150,6 +150,11 @@ class Request:
         """Drafts among `computed` that may be rejected."""
         self.covered = 0
         """Tokens for which a request that decodes with drafts has blocks."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens and generated tokens whose ids have arrived."""
+        return len(self.token_ids)
 
     @property
     def num_generated(self) -> int:

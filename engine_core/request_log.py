@@ -51,7 +51,8 @@ def describe(
     request: Request, now: float, block_size: int, reason: FinishReason | None = None
 ) -> RequestInfo:
     """The state of a sequence at the time `now`; `reason` is that of its end."""
-    settings, blocks = request.settings, request.blocks
+    settings = request.settings
+    blocks = request.blocks
     queued_until = request.admitted_at or now
     prefilled_at = request.first_token_at or now
     miss = Miss.NONE if blocks.miss is None else blocks.miss

@@ -58,7 +58,7 @@ class RequestStates:
     def finish_prefill(self, request: Request) -> bool:
         """Add a request to the decode batch; False when this step samples its last token already."""
         del self.prefilling[request.request_id]
-        if request.computed + 1 == request.max_length:
+        if request.num_computed_tokens + 1 == request.max_length:
             return False
         request.state = State.DECODING
         self.decode_batch.add(request)
@@ -145,9 +145,9 @@ class RequestStates:
         """Free row and blocks; the blocks stay cached."""
         if request.is_cacheable:
             # Ids that are still on the device cannot be hashed.
-            known_and_computed = min(request.computed, len(request.token_ids))
-            self._kv.cache(request.blocks, known_and_computed, self.last_step)
+            num_hashable = min(request.num_computed_tokens, request.num_tokens)
+            self._kv.cache(request.blocks, num_hashable, self.last_step)
         self._kv.free(request.blocks)
         self.free_rows.append(request.row)
         request.row = NO_ROW
-        request.computed = 0
+        request.num_computed_tokens = 0

@@ -1,9 +1,9 @@
 """Decides which tokens of which requests run in the next step.
 
-Every request has known tokens, of which the first `computed` have their KV. A step advances requests
-towards their last known token, as far as its token budget goes: running requests in scheduling order,
-then waiting ones. Long prompts, cached prefixes, and requests that resume after a preemption differ
-only in how many known tokens are left to compute.
+A request has `num_tokens` tokens with known ids, and the KV of the first `num_computed_tokens`. A step
+computes the tokens in between, as far as its token budget goes: those of running requests in scheduling
+order, then those of waiting ones. Long prompts, cached prefixes, and requests that resume after a
+preemption differ only in how many tokens are left to compute.
 
 Up to `MAX_IN_FLIGHT` steps are scheduled before the results of the first are in. A decoding request
 is therefore scheduled without its last id, which stays on the device. Its length limit is known in
@@ -27,6 +27,7 @@ from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow, Schedul
 from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, check_frames, new_row_bytes
 from engine_core.decode_batch import DecodeBatch, union_of_stop_ids
 from engine_core.draft_batch import DraftBatch
+from engine_core.iteration_quota import IDS_PER_UNIT, UNITS_PER_ADMISSION
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_plan import holds_states
 from engine_core.request import Request, State
@@ -35,7 +36,6 @@ from engine_core.request_states import RequestStates
 from engine_core.results import ResultProcessor
 from engine_core.stats import Counters
 from engine_core.step import Step, StepOutcome, StepPlan
-from engine_core.turn_budget import IDS_PER_UNIT, UNITS_PER_ADMISSION
 
 MAX_IN_FLIGHT = 2
 _REPLAYED = 1 << 48  # ahead of all arrivals
@@ -66,7 +66,7 @@ class Limits:
 
     @property
     def max_chunk(self) -> int:
-        """Most tokens that one request has blocks for behind those that are certainly computed."""
+        """Most tokens for which one request has blocks, besides those that are certainly computed."""
         return max(self.max_num_batched_tokens, 1 + self.max_uncertain)
 
 
@@ -117,7 +117,7 @@ class Scheduler:
         return len(self._states.in_flight)
 
     @property
-    def has_sliced_work(self) -> bool:
+    def has_deferred_work(self) -> bool:
         """Whether blocks are left to hash or to free: call `schedule` again without waiting."""
         return self._kv.has_blocks_to_free or (
             self._is_preparing and len(self._states.in_flight) < MAX_IN_FLIGHT
@@ -137,7 +137,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that can run alone; its id must not be in use."""
-        # What other engines have begun comes first.
+        # Sequences that another engine has begun come first: their clients wait in the middle of a stream.
         request.arrival = self._num_arrivals - (_REPLAYED if request.settings.replays else 0)
         request.arrived_at = request.arrived_at or self._clock()
         self._num_arrivals += 1
@@ -153,15 +153,18 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step; None when there is nothing to run or `MAX_IN_FLIGHT` steps are in flight."""
-        self._kv.begin_turn()
+        self._kv.begin_iteration()
         if len(self._states.in_flight) >= MAX_IN_FLIGHT:
             return None
         plan = StepPlan()
         self._is_preparing = False
         self._extend_decodes(plan)
         self._continue_prefills(plan)
-        for request, count in plan.chunks.values():  # no request is preempted from here on
-            self._kv.cache(request.blocks, request.computed + count, self._states.last_step + 1)
+        # No request is preempted from here on, so every planned chunk will be computed: its blocks may be
+        # found by the requests that are admitted next. Blocks of a preempted chunk would hold nothing.
+        for request, count in plan.chunks.values():
+            self._kv.cache(request.blocks, request.num_computed_tokens + count, self._states.last_step + 1)
+        # A preempted request had too few blocks; another one would take those that it waits for.
         if not plan.preempted:
             self._admit_waiting(plan)
         if not plan.chunks and not self._decode_batch:
@@ -190,7 +193,8 @@ class Scheduler:
         for request, start, end in self._decode_batch.needing_block():
             if request.state is not State.DECODING:
                 continue  # preempted for an earlier request of this loop
-            # At most one step is in flight, so all ids before `start` are known.
+            # The blocks before `start` can be hashed: at most one step is in flight, so their ids have
+            # arrived, while that of `start` itself may still be on the device.
             self._kv.cache(request.blocks, start, last_step)
             if not self._extend(request, start, end, plan) and request.state is State.DECODING:
                 self._preempt(request, plan)
@@ -202,8 +206,12 @@ class Scheduler:
                 break
             if request.state is not State.PREFILLING:
                 continue
-            count = min(len(request.token_ids) - request.computed, self._chunk_limit(plan, request, budget))
-            if count and self._extend(request, request.computed, request.computed + count, plan):
+            count = min(
+                request.num_tokens - request.num_computed_tokens, self._chunk_limit(plan, request, budget)
+            )
+            if count and self._extend(
+                request, request.num_computed_tokens, request.num_computed_tokens + count, plan
+            ):
                 plan.add_chunk(request, count)
 
     def _admit_waiting(self, plan: StepPlan) -> None:
@@ -225,7 +233,7 @@ class Scheduler:
 
     def _may_be_admitted(self, request: Request) -> bool:
         if request.last_step > self._states.last_completed:
-            return False  # some of its tokens are still in flight
+            return False  # tokens that it sampled before its preemption are still in flight
         if self._no_room == (request, self._kv.num_frees):
             return False
         is_new = request.cached_tokens is None
@@ -236,16 +244,16 @@ class Scheduler:
         return self.num_running > 0 and waited <= self._limits.delay_factor * self._results.prompt_step_s
 
     def _prepare(self, request: Request) -> int | None:
-        """Number of cached blocks that the request will use; None if a later turn must continue."""
-        budget = self._kv.budget
+        """Number of cached blocks that the request will use; None if a later iteration must continue."""
+        quota = self._kv.quota
         self._is_preparing = True
-        if budget.is_spent:
+        if quota.is_spent:
             return None
         if request.settings.needs_prompt_ids:
             prompt = request.token_ids.prompt
             before = prompt.num_left
-            prompt.collect_distinct(budget.left * IDS_PER_UNIT)
-            budget.spend((before - prompt.num_left) // IDS_PER_UNIT)
+            prompt.collect_distinct(quota.left * IDS_PER_UNIT)
+            quota.spend((before - prompt.num_left) // IDS_PER_UNIT)
             if prompt.num_left:
                 return None
         hits = self._kv.find_prefix(request.blocks) if request.prompt_logprobs < 0 else 0
@@ -254,13 +262,13 @@ class Scheduler:
 
     def _admit(self, request: Request, cached: int, limit: int, plan: StepPlan) -> None:
         """Start a request whose first `cached` tokens are in its blocks; computes up to `limit` tokens."""
-        count = min(len(request.token_ids) - cached, limit)
+        count = min(request.num_tokens - cached, limit)
         added = self._kv.extend(request.blocks, cached, cached + count)
         assert added is not None, "admitted without room"
         self._kv.cache(request.blocks, cached + count, self._states.last_step + 1)
-        self._kv.budget.spend(UNITS_PER_ADMISSION)
+        self._kv.quota.spend(UNITS_PER_ADMISSION)
         self._states.admit(request)
-        request.computed = cached
+        request.num_computed_tokens = cached
         plan.add_chunk(request, count)
         plan.new_rows.append(_new_row(request))
         if request.cached_tokens is None:
@@ -272,13 +280,14 @@ class Scheduler:
         request.admitted_at = self._clock()
         self.counters.prompt_tokens += request.prompt_length
         if request.prompt_logprobs < 0:
-            self.counters.prefix_queries += len(request.token_ids)
+            self.counters.prefix_queries += request.num_tokens
             self.counters.prefix_hits += cached
 
     def _token_budget(self, plan: StepPlan) -> int:
         # Never negative: a request that joins the decode batch had a token of the budget before, and the
         # budget of mixed steps has room for all rows.
-        batch, limits = self._decode_batch, self._limits
+        batch = self._decode_batch
+        limits = self._limits
         mixed = limits.max_num_mixed_tokens if batch else 0
         most = mixed or limits.max_num_batched_tokens
         return most - len(batch) * batch.tokens_per_row - plan.num_tokens
@@ -290,13 +299,13 @@ class Scheduler:
     def _extend(self, request: Request, start: int, end: int, plan: StepPlan) -> bool:
         """Allocate blocks for positions start .. end - 1, preempting the requests that are last in order.
 
-        False when the request itself is preempted, and when freeing blocks has used up the turn's budget.
+        False when the request itself is preempted, and when freeing blocks has spent the iteration's quota.
         """
         while (added := self._kv.extend(request.blocks, start, end)) is None:
-            if self._kv.budget.is_spent:
+            if self._kv.quota.is_spent:
                 return False
             running = [*self._decode_batch.requests(), *self._states.prefilling.values()]
-            self._kv.budget.spend(len(running) // UNITS_PER_ADMISSION)
+            self._kv.quota.spend(len(running) // UNITS_PER_ADMISSION)
             victim = max(running, key=self._queue.rank)
             self._preempt(victim, plan)
             if victim is request:
@@ -319,8 +328,11 @@ class Scheduler:
         width = self._decode_batch.tokens_per_row
         decodes, ending = self._decode_batch.advance()
         num_drafts = self._decode_batch.num_drafts if decodes.rows else 0
-        rows, counts, requests = decodes.rows, [], decodes.requests
-        sampling, stop_ids = decodes.requests, decodes.stop_ids
+        rows = decodes.rows
+        counts: list[int] = []
+        requests = decodes.requests
+        sampling = decodes.requests
+        stop_ids = decodes.stop_ids
         token_ids = next_ids = b""
         prefilled: list[Request] = []
         prompt_logprob_rows: dict[int, Request] = {}
@@ -362,12 +374,12 @@ class Scheduler:
         )
 
     def _advance_prefills(self, plan: StepPlan) -> list[Request]:
-        """Count the chunks as computed; returns the requests whose last known token is among them."""
+        """Count the chunks as computed; returns the requests whose last token is among them."""
         for request, count in plan.chunks.values():
-            request.computed += count
-            if request.computed >= request.prompt_length:
+            request.num_computed_tokens += count
+            if request.num_computed_tokens >= request.prompt_length:
                 request.prompt_logprobs = -1  # the last chunk is in flight
-        return [r for r, _ in plan.chunks.values() if r.computed == len(r.token_ids)]
+        return [r for r, _ in plan.chunks.values() if r.num_computed_tokens == r.num_tokens]
 
     def _count_step(self, plan: StepPlan, num_prefilled: int) -> None:
         self.counters.steps += 1
@@ -386,11 +398,12 @@ def _check_drafts(limits: Limits, kv: KVCacheManager) -> None:
 
 
 def _new_row(request: Request) -> NewRow:
-    tokens, settings = request.token_ids, request.settings
+    tokens = request.token_ids
+    settings = request.settings
     return NewRow(
         request.row,
         len(tokens),
-        request.computed,
+        request.num_computed_tokens,
         [list(table) for table in request.blocks.tables],
         request.sampling,
         request.prompt_length,

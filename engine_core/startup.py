@@ -78,7 +78,7 @@ def plan_cache(
 ) -> CachePlan:
     """The KV cache that fits every rank. `model_max_len` is the checkpoint's own limit.
 
-    `earlier` are the blocks of each group in an earlier life of the engine, whose limits stay.
+    `earlier` are the blocks of each group before a restart of the engine, whose limits stay.
 
     Raises StartupError when the cache would be too small for the configuration.
     """

@@ -22,7 +22,7 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
     new_row_bytes: int = 0
     num_tokens: int = 0
-    """Of all chunks."""
+    """Tokens of all chunks."""
     prompt_logprob_tokens: int = MAX_PROMPT_LOGPROB_TOKENS
     """Tokens that may still be computed of prompts with log probabilities."""
     preempted: bool = False
@@ -49,11 +49,12 @@ class StepPlan:
         return min(budget, self.prompt_logprob_tokens) if request.prompt_logprobs >= 0 else budget
 
     def packed_ids(self) -> tuple[bytes, bytes]:
-        """`token_ids` and `next_ids` of the batch; the chunks are not yet counted as computed."""
-        ids, following = [], []
+        """`token_ids` and `next_ids` of the batch; call it before the chunks count as computed."""
+        ids = []
+        following = []
         for request, count in self.chunks.values():
-            end = request.computed + count
-            ids.append(request.token_ids.packed(request.computed, end))
+            end = request.num_computed_tokens + count
+            ids.append(request.token_ids.packed(request.num_computed_tokens, end))
             if request.prompt_logprobs >= 0 and end < request.prompt_length:
                 following.append(request.token_ids.packed(end, end + 1))
         return b"".join(ids), b"".join(following)

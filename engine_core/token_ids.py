@@ -19,7 +19,7 @@ class Prompt:
         self.root = _SALT_MARK + salt.encode("utf-8", "surrogatepass") if salt else b""
         """Hashed with the first block, in place of a previous block's digest."""
         self.digests: list[bytes] = []
-        """Of the prompt's full blocks that have been hashed."""
+        """Digests of the prompt's full blocks, as far as they are hashed."""
         self.hash_inputs: list[bytes] = []
         """What each digest is computed from: the previous block's digest, and the block's ids."""
         self._distinct: set[int] = set()

@@ -35,7 +35,8 @@ def describe() -> Devices:
     try:
         gpus = [_gpu(device) for device in devices[1:]]
     except RuntimeError as error:
-        gpus, devices = [], devices[:1]
+        gpus = []
+        devices = devices[:1]
         problem = one_line(error, RuntimeError)
     else:
         problem = found.gpu_problem

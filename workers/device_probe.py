@@ -74,7 +74,8 @@ def _cpu_flags() -> set[str]:
 def _probe_gpus(cpu_dtypes: list[str]) -> DeviceCapabilities:
     import torch
 
-    count, rocm = torch.cuda.device_count(), torch.version.hip is not None
+    count = torch.cuda.device_count()
+    rocm = torch.version.hip is not None
     problem = ""
     if count == 0:
         built = rocm or torch.version.cuda is not None

@@ -46,7 +46,7 @@ class ExpertBalancer:
         self.moved = 0
         """Experts that were copied to another slot since the start, on all ranks."""
         self.imbalance: list[float] | None = None
-        """Of each layer, in the last window: tokens of the fullest rank over the mean; None before."""
+        """Tokens of the fullest rank over the mean, for each layer, in the last window; None before."""
         self._layers = _layers(model)
         self._ep = ep
         self._config = config
@@ -54,7 +54,8 @@ class ExpertBalancer:
         self._moves: Iterator[None] = iter(())
         first = self._layers[0]
         self._starts = [each.start for each in slots_of_ranks(len(first.slots.placement), ep.size)]
-        shape, device = _buffer_shape(first, ep.size), first.slots.experts.load_X.device
+        shape = _buffer_shape(first, ep.size)
+        device = first.slots.experts.load_X.device
         self._most = shape[0]
         # Made here, so that they are counted before the rest of the memory goes to the KV cache.
         self._sent, self._received = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
@@ -94,7 +95,8 @@ class ExpertBalancer:
         """Each step moves some experts, or finds that a layer needs no move."""
         if self._copied is not None:
             self._copied.synchronize()  # steps ago: it is there
-        ranks, loads = self._ep.size, self._host_LX.tolist()
+        ranks = self._ep.size
+        loads = self._host_LX.tolist()
         work = list(zip(loads, self._layers, strict=True))
         self.imbalance = [imbalance(load, layer.slots.placement, ranks) for load, layer in work]
         for load, (slots, experts) in work:
@@ -109,14 +111,16 @@ class ExpertBalancer:
 
     def _transfer(self, experts: Experts, group: Copies) -> None:
         """Copy experts between slots, on whatever ranks; all are read before any is written."""
-        rank, ranks = self._ep.rank, range(self._ep.size)
+        rank = self._ep.rank
+        ranks = range(self._ep.size)
         owner = {slot: bisect_right(self._starts, slot) - 1 for pair in group.items() for slot in pair}
         pairs = sorted(group.items())
         mine = [(slot, source) for slot, source in pairs if owner[source] == rank]
         sent = [[source for slot, source in mine if owner[slot] == each] for each in ranks]
         own = [(slot, source) for slot, source in pairs if owner[slot] == rank]
         arriving = [[slot for slot, source in own if owner[source] == each] for each in ranks]
-        tensors, first = experts.slot_tensors(), self._starts[rank]
+        tensors = experts.slot_tensors()
+        first = self._starts[rank]
         for row, source in enumerate(slot for each in sent for slot in each):
             self._row(self._sent[row], tensors, source - first, write=False)
         self._ep.all_to_all_rows(

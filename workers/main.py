@@ -49,7 +49,8 @@ def main() -> None:
     _set_profiler_environment(launch.config)
     _set_store_environment(launch)
     setup_logging(launch.label)
-    link, status = Link(launch), 0
+    link = Link(launch)
+    status = 0
     try:
         _work(launch, link)
     except Exception as error:  # of any kind: core and supervisor need the cause
@@ -140,7 +141,9 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
     from workers.step_loop import LockstepLoop, StepLoop
     from workers.worker import Worker, worker_device
 
-    config, rank, parallel = launch.config, launch.rank, launch.config.parallel
+    config = launch.config
+    rank = launch.rank
+    parallel = launch.config.parallel
     shape = MeshShape(
         parallel.tensor_parallel_size,
         parallel.engines_in_mesh,

@@ -11,20 +11,14 @@ import torch
 
 from atom.shared.messages.worker import ScheduledBatch
 from atom_ops import TokenLogprobs, token_logprobs
-from workers.batch.input_batch import (
-    AppliedBatch,
-    InputBatch,
-    PromptChunk,
-    PromptLogprobRows,
-    SamplingRows,
-    StepInputs,
-)
+from workers.batch.input_batch import InputBatch
 from workers.batch.state_slots import StateSlots
+from workers.batch.step_inputs import AppliedBatch, PromptChunk, PromptLogprobRows, SamplingRows, StepInputs
 from workers.batch.step_label import step_label
 from workers.batch.step_padding import pad_step
-from workers.batch.step_shape import Agree, GraphSizes, StepMode, StepShape, no_agreement
+from workers.batch.step_shape import CoordinateShape, GraphSizes, StepMode, StepShape, no_coordination
 from workers.graphs.decode_graphs import DecodeGraphs
-from workers.graphs.piece_graphs import PieceGraphs
+from workers.graphs.piecewise_graphs import PiecewiseGraphs
 from workers.graphs.prompt_graphs import PromptGraphs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
@@ -33,7 +27,8 @@ from workers.pending_step import Advance, PendingStep, RecordEvent, StepOutput
 from workers.sampling.sampler import Sampler, SamplerOutput, logprob_slice
 from workers.spec_decode.draft_rows import Verified
 
-_FORWARD, _SAMPLING = "the forward pass", "sampling"
+_FORWARD = "the forward pass"
+_SAMPLING = "sampling"
 _PROMPT_LOGPROBS = "the prompt log probabilities"
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -43,11 +38,12 @@ class Graphs:
     """The captured graphs of a model: of decode steps, and of steps of any rows."""
 
     decode: DecodeGraphs | None = None
-    prompts: PromptGraphs | PieceGraphs | None = None
+    prompts: PromptGraphs | PiecewiseGraphs | None = None
 
     @property
     def sizes(self) -> GraphSizes:
-        decode, prompts = self.decode, self.prompts
+        decode = self.decode
+        prompts = self.prompts
         return GraphSizes(
             decode.sizes if decode else (),
             prompts.token_sizes if prompts else (),
@@ -85,7 +81,7 @@ class ModelRunner:
         memory: MemoryGuard,
         record_event: RecordEvent,
         graphs: Graphs | None = None,
-        agree: Agree = no_agreement,
+        coordinate: CoordinateShape = no_coordination,
     ):
         """`graphs` are captured, of the same model, KV cache and inputs."""
         self._model = model
@@ -95,7 +91,7 @@ class ModelRunner:
         self._memory = memory
         self._record_event = record_event
         self._graphs = graphs or Graphs()
-        self._agree = agree
+        self._coordinate = coordinate
         self._sizes = self._graphs.sizes
 
     @torch.inference_mode()
@@ -132,8 +128,8 @@ class ModelRunner:
 
     def _forward(self, applied: AppliedBatch) -> _Forward:
         tokens_per_row = 1 + applied.num_drafts if applied.is_uniform else 0
-        planned = self._sizes.plan(self._inputs.num_tokens(applied), len(applied.rows), tokens_per_row)
-        shape = self._agree(planned)
+        planned = self._sizes.plan(self._inputs.num_step_tokens(applied), len(applied.rows), tokens_per_row)
+        shape = self._coordinate(planned)
         if shape is not planned:
             self._sizes.check(shape)
             shape.require(planned)
@@ -157,7 +153,7 @@ class ModelRunner:
         return self._graphs.decode
 
     @property
-    def _prompt_graphs(self) -> PromptGraphs | PieceGraphs:
+    def _prompt_graphs(self) -> PromptGraphs | PiecewiseGraphs:
         assert self._graphs.prompts is not None, "without graphs every shape is eager"
         return self._graphs.prompts
 
@@ -203,7 +199,9 @@ class ModelRunner:
 
     def _output(self, forward: _Forward, failures: dict[int, str]) -> StepOutput:
         """Sample, and compute prompt log probabilities; adds the rows for which either fails."""
-        rows, sampled, advance = _NO_ROWS, None, None
+        rows = _NO_ROWS
+        sampled = None
+        advance = None
         if (sampling := forward.sampling) is not None:
             rows = sampling.rows
             result = self._memory.attempt(_SAMPLING, lambda: self._sample(forward, sampling))
@@ -226,7 +224,8 @@ class ModelRunner:
         return StepOutput(rows, sampled, chunks, prompt_logprobs, failures, advance)
 
     def _sample(self, forward: _Forward, sampling: SamplingRows) -> tuple[SamplerOutput, Verified | None]:
-        settings, graphs = self._sampler.plain_settings(sampling), forward.decode_graphs
+        settings = self._sampler.plain_settings(sampling)
+        graphs = forward.decode_graphs
         if settings is not None and graphs is not None and graphs.can_sample(settings):
             ids_S, verified = graphs.sample(settings)
             return SamplerOutput(ids_S), verified

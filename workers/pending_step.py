@@ -13,7 +13,7 @@ from atom.shared.messages.engine import LogprobTable, PromptLogprobs, SampledLog
 from atom.shared.messages.worker import BatchResult, RowFailure
 from atom_ops import TokenLogprobs
 from workers.batch.group_rows import Rows
-from workers.batch.input_batch import PromptChunk
+from workers.batch.step_inputs import PromptChunk
 from workers.sampling.sampler import SamplerOutput
 from workers.spec_decode.draft_rows import DraftRows, Verified
 
@@ -51,7 +51,7 @@ class StepOutput:
     """None if R is 0, or if sampling failed."""
     chunks: Sequence[PromptChunk] = ()
     prompt_logprobs: TokenLogprobs | None = None
-    """Of the tokens of all chunks; None if there are none."""
+    """Log probabilities of the tokens of all chunks; None if there are none."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """Why the step failed for some rows, by row."""
     advance: "Advance | None" = None
@@ -100,7 +100,9 @@ class PendingStep:
         prompt_logprobs = self._prompt_logprobs()
         if self._ids is None:
             return BatchResult(self.step, b"", None, prompt_logprobs, failures)
-        kept, counts, num_proposed = None, b"", b""
+        kept = None
+        counts = b""
+        num_proposed = b""
         if failures:
             kept = np.array([row not in self._failed for row in self._rows.tolist()])
         if self._advance is not None:
@@ -158,7 +160,8 @@ class _Advance:
 
     def result(self, failed: Mapping[int, str]) -> tuple[NDArray[np.bool_], Rows, Rows]:
         """Which of the S sampled ids are tokens; of rows that have not failed, counts and proposed drafts."""
-        counts, drafts = self._counts.numpy(), self._drafts
+        counts = self._counts.numpy()
+        drafts = self._drafts
         self._settle(counts)
         alive = np.array([row not in failed for row in drafts.rows.tolist()], np.bool_)
         kept = (drafts.num_before < counts[drafts.row_indices]) & alive[drafts.row_indices]

@@ -115,7 +115,8 @@ class TraceRecorder:
 
     def _stop(self) -> None:
         """Must run in the thread that called `_start`."""
-        recording, self._recording = self._recording, None
+        recording = self._recording
+        self._recording = None
         if recording is None:
             self._add_result(False)
             return
@@ -158,7 +159,8 @@ class TraceRecorder:
 
 def _write(recorded: profile, path: Path) -> None:
     """Write the complete file or none. Raises OSError, RuntimeError."""
-    plain, packed = path.with_suffix(".part"), path.with_suffix(".gz.part")
+    plain = path.with_suffix(".part")
+    packed = path.with_suffix(".gz.part")
     try:
         recorded.export_chrome_trace(str(plain))
         with plain.open("rb") as source, gzip.open(packed, "wb", _COMPRESSION) as target:

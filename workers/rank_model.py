@@ -83,7 +83,7 @@ def _redundant_experts(config: EngineConfig) -> int | None:
 
 
 def _second_stream(device: torch.device, dispatch: ExpertDispatch) -> SecondStream | None:
-    """None where tokens travel to other ranks: a collective may not run beside another kernel."""
+    """None where tokens travel to other ranks: a collective must run alone on the GPU."""
     most_tokens = envs.ATOM_DUAL_STREAM_MOE_TOKEN_THRESHOLD
     if device.type != "cuda" or not most_tokens or not isinstance(dispatch, LocalDispatch):
         return None
@@ -91,7 +91,7 @@ def _second_stream(device: torch.device, dispatch: ExpertDispatch) -> SecondStre
 
 
 def rank_specs(config: EngineConfig, model: CausalLM) -> list[KVSpec]:
-    """The KV spec of each group, with what speculation keeps beside the KV."""
+    """The KV spec of each group, with the memory that speculation needs for each block."""
     dtype = kv_dtype(config.cache, compute_dtype(config))
     specs = kv_specs(model.kv_groups, config.cache.block_size, dtype)
     method = method_of(config.speculative, model.kv_groups)

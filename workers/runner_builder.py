@@ -15,12 +15,11 @@ from atom.shared.config.engine import EngineConfig
 from atom_ops import BATCH_INVARIANT_SPLIT
 from parallel.expert import ExpertDispatch
 from parallel.mesh import Mesh
-from workers.agreement import Agreement
 from workers.batch.block_table import BatchLimits, BlockTable
 from workers.batch.group_rows import GroupRows
 from workers.batch.input_batch import InputBatch
 from workers.batch.state_slots import StateSlots
-from workers.batch.step_shape import GraphSizes, no_agreement
+from workers.batch.step_shape import GraphSizes, no_coordination
 from workers.grammar.library import GrammarLibrary
 from workers.graphs.graph_modes import GraphSettings, capture_graphs
 from workers.layers.attention.cache_groups import CacheGroup, StateGroup
@@ -32,6 +31,7 @@ from workers.model_runner import Graphs, ModelRunner
 from workers.pending_step import event_recorder
 from workers.rank_model import compute_dtype, longest_sequence
 from workers.sampling.sampler import Sampler
+from workers.shape_coordination import ShapeCoordinator
 from workers.spec_decode.methods import method_of
 
 Progress = Callable[[str, int, int], None]
@@ -41,7 +41,7 @@ Progress = Callable[[str, int, int], None]
 class RunnerBuilder:
     """What a runner is made from: configuration, model, mesh."""
 
-    agreement: Agreement | None = None
+    coordinator: ShapeCoordinator | None = None
     """That of the last runner; None unless the engines are in lockstep."""
 
     def __init__(
@@ -64,7 +64,7 @@ class RunnerBuilder:
         self._grammars = grammars
 
     @property
-    def marked(self) -> bool:
+    def has_trace_ranges(self) -> bool:
         """Whether traces contain the names of modules and graphs."""
         observability = self.config.observability
         return observability.mark_trace and observability.torch_profiler_dir is not None
@@ -123,14 +123,18 @@ class RunnerBuilder:
         sampler = Sampler(inputs.limits, self.checkpoint.vocab_size, self.device, memory, self._grammars)
         graphs = self.graphs(kv_layers, inputs, capture_sizes) if capture_sizes else None
         if self._mesh.host is not None:
-            self.agreement = Agreement(self._mesh, self._dispatch, graphs.sizes if graphs else GraphSizes())
+            self.coordinator = ShapeCoordinator(
+                self._mesh, self._dispatch, graphs.sizes if graphs else GraphSizes()
+            )
         recorder = event_recorder(self.device)
-        agree = self.agreement or no_agreement
-        return ModelRunner(self.model, kv_layers, inputs, sampler, memory, recorder, graphs, agree)
+        coordinate = self.coordinator or no_coordination
+        return ModelRunner(self.model, kv_layers, inputs, sampler, memory, recorder, graphs, coordinate)
 
     def graphs(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
         """Capture graphs of steps; `sizes` are rows of decode steps."""
-        settings = GraphSettings(self.config.device.cudagraph_mode, sizes, self.most_tokens, self.marked)
+        settings = GraphSettings(
+            self.config.device.cudagraph_mode, sizes, self.most_tokens, self.has_trace_ranges
+        )
 
         def progress(done: int, total: int) -> None:
             self.progress("Capturing graphs", done, total)

@@ -25,7 +25,7 @@ from workers.pending_step import PendingStep
 from workers.waves import Waves
 from workers.worker import Worker
 
-__all__ = ["CoreLink", "LockstepLoop", "StepLoop"]
+__all__ = ["CoreConnection", "LockstepLoop", "StepLoop"]
 
 _IDLE_POLL_MS = 1000
 _WRITING_POLL_MS = 20
@@ -36,7 +36,7 @@ _LEAVE_S = 5.0
 _CORE_S = 0.5
 
 
-class CoreLink(Protocol):
+class CoreConnection(Protocol):
     """The connection to the engine core."""
 
     def send(self, message: msgspec.Struct) -> None: ...
@@ -48,7 +48,7 @@ class CoreLink(Protocol):
 class StepLoop:
     """Runs until Shutdown: launches each step when it arrives, sends its result when the device is done."""
 
-    def __init__(self, worker: Worker, link: CoreLink, rank: int, trace: StepTrace):
+    def __init__(self, worker: Worker, link: CoreConnection, rank: int, trace: StepTrace):
         self._worker = worker
         self._link = link
         self._rank = rank
@@ -59,6 +59,7 @@ class StepLoop:
     def run(self) -> None:
         """Returns after Shutdown."""
         while not self._ended:
+            # The device completes steps in the order of their launch.
             if self._pending and self._pending[0].ready():
                 self._link.send(self._pending.popleft().result())
                 continue
@@ -79,8 +80,9 @@ class StepLoop:
         return _WRITING_POLL_MS if traces is not None and traces.writing else _IDLE_POLL_MS
 
     def _send_finished(self) -> None:
-        """Send what has been completed beside the steps: grammars, traces, windows of expert load."""
-        grammars, traces = self._worker.grammars, self._worker.traces
+        """Send what is completed between steps: loaded grammars, traces, windows of expert load."""
+        grammars = self._worker.grammars
+        traces = self._worker.traces
         while (loaded := grammars.next_loaded()) is not None:
             self._link.send(loaded)
         while traces is not None and (trace_result := traces.next_result()) is not None:
@@ -95,7 +97,7 @@ class StepLoop:
                 self._trace.mark("start", message.step)
                 step = self._worker.execute(message)
                 self._trace.mark("end", message.step)
-                if self._rank == 0:
+                if self._rank == 0:  # every rank samples the same tokens
                     self._pending.append(step)
             case AllocateKV():
                 self._worker.allocate(message)
@@ -130,7 +132,7 @@ class LockstepLoop(StepLoop):
     not stop the other engines. After Shutdown it takes part until all ranks leave.
     """
 
-    def __init__(self, worker: Worker, link: CoreLink, rank: int, trace: StepTrace, waves: Waves):
+    def __init__(self, worker: Worker, link: CoreConnection, rank: int, trace: StepTrace, waves: Waves):
         super().__init__(worker, link, rank, trace)
         self._waves = waves
         self._wait_until = 0.0

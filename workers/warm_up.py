@@ -14,13 +14,13 @@ from atom.shared.messages.worker import NewRow, ScheduledBatch
 from atom.shared.utils import envs
 from atom.shared.utils.logger import get_logger
 from atom_ops import backend
-from workers.agreement import Agreed
 from workers.batch.step_padding import pad_groups
 from workers.layers.attention.cache_groups import StateGroup
 from workers.layers.context import ForwardContext
 from workers.layers.linear import Linear
 from workers.model_runner import ModelRunner
 from workers.runner_builder import RunnerBuilder
+from workers.shape_coordination import CoordinatedStep
 
 _GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 _PROMPT_TOKENS = 128
@@ -62,7 +62,7 @@ def compile_model(builder: RunnerBuilder) -> None:
 
 
 def warm_up(
-    builder: RunnerBuilder, runner: ModelRunner, most_tokens: int, idle_step: Callable[[], Agreed]
+    builder: RunnerBuilder, runner: ModelRunner, most_tokens: int, idle_step: Callable[[], CoordinatedStep]
 ) -> None:
     """Run a prompt and its decode steps: compiles kernels and touches memory before the first request.
 
@@ -76,7 +76,7 @@ def warm_up(
     for done in range(1, 1 + decodes):
         builder.progress("Warming up", done, 1 + decodes)
         run_step(runner, ScheduledBatch(-1, [0], num_drafts=builder.num_drafts))
-    while builder.agreement is not None and idle_step().shape is not None:
+    while builder.coordinator is not None and idle_step().shape is not None:
         pass  # the others still warm up
     builder.progress("Warming up", 1 + decodes, 1 + decodes)
 

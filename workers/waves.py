@@ -1,8 +1,8 @@
 """When the ranks of engines in lockstep step together, and when they sleep.
 
-A wave begins when a rank gets a batch while all sleep: it sends WaveStart to the others. It ends when the
-ranks agree that none has a step (`workers.agreement`): all learn it in the same exchange, so that they count
-the same waves, and a WaveStart of an earlier one has no effect.
+A wave begins when a rank gets a batch while all sleep: it sends WaveStart to the others. It ends when no
+rank has a step (`workers.shape_coordination`): all learn it in the same exchange, so that they count the
+same waves, and a WaveStart of an earlier one has no effect.
 """
 
 from collections.abc import Sequence

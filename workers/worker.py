@@ -12,10 +12,9 @@ from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, Schedule
 from atom.shared.utils.logger import get_logger
 from atom_ops import backend
 from parallel.mesh import Mesh
-from workers.agreement import Agreed
 from workers.expert_balancer import ExpertBalancer
 from workers.grammar.library import GrammarLibrary
-from workers.graphs.marks import mark_modules
+from workers.graphs.trace_ranges import add_module_ranges
 from workers.layers.attention.cache_groups import StateGroup
 from workers.layers.causal_lm import CausalLM
 from workers.memory.kv_cache import (
@@ -32,6 +31,7 @@ from workers.profiler import TraceRecorder
 from workers.providers import resolve_ops
 from workers.rank_model import build_rank, compute_dtype, rank_dispatch, rank_specs
 from workers.runner_builder import Progress, RunnerBuilder
+from workers.shape_coordination import CoordinatedStep
 from workers.warm_up import compile_model, tune, warm_up
 from workers.weights.loader import (
     WeightError,
@@ -76,7 +76,8 @@ class Worker:
             self._used_before = cuda_bytes_in_use(self._device)
         self.grammars = GrammarLibrary(checkpoint, mesh.tp.rank)
         if config.observability.torch_profiler_dir is not None:
-            directory, model = config.observability.torch_profiler_dir, config.model.model
+            directory = config.observability.torch_profiler_dir
+            model = config.model.model
             self.traces = TraceRecorder(directory, model, mesh.tp.rank, self._device)
 
     def load(self) -> Loaded:
@@ -112,14 +113,14 @@ class Worker:
         assert self._reported is not None, "it is another than before"
         return ExpertLoad(self._reported, balancer.moved)
 
-    def idle_step(self, leaving: bool = False) -> Agreed:
+    def idle_step(self, leaving: bool = False) -> CoordinatedStep:
         """Take part in a step of engines in lockstep without a batch; `leaving`: none will come any more.
 
         Launches a dummy step, unless no rank has a step or this rank's batch is on its way.
         """
-        agreement = self._builder.agreement
-        assert agreement is not None, "the engines are in lockstep"
-        agreed = agreement.without_step(leaving)
+        coordinator = self._builder.coordinator
+        assert coordinator is not None, "the engines are in lockstep"
+        agreed = coordinator.without_step(leaving)
         if agreed.shape is not None and not agreed.has_batch:
             with explain_out_of_memory(self._device, "a step", SMALLER_CACHE):
                 if self.traces is None or not self.traces.recording:
@@ -148,8 +149,8 @@ class Worker:
             self.grammars,
             self._progress,
         )
-        if self._builder.marked:
-            mark_modules(self._model)
+        if self._builder.has_trace_ranges:
+            add_module_ranges(self._model)
         if self._model.overlap_tokens:
             self._tp.open_copies()
         if self._tp.rank == 0 and (backends := attention_backends(self._model.kv_groups)):
@@ -201,7 +202,8 @@ class Worker:
         return balancer
 
     def _load_weights(self, model: CausalLM) -> None:
-        directory, changes = Path(self._checkpoint.directory), self._config.model.hf_overrides
+        directory = Path(self._checkpoint.directory)
+        changes = self._config.model.hf_overrides
         try:
             load_directory(
                 model, directory, lambda done, total: self._progress("Loading weights", done, total)
@@ -216,7 +218,7 @@ class Worker:
 
     def _tracing_captures(self) -> contextlib.AbstractContextManager[None]:
         """Trace the captures: the replay of a graph does not name the modules of its kernels."""
-        if self.traces is None or not self._builder.marked or not self._builder.capture_sizes:
+        if self.traces is None or not self._builder.has_trace_ranges or not self._builder.capture_sizes:
             return contextlib.nullcontext()
         return self.traces.capture()
 

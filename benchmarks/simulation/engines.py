@@ -86,7 +86,7 @@ class Engine:
     def schedule(self) -> None:
         """Schedule steps until the core has enough of them in flight."""
         core = self._core
-        while (batch := core.schedule()) is not None or core.has_sliced_work:
+        while (batch := core.schedule()) is not None or core.has_deferred_work:
             if batch is not None:
                 self._scheduled.append(self._step(batch))
 

@@ -62,7 +62,7 @@ def test_modes_change_no_token(name: str, tmp_path: Path) -> None:
     ):
         made, core = worker(checkpoint, mode)
         runner = made._runner
-        runner._agree = agreement = Agreement(runner._sizes)
+        runner._coordinate = agreement = Agreement(runner._sizes)
         assert tokens(made, core) == wanted, mode
         assert {shape.mode for shape in agreement.planned} == launched
         if mode != "FULL_DECODE_ONLY":

@@ -135,6 +135,6 @@ def test_dummy_steps_write_nothing(name: str, tmp_path: Path) -> None:
     plain = run_with_dummies([])
     assert run_with_dummies(SHAPES) == plain
     for shape in (StepShape(StepMode.PROMPT_GRAPH, 64, 16), StepShape(StepMode.EAGER, 90, 7)):
-        made._runner._agree = Agreement(made._runner._sizes, shape)
+        made._runner._coordinate = Agreement(made._runner._sizes, shape)
         assert run_with_dummies([shape]) == plain
     backend.resolve(CPU)

@@ -29,7 +29,7 @@ class BatchLimits:
 
     @property
     def max_context(self) -> int:
-        """Length of the longest sequence, and of drafts behind its end."""
+        """Length of the longest sequence, and of drafts after its end."""
         return self.max_model_len + self.num_drafts
 
     @property
@@ -65,7 +65,8 @@ class BlockTable(GroupRows):
     def context(self, columns: Sequence[torch.Tensor], step: StepRows) -> GroupContext:
         (slots_T,) = columns
         blocks = self.rows(step.rows, step.ends)
-        counts, ends = step.counts.astype(np.int32), step.ends.astype(np.int32)
+        counts = step.counts.astype(np.int32)
+        ends = step.ends.astype(np.int32)
         width = 1 + self._num_drafts
         plan = plan_attention(counts, ends, blocks, step.device, step.split_tokens, width)
         return GroupContext(slots_T, plan)

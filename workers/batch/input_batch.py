@@ -19,101 +19,20 @@ from atom.shared.messages.worker import NewRow, ScheduledBatch
 from atom_ops import NO_DRAFT, StatePlan, draft_inputs, to_device
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows, Rows, StepRows
+from workers.batch.step_inputs import (
+    AppliedBatch,
+    PromptChunk,
+    PromptLogprobRows,
+    SamplingRows,
+    StepInputs,
+    UniformDecode,
+)
 from workers.layers.context import GroupContext
 from workers.spec_decode.draft_rows import DraftRows, Verified
 from workers.spec_decode.proposer import Proposer
 from workers.spec_decode.speculation import Speculation
 
 Ids = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """The rows of one step that sample a token."""
-
-    rows: Rows
-    """On the host; the same array object as long as the same rows decode."""
-    rows_R: torch.Tensor
-    tokens_R: torch.Tensor
-    """Index, among the step's tokens, of each row's last token."""
-    positions: Rows
-    """Index of each sampled token in its sequence, on the host."""
-    positions_R: torch.Tensor
-    drafts: DraftRows | None = None
-    """With speculation: the rows of these tokens. `rows` then has each row once for each token."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptChunk:
-    """Tokens of one row whose next tokens are prompt tokens, too."""
-
-    row: int
-    start: int
-    """Position of the first of the next tokens."""
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobRows:
-    """The tokens of one step whose next prompt tokens get log probabilities; P tokens in all."""
-
-    chunks: list[PromptChunk]
-    """In the order of their tokens."""
-    tokens_P: torch.Tensor
-    """Index among the step's tokens."""
-    next_ids_P: torch.Tensor
-    top: int
-    """The largest number of top tokens that one of the rows requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Inputs of the forward pass and the sampler for one step, on the device."""
-
-    ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    groups: list[GroupContext | StatePlan]
-    sampling: SamplingRows | None
-    prompt_logprobs: PromptLogprobRows | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedBatch:
-    """A batch whose changes are applied, as columns in batch order: what every part of the step takes."""
-
-    rows: Rows
-    starts: Rows
-    """Computed tokens of each row before the step; with drafts in flight an upper bound."""
-    counts: Rows
-    """Tokens that each row computes; with drafts some may be padding."""
-    decodes: NDArray[np.bool_]
-    """Whether the row decodes; the others compute prompt tokens."""
-    num_drafts: int
-    is_uniform: bool
-    """Whether all rows decode the same number of tokens, which the host knows."""
-    token_ids: bytes = b""
-    """Prompt tokens to compute, packed int32."""
-    next_ids: bytes = b""
-    """The prompt token after each chunk with prompt log probabilities, packed int32."""
-
-
-@dataclass(frozen=True, slots=True)
-class UniformDecode:
-    """Rows that all decode; reused until a row joins or leaves. S = R * (1 + drafts) tokens."""
-
-    row_list: list[int]
-    num_drafts: int
-    rows: Rows
-    """[R]."""
-    counts: Rows
-    """[R]: 1 + drafts."""
-    decodes: NDArray[np.bool_]
-    """[R]: True."""
-    rows_R: torch.Tensor
-    token_rows: Rows
-    """[S]: the row of each token; the same object as long as the same rows decode."""
-    tokens_S: torch.Tensor
-    """0 … S - 1."""
 
 
 class DeviceRows:
@@ -159,8 +78,10 @@ class InputBatch:
         self.tables = list(tables)
         self._device = device
         self.split_tokens = split_tokens
-        self._known = np.zeros(limits.max_rows, np.int64)
-        self._computed = np.zeros(limits.max_rows, np.int64)
+        self._num_prefill_tokens = np.zeros(limits.max_rows, np.int64)
+        """Tokens that had ids when the row was admitted; once all of them are computed, the row decodes."""
+        self._num_computed_tokens = np.zeros(limits.max_rows, np.int64)
+        """Tokens of each row in launched steps. With drafts in flight an upper bound, until `settle`."""
         self._prompt_logprobs_until = np.zeros(limits.max_rows, np.int64)
         self._prompt_logprobs_top = np.zeros(limits.max_rows, np.int64)
         self._uniform: UniformDecode | None = None
@@ -181,11 +102,14 @@ class InputBatch:
         return self._applied(batch)
 
     def lengths(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
-        """(computed, known) tokens of each row of a batch that is not applied yet."""
+        """(computed tokens, tokens to prefill) of each row of a batch that is not applied yet."""
         new = {row.row: (row.computed, row.num_known) for row in batch.new_rows}
-        return [new.get(row) or (int(self._computed[row]), int(self._known[row])) for row in batch.rows]
+        return [
+            new.get(row) or (int(self._num_computed_tokens[row]), int(self._num_prefill_tokens[row]))
+            for row in batch.rows
+        ]
 
-    def num_tokens(self, applied: AppliedBatch) -> int:
+    def num_step_tokens(self, applied: AppliedBatch) -> int:
         """Tokens of the step; at least 1, which may be padding."""
         if applied.is_uniform:
             return len(applied.rows) * (1 + applied.num_drafts)
@@ -255,14 +179,14 @@ class InputBatch:
         """
         width = 1 + applied.num_drafts
         positions = applied.starts + 1
-        self._computed[applied.rows] = applied.starts + width
+        self._num_computed_tokens[applied.rows] = applied.starts + width
         if width == 1:
             return positions
         return (positions[:, None] + np.arange(width)).ravel()
 
     def set_computed(self, rows: Rows, computed: Rows) -> None:
         """Set the computed tokens of `rows`, after a failed step."""
-        self._computed[rows] = computed
+        self._num_computed_tokens[rows] = computed
         self._uniform = None
 
     def store_sampled(self, sampling: SamplingRows, ids_R: torch.Tensor) -> Verified | None:
@@ -273,14 +197,19 @@ class InputBatch:
         return None
 
     def settle(self, drafts: DraftRows) -> Callable[[Rows], None]:
-        """A function that takes the number of tokens by which each row advanced, once it is known."""
+        """A function that takes the number of tokens by which each row advanced, once it is known.
+
+        Steps launched since counted every draft as accepted. A row that has a new request by then is left
+        as it is: its number of admissions differs.
+        """
         assert self.speculation is not None, "only steps with speculation have drafts"
-        speculation, most = self.speculation, 1 + drafts.drafts_RK.shape[1]
+        speculation = self.speculation
+        most = 1 + drafts.drafts_RK.shape[1]
         admissions = speculation.admissions(drafts.rows)
 
         def settle(counts: Rows) -> None:
             same = (speculation.admissions(drafts.rows) == admissions) & drafts.decoded
-            self._computed[drafts.rows[same]] -= most - counts[same]
+            self._num_computed_tokens[drafts.rows[same]] -= most - counts[same]
 
         return settle
 
@@ -298,11 +227,11 @@ class InputBatch:
             and batch.num_drafts == last.num_drafts
             and batch.rows == last.row_list
         ):
-            starts = self._computed[last.rows]
+            starts = self._num_computed_tokens[last.rows]
             return AppliedBatch(last.rows, starts, last.counts, last.decodes, batch.num_drafts, True)
         rows = np.array(batch.rows, np.int64)
-        starts = self._computed[rows]
-        decodes = starts >= self._known[rows]
+        starts = self._num_computed_tokens[rows]
+        decodes = starts >= self._num_prefill_tokens[rows]
         if batch.counts:
             counts = np.array(batch.counts, np.int64)
         else:
@@ -318,8 +247,8 @@ class InputBatch:
                 f"row {new.row}: {new.computed} of {new.num_known} known tokens are computed; "
                 "at least one must be left"
             )
-        self._known[new.row] = new.num_known
-        self._computed[new.row] = new.computed
+        self._num_prefill_tokens[new.row] = new.num_known
+        self._num_computed_tokens[new.row] = new.computed
         # No prompt token follows the last one.
         self._prompt_logprobs_until[new.row] = new.prompt_length - 1 if new.prompt_logprobs >= 0 else 0
         self._prompt_logprobs_top[new.row] = new.prompt_logprobs
@@ -351,10 +280,10 @@ class InputBatch:
         rows = applied.rows
         decodes = applied.decodes
         num_drafts = applied.num_drafts
-        known = self._known[rows]
+        known = self._num_prefill_tokens[rows]
         computed = applied.starts + applied.counts
         self._require_known(rows, computed, np.where(decodes, applied.starts + 1 + num_drafts, known))
-        self._computed[rows] = computed
+        self._num_computed_tokens[rows] = computed
         starts, counts, draft_ids = self._draft_work(applied)
         ends = starts + counts
 
@@ -364,7 +293,7 @@ class InputBatch:
         ids = _ids_to_compute(applied.token_ids, counts, decodes, draft_ids)
         columns = [table.token_columns(token_rows, positions) for table in self.tables]
         ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns))
-        self._uniform = None
+        self._uniform = None  # rows of the last decode may have new requests, which prefill
         step = StepRows(rows, counts, ends, self._device, self.split_tokens)
         groups = self._contexts(columns, columns_T, step)
         if draft_ids is None and decodes.any():
@@ -443,7 +372,9 @@ class InputBatch:
         assert self.speculation is not None
         if not samples.any():
             return None
-        rows, decodes, counts = work.rows[samples], work.decodes[samples], work.counts[samples]
+        rows = work.rows[samples]
+        decodes = work.decodes[samples]
+        counts = work.counts[samples]
         # A row at its limit computes no token. Its sample, of any token, is not used.
         at_limit = counts == 0
         width = 1 + work.num_drafts
@@ -461,9 +392,11 @@ class InputBatch:
         tokens_S, places_S, indices_S, before_S = self._upload(
             last_tokens, row_indices * width + num_before, row_indices, num_before
         )
-        state, is_decode_R = self.speculation.state, decodes_R.bool()
+        state = self.speculation.state
+        is_decode_R = decodes_R.bool()
         if not self.speculation.exact:
-            last_R, limit_R = state.positions_N[rows_R], state.limits_N[rows_R]
+            last_R = state.positions_N[rows_R]
+            limit_R = state.limits_N[rows_R]
             of_decode_R = (last_R + 1).masked_fill((last_R < 0) | (last_R >= limit_R - 1), -1)
             first_R = torch.where(is_decode_R, of_decode_R, first_R)
         drafts_RK = state.drafts_NK[rows_R, : work.num_drafts].masked_fill(~is_decode_R[:, None], NO_DRAFT)
@@ -479,7 +412,8 @@ class InputBatch:
     ) -> SamplingRows | None:
         if not samples.any():
             return None
-        rows, positions = rows[samples], positions[samples]
+        rows = rows[samples]
+        positions = positions[samples]
         rows_R, tokens_R, positions_R = self._upload(rows, last_tokens[samples], positions)
         return SamplingRows(rows, rows_R, tokens_R, positions, positions_R)
 
@@ -490,7 +424,9 @@ class InputBatch:
         which = np.flatnonzero(counts > 0)
         if not len(which):
             return None
-        rows, starts, counts = rows[which], starts[which], counts[which]
+        rows = rows[which]
+        starts = starts[which]
+        counts = counts[which]
         inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
         tokens = first_tokens[which].repeat(counts) + inside
         columns = (rows.tolist(), (starts + 1).tolist(), counts.tolist())
@@ -501,7 +437,9 @@ class InputBatch:
     def _require_known(self, rows: Rows, ends: Rows, limits: Rows) -> None:
         wrong = np.flatnonzero(ends > limits)
         if len(wrong):
-            row, end, limit = rows[wrong[0]], ends[wrong[0]], limits[wrong[0]]
+            row = rows[wrong[0]]
+            end = ends[wrong[0]]
+            limit = limits[wrong[0]]
             raise ValueError(f"row {row}: tokens up to {end} are scheduled, {limit} are known")
 
     def _contexts(

@@ -11,11 +11,11 @@ _MAX_CONTEXTS = 16
 
 
 def step_label(batch: ScheduledBatch, lengths: list[tuple[int, int]]) -> str:
-    """`lengths` holds (computed, known) tokens of each row, before the step."""
+    """`lengths` holds (computed tokens, tokens to prefill) of each row, before the step."""
     counts = batch.counts or [1] * len(batch.rows)
     size = f"bs={len(counts)} tok={sum(counts)}"
     rows = zip(counts, lengths, strict=True)
-    contexts = [computed + count for count, (computed, known) in rows if computed < known]
+    contexts = [computed + count for count, (computed, prefill) in rows if computed < prefill]
     decodes = len(counts) - len(contexts)
     if not contexts:
         return f"decode[{size} d={decodes}]"

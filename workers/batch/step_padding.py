@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from atom_ops import StatePlan
-from workers.batch.input_batch import StepInputs
+from workers.batch.step_inputs import StepInputs
 from workers.batch.step_shape import StepShape
 from workers.layers.context import GroupContext
 
@@ -18,7 +18,8 @@ def pad_step(step: StepInputs, shape: StepShape) -> StepInputs:
     Padding tokens have id 0 and position 0. They come after the step's own tokens, so its sampling rows stay
     valid.
     """
-    tokens, rows = shape.padded_tokens, shape.padded_rows
+    tokens = shape.padded_tokens
+    rows = shape.padded_rows
     if tokens == len(step.ids_T) and rows == num_rows(step.groups):
         return step
     return replace(

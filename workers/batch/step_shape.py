@@ -1,6 +1,6 @@
 """The shape of a step: how it is launched and how far it is padded, decided on the host before the launch.
 
-    plan(batch) ──▶ agree(shape) ──▶ launch
+    plan(batch) ──▶ coordinate(shape) ──▶ launch
     this rank       all ranks that step together
 
 With expert parallelism over data-parallel ranks every rank must launch the same shape, though each has
@@ -33,7 +33,7 @@ class StepShape:
     padded_tokens: int
     padded_rows: int
     tokens_per_row: int = 0
-    """Of a decode graph; 0 in other modes, where rows differ."""
+    """Tokens of each row of a decode graph; 0 in other modes, where rows differ."""
 
     def require(self, least: "StepShape") -> None:
         """Raise ValueError unless a batch of shape `least` can be launched in this shape."""
@@ -46,11 +46,11 @@ class StepShape:
             raise ValueError(f"the ranks agreed on {self}, which is too small for a batch that needs {least}")
 
 
-Agree = Callable[[StepShape], StepShape]
+CoordinateShape = Callable[[StepShape], StepShape]
 """Maps the shape that this rank planned to the one that all ranks launch. Called once for every step."""
 
 
-def no_agreement(shape: StepShape) -> StepShape:
+def no_coordination(shape: StepShape) -> StepShape:
     """For ranks that launch steps independently of other ranks, or plan the same shape anyway."""
     return shape
 
@@ -63,7 +63,7 @@ class GraphSizes:
     prompt_tokens: Sequence[int] = ()
     prompt_rows: Sequence[int] = ()
     tokens_per_row: int = 1
-    """Of the decode graphs: 1 + drafts."""
+    """Tokens of each row of the decode graphs: 1 + drafts."""
 
     def plan(self, tokens: int, rows: int, tokens_per_row: int = 0) -> StepShape:
         """The shape of a step of `rows` rows with `tokens` tokens in all.

@@ -95,7 +95,8 @@ class _Block:
 
     def __init__(self, size: int) -> None:
         memory = torch.empty(size, dtype=torch.uint8)
-        self.address, self.size = memory.data_ptr(), size
+        self.address = memory.data_ptr()
+        self.size = size
         self._bytes: NDArray[np.uint8] = memory.numpy()
         self._user: weakref.ref[NDArray[np.uint8]] | None = None
         """Lives as long as the storage that was made of it."""

@@ -37,7 +37,7 @@ _TRACED = {
     *("rotation_at", "add_norm_linear", "silu_and_mul_linear"),
 }
 _TOKENS = 7
-"""Of the traced pass; any number above 1 that no other dimension has."""
+"""Number of tokens of the traced pass: any above 1 that no other dimension has."""
 _VARIANTS = 64
 """Most compiled forms of a piece: one for a single token, one for more, others for very many."""
 
@@ -131,7 +131,6 @@ class _Tracer:
     def split(
         self, mix: Mixing, ctx: ForwardContext, rotation: Rotation, tensors: Sequence[Tensor]
     ) -> Tensor:
-        """See `Splitter`."""
         if not isinstance(tensors[0], FakeTensor):
             return self._recorded(lambda: mix(ctx, rotation, *tensors))
         interleaved = rotation.interleaved
@@ -309,7 +308,7 @@ def _is_mixer(node: fx.Node) -> bool:
 
 
 def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
-    """Make every constant, such as a weight, an argument behind the others; their values."""
+    """Make every constant, such as a weight, an argument after the others; returns their values."""
     last = list(graph.graph.find_nodes(op="placeholder"))[-1]
     lifted: dict[str, fx.Node] = {}
     values = []
@@ -326,7 +325,8 @@ def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_numel.default):
         # The compiler cannot trace it; only vectors of ids and positions are counted so.
         assert node.args[0].meta["val"].ndim == 1
-        node.target, node.args = torch.ops.aten.sym_size.int, (node.args[0], 0)
+        node.target = torch.ops.aten.sym_size.int
+        node.args = (node.args[0], 0)
     graph.recompile()
     return values
 

@@ -29,8 +29,9 @@ from atom_ops import (
 )
 from atom_ops.op import REFERENCE
 from workers.batch.group_rows import Rows
-from workers.batch.input_batch import InputBatch, UniformDecode
+from workers.batch.input_batch import InputBatch
 from workers.batch.state_slots import StateSlots
+from workers.batch.step_inputs import UniformDecode
 from workers.graphs.graph_recorder import Recorder, Replay
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext, GroupContext
@@ -171,6 +172,8 @@ class DecodeGraphs:
             self._size = size
             self._settings = None
             rows_R = self._graphs[size].rows_R
+            # Graphs read the rows from here. Those after the batch's are the padding row, which has no
+            # position, so that it writes no KV.
             rows_R.fill_(self._inputs.limits.padding_row)
             rows_R[:rows].copy_(uniform.rows_R)
         graphs = self._graphs[size]
@@ -223,7 +226,8 @@ class DecodeGraphs:
         return _SizeGraphs(rows_R, forward, output, samplers)
 
     def _forward(self, rows_R: torch.Tensor) -> ForwardOutput:
-        limits, state = self._inputs.limits, self._inputs.device_rows
+        limits = self._inputs.limits
+        state = self._inputs.device_rows
         groups: list[GroupContext | StatePlan] = []
         inputs: DecodeInputs | None = None
         if self._inputs.speculation is not None:
@@ -242,7 +246,8 @@ class DecodeGraphs:
         )
 
     def _forward_drafts(self, rows_R: torch.Tensor, speculation: Speculation) -> ForwardOutput:
-        block_size, per_group = self._inputs.limits.block_size, []
+        block_size = self._inputs.limits.block_size
+        per_group = []
         groups: list[GroupContext | StatePlan] = []
         for device_table in self._device_tables:
             inputs = draft_inputs(rows_R, speculation.state, device_table, block_size, self._num_drafts)

@@ -23,10 +23,10 @@ from workers.batch.input_batch import InputBatch
 from workers.graphs.call_recorder import CallRecorder, NotRecordableError
 from workers.graphs.decode_graphs import DecodeGraphs
 from workers.graphs.graph_recorder import GraphRecorder
-from workers.graphs.marks import MarkedRecorder
-from workers.graphs.piece_graphs import PieceGraphs
-from workers.graphs.piece_recorder import PieceRecorder
+from workers.graphs.piecewise_graphs import PiecewiseGraphs
+from workers.graphs.piecewise_recorder import PiecewiseRecorder
 from workers.graphs.prompt_graphs import PROMPT_SIZES, PromptGraphs
+from workers.graphs.trace_ranges import RangeRecorder
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer
 from workers.model_runner import Graphs
@@ -38,18 +38,18 @@ class GraphSettings:
 
     mode: GraphMode
     rows: Sequence[int]
-    """Of decode steps, ascending."""
+    """Rows of the decode steps to capture, ascending."""
     most_tokens: int
-    """Of a step."""
-    marked: bool = False
-    """Whether traces name captures and replays."""
+    """Most tokens of a step."""
+    trace_ranges: bool = False
+    """Whether captures and replays are named ranges in traces."""
 
     @property
     def prompt_tokens(self) -> list[int]:
         """Tokens of the prefill and mixed steps to capture, ascending."""
         return [size for size in PROMPT_SIZES if size <= self.most_tokens] or [self.most_tokens]
 
-    def piece_tokens(self, tokens_per_row: int) -> list[int]:
+    def piecewise_tokens(self, tokens_per_row: int) -> list[int]:
         """Tokens of the steps to capture in pieces, ascending."""
         if self.mode != "PIECEWISE":
             return self.prompt_tokens
@@ -72,16 +72,16 @@ def capture_graphs(
     if not settings.rows or settings.mode == "NONE":
         return Graphs()
     recorder = CallRecorder() if device.type == "cpu" else GraphRecorder()
-    record = MarkedRecorder(recorder) if settings.marked else recorder
+    record = RangeRecorder(recorder) if settings.trace_ranges else recorder
     decode: DecodeGraphs | None = None
-    prompts: PromptGraphs | PieceGraphs | None = None
+    prompts: PromptGraphs | PiecewiseGraphs | None = None
     if settings.mode != "PIECEWISE":
         decode = DecodeGraphs(model, kv_layers, inputs, settings.rows, record, device)
     if settings.mode == "FULL":
         prompts = PromptGraphs(model, kv_layers, inputs, settings.prompt_tokens, record, device)
     elif settings.mode != "FULL_DECODE_ONLY":
-        sizes = settings.piece_tokens(1 + inputs.limits.num_drafts)
-        prompts = PieceGraphs(model, kv_layers, inputs, sizes, PieceRecorder(recorder), device)
+        sizes = settings.piecewise_tokens(1 + inputs.limits.num_drafts)
+        prompts = PiecewiseGraphs(model, kv_layers, inputs, sizes, PiecewiseRecorder(recorder), device)
     graphs = Graphs(decode, prompts)
     total = len(graphs.sizes.decode_rows) + len(graphs.sizes.prompt_tokens)
     done = 0

@@ -18,8 +18,9 @@ import torch
 
 from atom_ops import AttentionPlan, StatePlan
 from workers.batch.block_table import BatchLimits
-from workers.batch.input_batch import InputBatch, StepInputs
+from workers.batch.input_batch import InputBatch
 from workers.batch.state_slots import NO_SLOT, StateSlots
+from workers.batch.step_inputs import StepInputs
 from workers.graphs.graph_recorder import Recorder, Replay
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext, GroupContext
@@ -56,7 +57,8 @@ class PromptGraphs:
         self._record = record
         self._sizes = list(sizes)
         self._row_sizes = sorted({min(rows, limits.max_rows) for rows in (*_ROW_SIZES, limits.max_rows)})
-        tokens, rows = self._sizes[-1], limits.max_rows
+        tokens = self._sizes[-1]
+        rows = limits.max_rows
         self._ids_T = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions_T = torch.zeros_like(self._ids_T)
         self._starts_R1 = torch.zeros(rows + 1, dtype=torch.int32, device=device)
@@ -94,7 +96,8 @@ class PromptGraphs:
         Returns hidden states [T, D], which the next pass overwrites.
         """
         starts_R1 = _query_starts(step.groups[0])
-        tokens, rows = len(step.ids_T), len(starts_R1) - 1
+        tokens = len(step.ids_T)
+        rows = len(starts_R1) - 1
         self._ids_T[:tokens].copy_(step.ids_T)
         self._positions_T[:tokens].copy_(step.positions_T)
         self._starts_R1[: rows + 1].copy_(starts_R1)
@@ -126,7 +129,8 @@ class _BlockBuffers:
     """Static inputs of one group of blocks."""
 
     def __init__(self, tokens: int, limits: BatchLimits, split_tokens: int, starts_R1: torch.Tensor):
-        rows, device = limits.max_rows, starts_R1.device
+        rows = limits.max_rows
+        device = starts_R1.device
         self._limits = limits
         self._split_tokens = split_tokens
         self._starts_R1 = starts_R1
@@ -136,7 +140,8 @@ class _BlockBuffers:
 
     def copy_from(self, group: GroupContext | StatePlan) -> None:
         assert isinstance(group, GroupContext)
-        plan, tokens = group.plan, len(group.slots_T)
+        plan = group.plan
+        tokens = len(group.slots_T)
         rows, width = plan.block_table_RW.shape
         self._slots_T[:tokens].copy_(group.slots_T)
         self._contexts_R[:rows].copy_(plan.context_lens_R)
@@ -179,7 +184,8 @@ class _StateBuffers:
         self._slots_R[rows:row_size].fill_(NO_SLOT)
 
     def context(self, tokens: int, rows: int) -> StatePlan:
-        slots_R, fresh_R = self._slots_R[:rows], self._fresh_R[:rows]
+        slots_R = self._slots_R[:rows]
+        fresh_R = self._fresh_R[:rows]
         return StatePlan(
             slots_R, fresh_R, self._starts_R1[: rows + 1], num_tokens=tokens, max_query_len=tokens
         )

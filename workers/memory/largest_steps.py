@@ -9,11 +9,12 @@ from workers.layers.attention.cache_groups import CacheGroup, StateGroup
 
 
 def largest_steps(max_tokens: int, max_rows: int, max_model_len: int) -> list[list[int]]:
-    """Tokens of each row: many prompts of equal length, and a few long ones beside single tokens.
+    """Tokens of each row: many prompts of equal length, and a few long ones next to single tokens.
 
     Both sample `min(max_rows, max_tokens)` rows. No prompt is longer than `max_model_len - 1`.
     """
-    rows, longest = min(max_rows, max_tokens), max(min(max_model_len - 1, max_tokens), 1)
+    rows = min(max_rows, max_tokens)
+    longest = max(min(max_model_len - 1, max_tokens), 1)
     even = [min(max_tokens // rows, longest)] * rows
     left = max_tokens - rows
     uneven = []
@@ -43,13 +44,18 @@ def profile_batch(
     the memory of all rows' penalties. Its earlier tokens use the blocks of its new ones.
     """
     sampling = _profile_sampling(vocab_size)
-    new_rows, first_block = [], 0
+    new_rows = []
+    first_block = 0
     for row, count in enumerate(counts):
         blocks = list(range(first_block, first_block + -(-count // block_size)))
         first_block += len(blocks)
-        num_known, prompt_length, prompt_logprobs = count, count, MAX_LOGPROBS
+        num_known = count
+        prompt_length = count
+        prompt_logprobs = MAX_LOGPROBS
         if row == len(counts) - 1 and max_model_len - 1 > count:
-            num_known, prompt_length, prompt_logprobs = max_model_len - 1, 1, -1
+            num_known = max_model_len - 1
+            prompt_length = 1
+            prompt_logprobs = -1
             blocks = (blocks * -(-num_known // block_size))[: -(-num_known // block_size)]
         block_ids = [[row] if isinstance(group, StateGroup) else blocks for group in groups]
         prompt_ids = pack_ids(range(min(prompt_length, vocab_size)))

@@ -52,7 +52,8 @@ def main() -> None:
 
 def plan(launch: PlanLaunch) -> PlanResult:
     """Plan every layout of `launch`. Raises ValueError if the configured one is not supported."""
-    config, size = launch.config, launch.config.parallel.tensor_parallel_size
+    config = launch.config
+    size = launch.config.parallel.tensor_parallel_size
     if launch.gpu_bytes is None:
         resolve_ops(torch.device(config.device.device), config, launch.checkpoint)
     else:
@@ -97,14 +98,14 @@ class _Memory:
 
     config: EngineConfig
     device_bytes: int
-    """Of the smallest GPU; on a CPU what this host has available, for all workers together."""
+    """Memory of the smallest GPU; on a CPU what this host has available, for all workers together."""
     usable: int
     """The part of it that ATOM may use."""
     logits_bytes: int
-    """Of the largest step."""
+    """Memory of the logits of the largest step."""
 
     def left(self, weights: Sequence[int], rank: int) -> int:
-        """Left for a rank beside the weights; `weights` has those of every rank on a CPU."""
+        """What the weights leave for a rank; `weights` has those of every rank on a CPU."""
         if self.config.device.device == "cuda":
             return self.usable - weights[rank]
         engines = self.config.parallel.data_parallel_size
@@ -120,7 +121,8 @@ class _Memory:
 
 
 def _memory(config: EngineConfig, vocab_size: int, gpu_bytes: int | None) -> _Memory:
-    share, scheduler = config.cache.gpu_memory_utilization, config.scheduler
+    share = config.cache.gpu_memory_utilization
+    scheduler = config.scheduler
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
     logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * vocab_size * _LOGIT_BYTES
     if gpu_bytes is not None:
@@ -137,7 +139,8 @@ def _ranks(config: EngineConfig, checkpoint: Checkpoint, size: int, memory: _Mem
     """All ranks of the configured layout, rank 0 of another one: no other rank has more."""
     ranks = range(size if size == config.parallel.tensor_parallel_size else 1)
     planned = [planned_rank(config, checkpoint, rank, size) for rank in ranks]
-    models, reserved = [model for model, _ in planned], planned[0][1]
+    models = [model for model, _ in planned]
+    reserved = planned[0][1]
     weights = [weight_bytes(model) for model in models]
     workers = size * config.parallel.engines_in_mesh
     buffers = buffer_bytes(models[0], workers) if config.parallel.enable_eplb else 0

@@ -60,7 +60,7 @@ class LogitsProcessorRows:
     recorded: Ids
     """Indices, among the R rows, of those with a token record."""
     offsets: Ids
-    """Of these records."""
+    """The `offset` of each of these records: the token at position p is entry p - offset."""
 
 
 class LogitsProcessorState:

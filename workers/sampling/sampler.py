@@ -15,14 +15,15 @@ from atom.shared.messages.worker import NewRow
 from atom_ops import SamplingBatch, TokenLogprobs, apply_token_bitmask, sample, to_device, token_logprobs
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import Rows
-from workers.batch.input_batch import SamplingRows
+from workers.batch.step_inputs import SamplingRows
 from workers.grammar.library import GrammarLibrary
 from workers.grammar.row_matchers import RowMatchers
 from workers.memory.memory_guard import MemoryGuard, reason_of
 from workers.sampling.logits_processor_state import LogitsProcessorRows, LogitsProcessorState
 from workers.spec_decode.draft_rows import DraftRows
 
-_PROCESSORS, _LOGPROBS = "the logits processors", "the log probabilities"
+_PROCESSORS = "the logits processors"
+_LOGPROBS = "the log probabilities"
 _LOGITS_PER_SLICE = 1 << 24  # 64 MiB of float32
 
 
@@ -35,7 +36,7 @@ class SamplerOutput:
     logprob_indices: list[int] = field(default_factory=list)
     """Indices, among the R tokens, of the Q with log probabilities."""
     logprobs: TokenLogprobs | None = None
-    """Of these Q tokens; None if Q is 0."""
+    """Log probabilities of these Q tokens; None if Q is 0."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """Why sampling failed for some of the R rows, by index; their ids are not valid."""
 
@@ -58,7 +59,7 @@ class _ProcessedRows:
 
     processors: LogitsProcessorRows
     settings: SamplingBatch
-    """Of these U rows."""
+    """Sampling settings of these U rows."""
     drafts_rows_U: torch.Tensor | None
     """int64: their indices among the R rows of `SamplingRows.drafts`; None without drafts."""
     grammar: "_GrammarRows | None"
@@ -81,7 +82,7 @@ class _SamplingPlan:
     """The sampling inputs of a step's rows; valid until the rows change."""
 
     settings: SamplingBatch | None
-    """Of all R rows, greedy for rows with logits processors; None if every row has some."""
+    """Settings of all R rows, greedy for rows with logits processors; None if every row has some."""
     processed: list[_ProcessedRows]
     """With drafts, one after another: the sampled tokens after 0 drafts, after 1 draft …"""
     logprobs: _LogprobRows | None
@@ -119,7 +120,8 @@ class Sampler:
 
     def set_row(self, new: NewRow) -> None:
         """Set the sampling parameters of a row that is assigned to a new request."""
-        row, sampling = new.row, new.sampling
+        row = new.row
+        sampling = new.sampling
         self._planned_rows = None
         self._temperature[row] = sampling.temperature
         self._top_k[row] = sampling.top_k
@@ -239,15 +241,18 @@ class Sampler:
 
     def _plan_of(self, rows: Rows, drafts: DraftRows | None) -> _SamplingPlan:
         if rows is not self._planned_rows:
-            self._planned_rows, self._plan = rows, self._make_plan(rows, drafts)
+            self._plan = self._make_plan(rows, drafts)
+            self._planned_rows = rows
         return self._plan
 
     def _make_plan(self, rows: Rows, drafts: DraftRows | None) -> _SamplingPlan:
-        logprobs, broken_rows = self._logprob_rows(rows), self._broken
+        logprobs = self._logprob_rows(rows)
+        broken_rows = self._broken
         which = self._logits_processors.indices(rows)
         processed = self._memory.attempt(_PROCESSORS, lambda: self._processed(rows, which, drafts))
         if processed is None:
-            broken_rows, processed = broken_rows | self._logits_processors.rows, []
+            broken_rows = broken_rows | self._logits_processors.rows
+            processed = []
         broken = (
             [index for index, row in enumerate(rows.tolist()) if row in broken_rows] if broken_rows else []
         )

@@ -1,6 +1,6 @@
 """N-gram speculation (prompt lookup): drafts are what followed the last tokens earlier in the text.
 
-The id of each token is kept beside its KV, in the slot of one KV group. So a row's text is found
+The id of each token is kept in the same slot as its KV, for one KV group. So a row's text is found
 through its block table, also where its prompt came from the prefix cache.
 """
 
@@ -49,7 +49,8 @@ class Ngram(Method):
     """`--method ngram`."""
 
     def __init__(self, config: SpeculativeConfig, groups: Sequence[CacheGroup]):
-        longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
+        longest = config.prompt_lookup_max
+        shortest = config.prompt_lookup_min
         assert longest is not None and shortest is not None, "resolved before any worker starts"
         self._rule = NgramRule(longest, shortest)
         self._group = text_group(groups)
@@ -72,7 +73,8 @@ class Ngram(Method):
         device: torch.device,
     ) -> Proposer:
         group = self._group
-        table, blocks = tables[group.number], num_blocks[group.number]
+        table = tables[group.number]
+        blocks = num_blocks[group.number]
         return NgramProposer(self._rule, group, table, blocks, limits, device)
 
 

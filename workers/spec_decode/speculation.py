@@ -77,7 +77,8 @@ class Speculation:
 
         A row at its limit computes no token, from position 0.
         """
-        positions, drafts = self.state.positions_N.numpy()[rows], self.state.drafts_NK.numpy()[rows]
+        positions = self.state.positions_N.numpy()[rows]
+        drafts = self.state.drafts_NK.numpy()[rows]
         drafts = drafts[:, :num_drafts]
         at_limit = (positions < 0) | (positions >= self._limits[rows] - 1)
         counts = np.where(at_limit, 0, 1 + (drafts != NO_DRAFT).sum(1))

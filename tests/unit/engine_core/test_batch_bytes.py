@@ -29,9 +29,9 @@ from engine_core.batch_bytes import (
 )
 from engine_core.block_pool import CHECKED_AT_ONCE
 from engine_core.core import EngineCore
+from engine_core.iteration_quota import UNITS_PER_ITERATION
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import Limits
-from engine_core.turn_budget import UNITS_PER_TURN
 from tests.helpers.core_driver import GREEDY
 
 BLOCK = 16
@@ -88,7 +88,7 @@ class Engine:
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         while self.core.num_live and not until():
-            assert self.step() or self.core.has_sliced_work
+            assert self.step() or self.core.has_deferred_work
 
     def _finish(self, batch: ScheduledBatch) -> None:
         for new in batch.new_rows:
@@ -264,8 +264,8 @@ def test_a_prompt_of_a_million_tokens_is_hashed_in_slices() -> None:
     turns = 0
     while engine.core.stats().waiting:
         turns += 1
-        assert engine.step() or engine.core.has_sliced_work
-    assert turns >= 4 and engine.most_hashed <= UNITS_PER_TURN
+        assert engine.step() or engine.core.has_deferred_work
+    assert turns >= 4 and engine.most_hashed <= UNITS_PER_ITERATION
     assert engine.core.stats().prefix_hits == engine.kv.num_hashed - hashed << 4 == length // BLOCK * BLOCK
     engine.run()
 
@@ -287,7 +287,7 @@ def test_other_requests_decode_while_a_prompt_is_hashed() -> None:
 def test_distinct_ids_of_long_prompts_are_collected_in_slices() -> None:
     engine = Engine(rows=8, blocks=70_000, budget=1 << 20)
     engine.add([1], prompt_of(1 << 19), sampling=PENALTY)
-    assert engine.core.schedule() is None and engine.core.has_sliced_work
+    assert engine.core.schedule() is None and engine.core.has_deferred_work
     engine.run()
     (new,) = (new for batch in engine.batches for new in batch.new_rows)
     assert len(new.prompt_ids) == 4 << 19
@@ -301,12 +301,12 @@ def test_aborting_many_sequences_frees_their_blocks_in_slices() -> None:
     owned = MAX_SEQUENCES * (length // BLOCK)
     engine.core.abort(list(range(MAX_SEQUENCES)))
     turns = 0
-    while engine.core.has_sliced_work:
+    while engine.core.has_deferred_work:
         left = sum(len(blocks) for _, blocks in engine.kv._to_free)
         assert engine.core.schedule() is None
         turns += 1
-        assert left - sum(len(blocks) for _, blocks in engine.kv._to_free) <= 4 * UNITS_PER_TURN
-    assert turns >= owned // (4 * UNITS_PER_TURN) - 1
+        assert left - sum(len(blocks) for _, blocks in engine.kv._to_free) <= 4 * UNITS_PER_ITERATION
+    assert turns >= owned // (4 * UNITS_PER_ITERATION) - 1
     assert engine.core.stats().kv_blocks_used == 0 and engine.core.num_live == 0
     engine.core.check_integrity()
 
@@ -315,9 +315,9 @@ def test_blocks_to_be_freed_count_as_owned() -> None:
     engine = Engine(rows=4, blocks=40_000, budget=LONG)
     engine.add([1, 2, 3, 4], prompt_of(LONG), max_tokens=50)
     engine.run(until=lambda: engine.core.stats().running == 4)
-    engine.kv.budget.spend(UNITS_PER_TURN)
+    engine.kv.quota.spend(UNITS_PER_ITERATION)
     engine.core.abort([1, 2, 3, 4])
-    assert engine.core.has_sliced_work and engine.core.stats().kv_blocks_used > LONG // BLOCK
+    assert engine.core.has_deferred_work and engine.core.stats().kv_blocks_used > LONG // BLOCK
     engine.core.check_integrity()
 
 

@@ -17,7 +17,7 @@ from atom.shared.messages.admin import (
 )
 from atom.shared.messages.engine import FinishReason, TokenDeltas
 from atom.shared.messages.worker import FullAttentionSpec, SlidingWindowSpec
-from engine_core.commands import answers
+from engine_core.commands import responses
 from engine_core.recent import Recent
 from engine_core.request import Request
 from engine_core.request_log import RequestLog
@@ -173,13 +173,13 @@ def test_named_requests_of_all_frontends_are_aborted() -> None:
     for number, (name, frontend) in enumerate([("a", b"x"), ("b", b"x"), ("a", b"y"), ("c", b"y")]):
         core.add(number, PROMPT, 5, name=name, frontend=frontend)
     core.send()
-    sent = list(answers(core.core, b"asker", AbortNamed(7, ["a", "unknown"])))
+    sent = list(responses(core.core, b"asker", AbortNamed(7, ["a", "unknown"])))
     ends = {to: [end.request_id for end in message.finished] for to, message in sent if is_end(message)}
     assert ends == {b"x": [0], b"y": [2]}
     assert sent[-1] == (b"asker", Done(7, 2))
     core.core.check_integrity()
-    assert list(answers(core.core, b"asker", AbortNamed(8, [], all=True)))[-1] == (b"asker", Done(8, 2))
-    ((to, message),) = answers(core.core, b"asker", GetRequests(9))
+    assert list(responses(core.core, b"asker", AbortNamed(8, [], all=True)))[-1] == (b"asker", Done(8, 2))
+    ((to, message),) = responses(core.core, b"asker", GetRequests(9))
     assert (to, message) == (b"asker", RequestInfos(9, 0, []))
 
 
@@ -194,7 +194,7 @@ def test_a_reset_forgets_what_was_and_what_is_computed(specs: list[FullAttention
     core.run()
     core.add(2, PROMPT, 9)
     core.send()
-    ((_, done),) = answers(core.core, b"asker", ResetPrefixCache(1))
+    ((_, done),) = responses(core.core, b"asker", ResetPrefixCache(1))
     assert isinstance(done, Done) and done.count >= 2
     core.core.check_integrity()
     core.send()

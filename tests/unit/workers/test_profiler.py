@@ -21,7 +21,7 @@ from tools.traces.events import read_events
 from tools.traces.steps import captures_of, read_steps, steps_of
 from workers import profiler
 from workers.batch.step_label import step_label
-from workers.graphs.marks import MarkedRecorder
+from workers.graphs.trace_ranges import RangeRecorder
 from workers.profiler import TraceRecorder
 from workers.worker import Worker
 
@@ -191,7 +191,7 @@ def test_captures_and_replays_are_named(tmp_path: Path) -> None:
     traces = TraceRecorder(str(tmp_path), "m", 0, CPU)
 
     with traces.capture():
-        replay, result = MarkedRecorder(Rerun())(lambda: torch.tensor(7), "bs_4")
+        replay, result = RangeRecorder(Rerun())(lambda: torch.tensor(7), "bs_4")
     (path,) = (tmp_path / "rank_0").glob("capture_graph_m_ts_*.pt.trace.json.gz")
     assert captures_of(read_events(path)) == {"bs_4": []}
     traces.switch(True)

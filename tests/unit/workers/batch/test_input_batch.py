@@ -9,7 +9,8 @@ from atom.shared.messages.engine import pack_ids
 from atom.shared.messages.worker import MoreBlocks, NewRow, ScheduledBatch
 from tests.helpers.core_side import GREEDY
 from workers.batch.block_table import BatchLimits, BlockTable
-from workers.batch.input_batch import InputBatch, StepInputs
+from workers.batch.input_batch import InputBatch
+from workers.batch.step_inputs import StepInputs
 
 BLOCK = 4
 CPU = torch.device("cpu")

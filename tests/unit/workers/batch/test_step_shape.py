@@ -129,7 +129,7 @@ class Agreement:
 
 def agreeing(sizes: list[int] | None, other: StepShape | None = None) -> tuple[ModelRunner, Agreement]:
     made = runner(sizes)
-    made._agree = agreement = Agreement(made._sizes, other)
+    made._coordinate = agreement = Agreement(made._sizes, other)
     return made, agreement
 
 
@@ -188,7 +188,7 @@ def test_a_shape_that_is_too_small_is_an_error() -> None:
     made, _ = agreeing([1, 2, 4, 6])
     core = TwoGroups(300, LIMITS.block_size)
     core.add(0, [1, 2, 3])
-    made._agree = lambda shape: StepShape(DECODE, 1, 1, 1)
+    made._coordinate = lambda shape: StepShape(DECODE, 1, 1, 1)
     with pytest.raises(ValueError, match="too small"):
         made.launch(core.plan({0: 3}))
     with pytest.raises(ValueError, match="at least one token"):
@@ -274,7 +274,7 @@ def test_eager_padding_and_dummy_steps_of_every_family(name: str, tmp_path: Path
         return ids
 
     assert generate(worker.core(), execute, prompts, 12, chunk=24, stagger=2) == plain
-    made._agree = Agreement(made._sizes, StepShape(EAGER, 90, 7))
+    made._coordinate = Agreement(made._sizes, StepShape(EAGER, 90, 7))
     padded = generate(worker.core(), worker.execute, prompts, 12, chunk=24, stagger=2)
     assert padded == plain
 
@@ -284,7 +284,7 @@ def test_dummy_and_padded_steps_with_drafts() -> None:
     outputs = Driver(speculative_runner(3, sizes=[1, 6]), 3, 2).run()
     for other in (StepShape(DECODE, 24, 6, 4), StepShape(PROMPT, 40, 6), StepShape(EAGER, 50, 8)):
         made = speculative_runner(3, sizes=[1, 6])
-        made._agree = Agreement(made._sizes, other)
+        made._coordinate = Agreement(made._sizes, other)
         launch = made.launch
 
         def with_dummy(

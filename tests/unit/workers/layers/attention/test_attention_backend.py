@@ -91,7 +91,7 @@ def test_captured_steps_and_dummy_steps(
     monkeypatch.setattr("workers.graphs.graph_modes.PROMPT_SIZES", (16, 64))
     worker = TinyWorker(tmp_path, capture_sizes="[1,4]")
     runner = worker.worker._runner
-    runner._agree = agreement = Agreement(runner._sizes)
+    runner._coordinate = agreement = Agreement(runner._sizes)
 
     def execute(batch: ScheduledBatch) -> bytes:
         before = state_of(runner)

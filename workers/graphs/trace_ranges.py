@@ -1,4 +1,4 @@
-"""Names in traces: the module, and the captured graph, that a kernel belongs to.
+"""Named ranges in traces, as NVTX ranges are: the module and the captured graph of each kernel.
 
 in a step      MODULE                             path in the model, such as model.layers.3.mlp
                replay_graph_NAME                  launch of a captured graph
@@ -18,7 +18,7 @@ _ENTRIES = ("forward", "after_norm", "after_gate", "add", "select_experts", "sam
 """Methods that launch kernels: fused layers call others than `forward`."""
 
 
-def mark_modules(model: nn.Module) -> None:
+def add_module_ranges(model: nn.Module) -> None:
     """Record the name of each module around its calls."""
     for path, module in model.named_modules():
         for entry in _ENTRIES:
@@ -27,7 +27,7 @@ def mark_modules(model: nn.Module) -> None:
                 setattr(module, entry, _named(path, method))
 
 
-class MarkedRecorder:
+class RangeRecorder:
     """Wraps a recorder; its captures and replays are named in traces."""
 
     def __init__(self, record: Recorder):

@@ -17,7 +17,7 @@ from workers.graphs.graph_recorder import Replay
 from workers.layers.attention.rotation import Rotation
 from workers.layers.context import ForwardContext, Mixing
 
-ReplayPieces = Callable[[ForwardContext], None]
+ReplayPiecewise = Callable[[ForwardContext], None]
 """Computes the pass with the plans of a step, whose tensors are as long as the captured ones."""
 
 
@@ -34,9 +34,10 @@ class Capture(Protocol):
 
 
 class MixerOutputs:
-    """Buffers for the results of token mixers, which the piece behind each reads before the next writes.
+    """Buffers for the results of token mixers.
 
-    One for each shape of a token, for every pass: make the largest pass first.
+    The piece after a mixer reads its buffer before the next mixer writes, so one buffer for each shape of a
+    token serves every pass: make the largest pass first.
     """
 
     def __init__(self) -> None:
@@ -56,11 +57,11 @@ class _Mixer:
 
     compute: Mixing
     tensors: Sequence[torch.Tensor]
-    """Not owned: the pieces behind it may reuse their memory."""
+    """Not owned: the pieces after it may reuse their memory."""
     out: torch.Tensor
 
 
-class PieceRecorder:
+class PiecewiseRecorder:
     """Captures forward passes in pieces; implements `Splitter` for the one that it captures."""
 
     def __init__(self, capture: Capture):
@@ -70,10 +71,12 @@ class PieceRecorder:
         self._mixers: list[_Mixer] = []
         self._rotation: Rotation | None = None
 
-    def __call__(self, body: Callable[[ForwardContext], None], context: ForwardContext) -> ReplayPieces:
+    def __call__(self, body: Callable[[ForwardContext], None], context: ForwardContext) -> ReplayPiecewise:
         """Capture `body`, a forward pass that leaves its result in a buffer; `context` is of a step."""
         body(context)  # compiles kernels and initialises libraries outside the capture
-        self._pieces, self._mixers, self._rotation = [], [], None
+        self._pieces = []
+        self._mixers = []
+        self._rotation = None
         with self._capture.capturing():
             self._capture.begin()
             body(replace(context, splitter=self))
@@ -83,7 +86,6 @@ class PieceRecorder:
     def split(
         self, mix: Mixing, ctx: ForwardContext, rotation: Rotation, tensors: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """See `Splitter`."""
         assert self._rotation is None or self._rotation is rotation, "a pass has one rotation"
         self._rotation = rotation
         self._pieces.append(self._capture.end())
@@ -94,7 +96,9 @@ class PieceRecorder:
         return out
 
 
-def _replay_of(pieces: Sequence[Replay], mixers: Sequence[_Mixer], rotation: Rotation | None) -> ReplayPieces:
+def _replay_of(
+    pieces: Sequence[Replay], mixers: Sequence[_Mixer], rotation: Rotation | None
+) -> ReplayPiecewise:
     def replay(ctx: ForwardContext) -> None:
         # Another object for each step: what it caches is computed from the step's angles.
         angles = None if rotation is None else replace(rotation)

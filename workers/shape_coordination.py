@@ -28,7 +28,7 @@ class _State(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class CoordinatedStep:
     """The next step of a rank."""
 
     shape: StepShape | None = None
@@ -39,8 +39,8 @@ class Agreed:
     """Whether no rank will have a step any more."""
 
 
-class Agreement:
-    """Called with the shape that this rank planned, returns the one to launch: the `Agree` of a ModelRunner.
+class ShapeCoordinator:
+    """Maps the shape that this rank planned to the one that it launches; a `CoordinateShape`.
 
     Also tells the dispatch the tokens of every rank. Captured steps have the same shape on all ranks; in an
     eager one each rank computes its own tokens, and one without a batch a single token of padding.
@@ -50,19 +50,22 @@ class Agreement:
         """`sizes` are those of the runner's graphs, the same on all ranks."""
         assert mesh.host is not None, "ranks that agree have a host group"
         self._host: HostGroup = mesh.host
-        self._tp, self._dp = mesh.tp.size, mesh.dp
+        self._tp = mesh.tp.size
+        self._dp = mesh.dp
         self._dispatch = dispatch
         self._sizes = sizes
         self._early: StepShape | None = None
 
     def __call__(self, planned: StepShape) -> StepShape:
-        shape, self._early = self._early, None
+        # The batch of a step that was coordinated while it was on its way: exchange nothing again.
+        shape = self._early
+        self._early = None
         if shape is None:
             shape = self._exchange(_State.STEP, planned).shape
             assert shape is not None, "this rank has a step"
         return shape
 
-    def without_step(self, leaving: bool = False) -> Agreed:
+    def without_step(self, leaving: bool = False) -> CoordinatedStep:
         """Take part in a step without a batch of this rank; `leaving`: there will be none any more.
 
         If another rank of the engine has a batch, this one's arrives soon, and its shape is agreed on.
@@ -72,18 +75,18 @@ class Agreement:
             self._early = agreed.shape
         return agreed
 
-    def _exchange(self, state: _State, planned: StepShape) -> Agreed:
+    def _exchange(self, state: _State, planned: StepShape) -> CoordinatedStep:
         numbers = (state, planned.mode, planned.padded_tokens, planned.padded_rows, planned.tokens_per_row)
         ranks = self._host.all_gather(numbers)
         plans = [_plan_of(ranks[first : first + self._tp]) for first in range(0, len(ranks), self._tp)]
         steps = [plan for plan in plans if plan is not None]
         if not steps:
-            return Agreed(all_leave=all(rank[0] == _State.LEAVING for rank in ranks))
+            return CoordinatedStep(all_leave=all(rank[0] == _State.LEAVING for rank in ranks))
         covering = self._sizes.covering(steps)
         shapes = self._shapes(plans, covering)
         tokens = [shape.padded_tokens for shape in shapes]
         self._dispatch.plan(tokens, eager=covering.mode is StepMode.EAGER)
-        return Agreed(shapes[self._dp.rank], has_batch=plans[self._dp.rank] is not None)
+        return CoordinatedStep(shapes[self._dp.rank], has_batch=plans[self._dp.rank] is not None)
 
     def _shapes(self, plans: Sequence[StepShape | None], covering: StepShape) -> list[StepShape]:
         """What each data-parallel rank launches."""

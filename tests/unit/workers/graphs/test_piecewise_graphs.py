@@ -59,7 +59,7 @@ def test_pieces_change_no_token(name: str, recorder: Counting, tmp_path: Path) -
     assert runner._sizes.prompt_tokens == [1, 4, 16, 64]
     layers = len(runner._kv_layers)
     assert recorder.count == 4 * (layers + 1), "a piece before, between and after the layers' attention"
-    runner._agree = agreement = Agreement(runner._sizes)
+    runner._coordinate = agreement = Agreement(runner._sizes)
     before = state_of(runner)
     runner.dummy_step(StepShape(StepMode.PROMPT_GRAPH, 64, runner._sizes.prompt_rows[-1]))
     assert all(map(bool, (one.equal(other) for one, other in zip(before, state_of(runner), strict=True))))

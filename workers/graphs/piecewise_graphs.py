@@ -1,4 +1,4 @@
-"""CUDA graphs of steps in pieces, between which attention runs eagerly: see `piece_recorder`.
+"""CUDA graphs of steps in pieces, between which attention runs eagerly: see `piecewise_recorder`.
 
 A step of T tokens replays the pieces of the next captured number of tokens, whatever its rows.
 """
@@ -8,14 +8,15 @@ from functools import partial
 
 import torch
 
-from workers.batch.input_batch import InputBatch, StepInputs
+from workers.batch.input_batch import InputBatch
+from workers.batch.step_inputs import StepInputs
 from workers.batch.step_padding import num_rows, pad_groups
-from workers.graphs.piece_recorder import PieceRecorder, ReplayPieces
+from workers.graphs.piecewise_recorder import PiecewiseRecorder, ReplayPiecewise
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
 
 
-class PieceGraphs:
+class PiecewiseGraphs:
     """The pieces of one model: `capture` once, then `forward` for every step that fits."""
 
     def __init__(
@@ -24,16 +25,18 @@ class PieceGraphs:
         kv_layers: Sequence[CacheLayer],
         inputs: InputBatch,
         sizes: Sequence[int],
-        record: PieceRecorder,
+        record: PiecewiseRecorder,
         device: torch.device,
     ):
         """`sizes` are numbers of tokens, ascending."""
-        self._model, self._kv_layers, self._inputs = model, kv_layers, inputs
+        self._model = model
+        self._kv_layers = kv_layers
+        self._inputs = inputs
         self._record = record
         self._sizes = list(sizes)
         self._ids_T = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
         self._positions_T = torch.zeros_like(self._ids_T)
-        self._pieces: dict[int, ReplayPieces] = {}
+        self._pieces: dict[int, ReplayPiecewise] = {}
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[], None]) -> None:

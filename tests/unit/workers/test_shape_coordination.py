@@ -22,9 +22,9 @@ from parallel.host_group import HostGroup
 from parallel.mesh import Mesh
 from tests.helpers.thread_ranks import ThreadGroup
 from tests.unit.workers.graphs.test_decode_graphs import LIMITS, TwoGroups, runner
-from workers.agreement import Agreed, Agreement
 from workers.batch.step_shape import GraphSizes, StepMode, StepShape
 from workers.model_runner import ModelRunner
+from workers.shape_coordination import CoordinatedStep, ShapeCoordinator
 from workers.step_loop import LockstepLoop
 from workers.waves import Waves
 from workers.worker import Worker
@@ -57,10 +57,10 @@ class OthersSent(HostGroup):
 
 def agreement(
     host: HostGroup, tp: int, dp: int, dispatch: LocalDispatch, sizes: GraphSizes = GRAPHS
-) -> Agreement:
+) -> ShapeCoordinator:
     dp_rank, tp_rank = divmod(host.rank, tp)
     mesh = Mesh(torch.device("cpu"), tp=Communicator(tp_rank, tp), dp=Communicator(dp_rank, dp), host=host)
-    return Agreement(mesh, dispatch, sizes)
+    return ShapeCoordinator(mesh, dispatch, sizes)
 
 
 def test_captured_steps_have_the_same_shape_on_all_ranks() -> None:
@@ -69,7 +69,7 @@ def test_captured_steps_have_the_same_shape_on_all_ranks() -> None:
     assert agree(StepShape(DECODE, 4, 4, 1)) == StepShape(PROMPT, 8, 4)
     assert dispatch.planned == [([8, 8], False)]
     agree = agreement(OthersSent(1, (STEP, DECODE, 4, 4, 1)), 1, 2, dispatch)
-    assert agree.without_step() == Agreed(StepShape(DECODE, 4, 4, 1))
+    assert agree.without_step() == CoordinatedStep(StepShape(DECODE, 4, 4, 1))
     assert dispatch.planned[1:] == [([4, 4], False)]
 
 
@@ -77,16 +77,18 @@ def test_in_an_eager_step_each_rank_computes_its_own_tokens() -> None:
     dispatch = PlannedTokens()
     agree = agreement(OthersSent(0, (STEP, EAGER, 900, 3, 0), (IDLE, EAGER, 1, 1, 0)), 1, 3, dispatch)
     assert agree(StepShape(DECODE, 4, 4, 1)) == StepShape(EAGER, 4, 4)
-    assert agree.without_step() == Agreed(StepShape(EAGER, 1, 1))
+    assert agree.without_step() == CoordinatedStep(StepShape(EAGER, 1, 1))
     assert dispatch.planned == [([4, 900, 1], True), ([1, 900, 1], True)]
 
 
 def test_a_wave_ends_when_no_rank_has_a_step() -> None:
     dispatch = PlannedTokens()
-    assert agreement(OthersSent(0, (IDLE, EAGER, 1, 1, 0)), 1, 2, dispatch).without_step() == Agreed()
+    assert (
+        agreement(OthersSent(0, (IDLE, EAGER, 1, 1, 0)), 1, 2, dispatch).without_step() == CoordinatedStep()
+    )
     leaving = agreement(OthersSent(0, (LEAVING, EAGER, 1, 1, 0)), 1, 2, dispatch)
-    assert leaving.without_step(leaving=True) == Agreed(all_leave=True)
-    assert leaving.without_step() == Agreed() and dispatch.planned == []
+    assert leaving.without_step(leaving=True) == CoordinatedStep(all_leave=True)
+    assert leaving.without_step() == CoordinatedStep() and dispatch.planned == []
 
 
 def test_a_batch_that_reached_one_rank_of_an_engine_is_awaited_by_the_others() -> None:
@@ -94,7 +96,7 @@ def test_a_batch_that_reached_one_rank_of_an_engine_is_awaited_by_the_others() -
     idle, dispatch = (IDLE, EAGER, 1, 1, 0), PlannedTokens()
     host = OthersSent(3, idle, idle, (STEP, DECODE, 4, 4, 1))
     agree = agreement(host, 2, 2, dispatch)
-    assert agree.without_step() == Agreed(StepShape(DECODE, 4, 4, 1), has_batch=True)
+    assert agree.without_step() == CoordinatedStep(StepShape(DECODE, 4, 4, 1), has_batch=True)
     host.others = ()
     assert agree(StepShape(DECODE, 4, 4, 1)) == StepShape(DECODE, 4, 4, 1)
     assert len(dispatch.planned) == 1
@@ -162,7 +164,7 @@ def test_captured_and_eager_steps_with_graphs_of_another_rank_sample_the_same_to
     def run(rank: int) -> tuple[list[bytes], int]:
         made, dummies = runner([1, 2, 4, 6]), 0
         agree = agreement(ThreadHost(rank, group), 1, 2, dispatches[rank], made._sizes)
-        made._agree = agree
+        made._coordinate = agree
         ids = launched(made, rank)
         while (shape := agree.without_step().shape) is not None:
             made.dummy_step(shape)
@@ -195,7 +197,7 @@ def launched(made: ModelRunner, rank: int) -> list[bytes]:
 class Rank:
     """A worker and its link: batches arrive late, at random moments."""
 
-    agree: Agreement
+    agree: ShapeCoordinator
     waves: Waves
     messages: deque[ToWorker]
     source: random.Random
@@ -221,7 +223,7 @@ class Rank:
     def expert_load(self) -> None:
         """None is measured."""
 
-    def idle_step(self, leaving: bool) -> Agreed:
+    def idle_step(self, leaving: bool) -> CoordinatedStep:
         agreed = self.agree.without_step(leaving)
         if not agreed.has_batch:
             self.steps.append("end" if agreed.shape is None else "dummy")
