@@ -96,7 +96,8 @@ def draft_inputs(
     The block table of row n is `table_NW[n]` (int32); it has blocks for all positions below the
     row's limit - 1, and entries for `num_drafts` more positions.
     """
-    last_R1, limit_R1 = state.positions_N[rows_R][:, None], state.limits_N[rows_R][:, None]
+    last_R1 = state.positions_N[rows_R][:, None]
+    limit_R1 = state.limits_N[rows_R][:, None]
     padding_R1 = (last_R1 < 0) | (last_R1 >= limit_R1 - 1)
     position_RJ = last_R1.clamp(min=0) + torch.arange(1 + num_drafts, device=rows_R.device)
     drafts_RK = state.drafts_NK[rows_R, :num_drafts]

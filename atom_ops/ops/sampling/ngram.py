@@ -103,7 +103,8 @@ def propose_ngrams(
     found_R1 = torch.where(matched_RL == best_R1, at_L, len(at_L)).amin(1, keepdim=True)
     found_R1 = torch.where(best_R1 >= rule.shortest, found_R1, end_R1)
 
-    last_R1, limit_R1 = state.positions_N[rows_R][:, None], state.limits_N[rows_R][:, None]
+    last_R1 = state.positions_N[rows_R][:, None]
+    limit_R1 = state.limits_N[rows_R][:, None]
     draft_K = torch.arange(state.drafts_NK.shape[1], device=rows_R.device)
     at_RK = found_R1 + 1 + draft_K
     drafts_RK = text_RL.gather(1, at_RK.clamp(max=len(at_L) - 1)).long()
@@ -116,7 +117,8 @@ def _text(
     rows_R: Tensor, state: RowState, history: TokenHistory, max_positions: int
 ) -> tuple[Tensor, Tensor]:
     """The rows' texts [R, L], int32, -1 where there is no token, and the index of the last token [R, 1]."""
-    last_R1, length_R1 = state.positions_N[rows_R][:, None], history.prediction_lens_N[rows_R][:, None]
+    last_R1 = state.positions_N[rows_R][:, None]
+    length_R1 = history.prediction_lens_N[rows_R][:, None]
     predictions_RP = history.predictions_NP[rows_R]
     at_L = torch.arange(predictions_RP.shape[1] + max_positions, device=rows_R.device)
     position_RL = at_L - length_R1

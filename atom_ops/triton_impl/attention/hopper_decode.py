@@ -310,7 +310,8 @@ def decode_attention(
 
 def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> bool:
     """Whether `attend` computes the decoding rows of a step."""
-    (_, heads, width), (_, block_size, _, kv_heads, _) = q_THE.shape, cache.kv.shape
+    _, heads, width = q_THE.shape
+    _, block_size, _, kv_heads, _ = cache.kv.shape
     return (
         cache.scale is not None
         and width == _WIDTH
@@ -333,7 +334,8 @@ def attend(
 
     `arrived`: a counter for each row and key/value head, 0 before and after.
     """
-    (_, heads, width), (_, block_size, _, kv_heads, _) = q_THE.shape, cache.kv.shape
+    _, heads, width = q_THE.shape
+    _, block_size, _, kv_heads, _ = cache.kv.shape
     assert cache.scale is not None
     words = cache.kv.view(torch.int16)
     rows = len(plan.context_lens_R)

@@ -33,7 +33,8 @@ def _list_slots(
 
 @kv_indices.provider("triton", needs=NEEDS, supported=runs_on)
 def _kv_indices(plan: AttentionPlan, block_size: int) -> KVIndices:
-    contexts_R, table_RW = plan.context_lens_R, plan.block_table_RW
+    contexts_R = plan.context_lens_R
+    table_RW = plan.block_table_RW
     rows = len(contexts_R)
     longest = plan.max_context_len
     indptr_R1 = torch.zeros(rows + 1, dtype=torch.int32, device=contexts_R.device)

@@ -26,7 +26,8 @@ def _merge(
     pdl_begin(PDL)
     head = tl.program_id(0) % heads
     token = (tl.program_id(0) // heads).to(tl.int64)
-    rank_R, feature_C = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    rank_R = tl.arange(0, BLOCK_R)
+    feature_C = tl.arange(0, BLOCK_C)
     lse_R = lse + rank_R.to(tl.int64) * lse_rank_stride + token * lse_token_stride + head * lse_head_stride
     lse_R = tl.load(lse_R, mask=rank_R < RANKS, other=float("-inf"))
     weight_R = tl.exp(lse_R - tl.maximum(tl.max(lse_R, 0), _LOWEST))

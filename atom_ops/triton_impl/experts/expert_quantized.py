@@ -176,7 +176,8 @@ class QuantizedGEMMs:
         """Fill `inner` [P, F], in the order of the experts."""
         tile = self.plan.gate_up
         clamped = activation or _NOT_CLAMPED
-        weight, bias = weights.gate_up_XOD, weights.gate_up_bias_XO
+        weight = weights.gate_up_XOD
+        bias = weights.gate_up_bias_XO
         flags = {"GATED": True, "CLAMPED": activation is not None}
         if isinstance(inner, Rounded):
             x = rounded(x_TD, inner.codes.dtype)
@@ -186,7 +187,8 @@ class QuantizedGEMMs:
 
     def down(self, inner: "Rounded | Tensor", weights: ExpertWeights, y_PD: Tensor) -> None:
         """Fill `y_PD`, in the order of the pairs."""
-        weight, bias = weights.down_XDF, weights.down_bias_XD
+        weight = weights.down_XDF
+        bias = weights.down_bias_XD
         flags = {"GATED": False, "CLAMPED": False}
         if isinstance(inner, Rounded):
             self._launch_8bit(self.plan.down, inner, weight, bias, y_PD, None, _NOT_CLAMPED, flags)
@@ -218,7 +220,8 @@ class QuantizedGEMMs:
     ) -> None:
         values, scales = _tensors(weight)
         assert values is not None
-        outputs, inputs = out.shape[1], values.shape[2]
+        outputs = out.shape[1]
+        inputs = values.shape[2]
         columns = min(tile.columns, x.group)
         sizes, settings = _layout(weight)
         if settings["BLOCK"] % tile.rows:

@@ -197,7 +197,8 @@ def _gate_up_4bit(
     inside_R = feature_R < outputs
     row_R = expert * 2 * outputs + place_R // ROWS * outputs + feature_R
     weight_RC = weight + row_R[:, None] * (row_chunks * 32) + tl.arange(0, 32)[None, :]
-    column_C, number_N = tl.arange(0, 128), tl.arange(0, WIDTH)
+    column_C = tl.arange(0, 128)
+    number_N = tl.arange(0, WIDTH)
     x_CN = x + pair // top_k * inputs + column_C[:, None] + number_N[None, :] * 0
     total_RN = tl.zeros((2 * ROWS, WIDTH), tl.float32)
     for chunk in tl.range(0, chunks, num_stages=STAGES):
@@ -239,7 +240,8 @@ def _down_4bit(
     inside_M = (output_M < outputs) & (place_J < TOP_K) & (expert_M >= 0) & (expert_M < experts)
     row_M = tl.where(inside_M, expert_M, 0) * outputs + output_M
     weight_MC = weight + row_M[:, None] * (chunks * 32) + tl.arange(0, 32)[None, :]
-    column_C, number_N = tl.arange(0, 128), tl.arange(0, WIDTH)
+    column_C = tl.arange(0, 128)
+    number_N = tl.arange(0, WIDTH)
     expert_N = tl.load(topk_ids + token * TOP_K + number_N, mask=number_N < TOP_K, other=-1) - first_expert
     known_N = (number_N < TOP_K) & (expert_N >= 0) & (expert_N < experts)
     inner_CN = inner + ((token * TOP_K + number_N) * inputs)[None, :] + column_C[:, None]

@@ -135,7 +135,8 @@ class GroupedGEMMs:
         *activation: float,
         **flags: bool,
     ) -> None:
-        outputs, inputs = out.shape[1], weight_XOI.shape[2]
+        outputs = out.shape[1]
+        inputs = weight_XOI.shape[2]
         weight = weight_XOI.flatten(0, 1)
         if self.described:
             weight = TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns])

@@ -167,7 +167,8 @@ def _route(
     pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     of_group: tl.constexpr = EXPERTS // GROUPS
-    group_G, member_E = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
+    group_G = tl.arange(0, BLOCK_G)
+    member_E = tl.arange(0, BLOCK_E)
     logits += token * EXPERTS
     if KEYS:
         exists_E = member_E < EXPERTS

@@ -51,7 +51,8 @@ def _attend_block(
     SCALED: `rows` are words of two float8 codes, all widths count words, and odd features are apart.
     """
     token_N = start + tl.arange(0, BLOCK_N)
-    feature_C, feature_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    feature_C = tl.arange(0, BLOCK_C)
+    feature_R = tl.arange(0, BLOCK_R)
     exists_N = token_N < stop
     row_N1 = rows + slot_N[:, None] * (LATENT + ROPE)
     # Masked loads: unused slots may hold NaN, and 0 * NaN would be NaN.
@@ -230,7 +231,8 @@ def _latent_rows(
 
     BLOCK_M: tl.constexpr = TILE * HEADS
     m = tl.arange(0, BLOCK_M)
-    feature_C, feature_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    feature_C = tl.arange(0, BLOCK_C)
+    feature_R = tl.arange(0, BLOCK_R)
     inside_M = tile_start + m // HEADS
     head_M = tl.program_id(0) % head_blocks * HEADS + m % HEADS
     wanted_M = (inside_M < length) & (head_M < heads)

@@ -59,7 +59,8 @@ def _write_row(
         latent, key = float8_numbers(latent, scale), float8_numbers(key, scale)
     row = rows_ptr + slot * (LATENT + ROPE)
     of_latent, of_key = tl.arange(0, LATENT_BLOCK)[None, :], tl.arange(0, ROPE_BLOCK)[None, :]
-    latent_kept, key_kept = (of_latent < LATENT) & (slot >= 0), (of_key < ROPE) & (slot >= 0)
+    latent_kept = (of_latent < LATENT) & (slot >= 0)
+    key_kept = (of_key < ROPE) & (slot >= 0)
     tl.store(row + of_latent, latent.to(rows_ptr.dtype.element_ty), mask=latent_kept)
     tl.store(row + LATENT + of_key, key.to(rows_ptr.dtype.element_ty), mask=key_kept)
 

@@ -165,7 +165,8 @@ def _supports_absorb(
 def _launch_absorb(
     q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool, tile: int
 ) -> Tensor:
-    (tokens, heads, width), (_, nope, latent) = q_THE.shape, key_HNC.shape
+    tokens, heads, width = q_THE.shape
+    _, nope, latent = key_HNC.shape
     rope = width - nope
     out_THK = q_THE.new_empty(tokens, heads, latent + rope)
     block = _outputs(latent, heads * triton.cdiv(tokens, tile))

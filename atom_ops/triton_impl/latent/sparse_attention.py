@@ -63,7 +63,8 @@ def _index_scores(
     if (seen <= count) | (first >= seen):
         return  # all tokens are in the top-k, or this program has none
     token = token.to(tl.int64)
-    head_G, feature_I = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_I)
+    head_G = tl.arange(0, BLOCK_G)
+    feature_I = tl.arange(0, BLOCK_I)
     wanted_GI = (head_G < HEADS)[:, None] & (feature_I < WIDTH)[None, :]
     q_GI = q + token * q_token_stride + (head_G * q_head_stride)[:, None] + feature_I[None, :]
     q_GI = tl.load(q_GI, mask=wanted_GI, other=0.0)
@@ -162,7 +163,8 @@ def _segment(seen, BLOCK_N: tl.constexpr):
 @triton.jit
 def _bits_after(histograms, states, PASS: tl.constexpr, BLOCK_S: tl.constexpr):
     """`least` and `left` after pass PASS, from all segments' histograms of it."""
-    digit_B, segment_S = tl.arange(0, 256), tl.arange(0, BLOCK_S)
+    digit_B = tl.arange(0, 256)
+    segment_S = tl.arange(0, BLOCK_S)
     at_SB = (PASS * tl.num_programs(1) + segment_S)[:, None] * 256 + digit_B[None, :]
     found_SB = tl.load(histograms + at_SB, mask=(segment_S < tl.num_programs(1))[:, None], other=0)
     least = tl.load(states + 2 * PASS).to(tl.uint32, bitcast=True)
@@ -226,7 +228,8 @@ def _write_topk(
         least, left = _bits_after(histograms, states + chunk_token * 8, 3, BLOCK_S)
         # Scores of earlier segments above the k-th highest, counted in the pass of the first digit that
         # differs, and equal ones.
-        digit_B, segment_S = tl.arange(0, 256), tl.arange(0, BLOCK_S)
+        digit_B = tl.arange(0, 256)
+        segment_S = tl.arange(0, BLOCK_S)
         before_S1 = (segment_S < tl.program_id(1))[:, None]
         written = 0
         for number in tl.static_range(4):

@@ -110,7 +110,8 @@ def _scores(x_CE, y_CE, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _square(matrix, first_row, first_column, rows, stride, SIZE: tl.constexpr):
     """Pointers to a part of a chunk's matrix, and which of its rows the chunk has."""
-    row_S, column_S = first_row + tl.arange(0, SIZE), first_column + tl.arange(0, SIZE)
+    row_S = first_row + tl.arange(0, SIZE)
+    column_S = first_column + tl.arange(0, SIZE)
     return matrix + row_S[:, None] * stride + column_S[None, :], (row_S < rows)[:, None]
 
 
@@ -184,7 +185,8 @@ def _solve_chunks(
     first = (chunk - start // CHUNK - row) * CHUNK
     if (first >= length) | (length == 1) | (tl.load(slots + row) < 0):
         return
-    key_E, earlier_C = tl.arange(0, BLOCK_E), tl.arange(0, CHUNK)
+    key_E = tl.arange(0, BLOCK_E)
+    earlier_C = tl.arange(0, CHUNK)
     inside_C = first + earlier_C < length
     token_C = (start + first + earlier_C).to(tl.int64)
     queries = qkv + (head // (HEADS // KEY_HEADS)) * KEY
@@ -238,7 +240,8 @@ def _pass_states(
     length = tl.load(starts + row + 1) - start
     if (slot < 0) | (length <= 1):
         return
-    key_E, earlier_C = tl.arange(0, BLOCK_E), tl.arange(0, CHUNK)
+    key_E = tl.arange(0, BLOCK_E)
+    earlier_C = tl.arange(0, CHUNK)
     value_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     queries = qkv + (head // (HEADS // KEY_HEADS)) * KEY
     keys = queries + KEY_HEADS * KEY

@@ -21,7 +21,8 @@ def _gather_rows(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + index)
-    last, limit = tl.load(positions_ptr + row), tl.load(limits_ptr + row)
+    last = tl.load(positions_ptr + row)
+    limit = tl.load(limits_ptr + row)
     padding = (last < 0) | (last >= limit - 1)
     last_entry = tl.maximum(limit - 2, 0) // BLOCK_SIZE
     table = table_ptr + row * WIDTH

@@ -52,7 +52,8 @@ def _search(
 ):  # fmt: skip
     """Grid (R, chunks)."""
     row = tl.load(rows_ptr + tl.program_id(0))
-    last, last_id = tl.load(positions_ptr + row), tl.load(ids_ptr + row)
+    last = tl.load(positions_ptr + row)
+    last_id = tl.load(ids_ptr + row)
     length = tl.load(lengths_ptr + row)
     end = length + last
     first = tl.program_id(1).to(tl.int64) * CHUNK
@@ -91,7 +92,8 @@ def _propose(
 ):  # fmt: skip
     """Grid (R)."""
     row = tl.load(rows_ptr + tl.program_id(0))
-    last, last_id = tl.load(positions_ptr + row), tl.load(ids_ptr + row)
+    last = tl.load(positions_ptr + row)
+    last_id = tl.load(ids_ptr + row)
     length = tl.load(lengths_ptr + row)
     limit = tl.load(limits_ptr + row)
     key = tl.load(keys_ptr + tl.program_id(0))
