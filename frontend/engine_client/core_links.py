@@ -1,4 +1,8 @@
-"""The library's links to all engine cores: blocking, and final, as the library ends with the first death."""
+"""The links of the offline library to all engine cores, read in the calling thread.
+
+No link is reopened: the library ends with the first engine that ends. Compared with `EngineClient`, a token
+takes less than half the CPU time, since there are neither streams nor an event loop.
+"""
 
 from collections import deque
 from collections.abc import Iterable
@@ -15,7 +19,7 @@ __all__ = ["CoreLinks"]
 
 
 class CoreLinks:
-    """Sends each request to one of the engines, which `router` chooses."""
+    """Sends each request to the engine that `router` chooses."""
 
     def __init__(self, context: "zmq.Context[Any]", engines: Iterable[EngineAddress], router: DPRouter):
         self._links = {address.rank: EngineLink(context, address.endpoint, 0) for address in engines}
