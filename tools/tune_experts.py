@@ -47,7 +47,7 @@ DTYPE = torch.bfloat16
 DEVICE = "cuda"
 SHARED_BYTES = 227 << 10
 READ_GB_S, MATMUL_TFLOP_S = 4475, 761
-"""Of an H200, measured."""
+"""The memory rate of an H200, measured."""
 
 
 @dataclass(frozen=True)

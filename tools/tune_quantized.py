@@ -3,7 +3,7 @@
     make tune-quantized ARGS="--models Qwen3-8B --formats fp8-block int4-128 --tokens 1 64 256"
 
 Every plan is checked against the reference first, then timed alone, with its rounding of the activations,
-cold weights, from a graph. For each shape and number of tokens the fastest plans are printed, beside a
+cold weights, from a graph. For each shape and number of tokens the fastest plans are printed, next to a
 plain GEMM in bfloat16 and torch._scaled_mm with activations that were rounded before.
 """
 

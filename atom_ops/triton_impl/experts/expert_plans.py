@@ -69,9 +69,9 @@ class WgmmaPlan(msgspec.Struct, frozen=True, tag="wgmma"):
     short: int
     """Blocks of no more pairs multiply fewer columns; a power of two of at least 8."""
     chunks: int
-    """Of 128 weight columns: of a stage, 1 or 2."""
+    """Chunks of 128 weight columns in a stage: 1 or 2."""
     registers: int
-    """Most of a thread."""
+    """Most registers of a thread."""
 
 
 class PersistentPlan(msgspec.Struct, frozen=True, tag="persistent"):
@@ -89,7 +89,7 @@ GluonPlans = tuple[type[WgmmaPlan | PersistentPlan], ...]
 GLUON: GluonPlans = (WgmmaPlan, PersistentPlan)
 """Plans of kernels in Gluon, which need Hopper and do not take every weight."""
 Format = Literal["plain", "block_fp8", "channel_fp8", "int8", "mxfp4", "int4"]
-"""Of the weights."""
+"""Format of the weights."""
 Shape = tuple[int, int, int]
 """Experts, hidden size, features of an expert."""
 Layer = tuple[Format, Shape]

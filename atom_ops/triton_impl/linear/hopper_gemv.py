@@ -56,7 +56,7 @@ _PREFETCH = gl.constexpr(
     }"""
 )
 _FETCHED_BYTES = 16 << 20
-"""Of a weight, read before the previous kernel ends: about 4 us."""
+"""Bytes of a weight that are prefetched before the previous kernel ends; reading them takes about 4 us."""
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ class LinearPlan(msgspec.Struct, frozen=True, tag="tiles"):
     least: int = 1
     """Fewest tokens, if not those after the previous plan."""
     tiles: int = 0
-    """Of the GEMV by whole rows: tiles of a program; 0: the GEMV by columns."""
+    """Tiles of a program of the GEMV by whole rows; 0: the GEMV by columns."""
 
 
 class StreamKPlan(msgspec.Struct, frozen=True, tag="stream-k"):
@@ -50,7 +50,7 @@ class StreamKPlan(msgspec.Struct, frozen=True, tag="stream-k"):
 
 Plan = LinearPlan | StreamKPlan
 Plans = tuple[Plan, ...]
-"""Of one weight shape, by rising tokens; torch is faster for numbers of tokens without a plan."""
+"""Plans of one weight shape, by rising tokens; torch is faster for numbers of tokens without a plan."""
 
 
 class FusedPlan(msgspec.Struct, frozen=True):

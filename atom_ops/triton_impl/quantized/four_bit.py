@@ -23,9 +23,9 @@ from atom_ops.triton_impl.hardware.target import INTERPRETED
 from atom_ops.weights import FourBitWords
 
 COLUMNS = 128
-"""Of a chunk."""
+"""Columns of a chunk."""
 WORDS = 32
-"""Of a chunk."""
+"""16-bit words of a chunk."""
 _BF16X2_CAPABILITY = (8, 0)
 
 _E2M1_MOVED = (
@@ -80,7 +80,7 @@ INT4_BF16 = tl.constexpr(
         *(_int4(quarter, f"${quarter}", "$4", f"${5 + quarter}", f"${9 + quarter}") for quarter in range(4))
     )
 )
-"""The same with -128 - zero points behind the scales."""
+"""The same with -128 - zero points as operands after the scales."""
 
 
 def _by_half(half: str, instructions: str) -> str:

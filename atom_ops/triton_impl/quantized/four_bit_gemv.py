@@ -20,9 +20,9 @@ from atom_ops.triton_impl.quantized.quantized_plans import GemvPlan
 from atom_ops.weights import FourBitWords
 
 _CELLS = tl.constexpr(16)
-"""Of a chunk."""
+"""Cells of a chunk."""
 _CODES = 8
-"""Of a cell."""
+"""Codes of a cell."""
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def _integer(bytes_RC, BYTE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _integers(low_RC, high_RC, quarter: tl.constexpr, x_C2, CENTRE: tl.constexpr, NATIVE: tl.constexpr):
-    """Of a quarter: (code - CENTRE) * x, added for its two columns."""
+    """Sum over the two columns of a quarter of (code - CENTRE) * x."""
     x0, x1 = tl.split(x_C2)
     bytes_RC = high_RC if quarter % 2 else low_RC
     product = _integer(bytes_RC, quarter // 2, NATIVE) * x0[None, :] - ((x0 + x1) * CENTRE)[None, :]

@@ -32,7 +32,7 @@ MOST_TOKENS = 8
 _WORDS = gl.constexpr(16)
 """int32 of a chunk, which is two 16-bit words each."""
 _CHUNKS = gl.constexpr(4)
-"""Of 128 columns: what a warp multiplies in a step."""
+"""Chunks of 128 columns that a warp multiplies in a step."""
 
 _UNSCALED = gl.constexpr(
     """{
@@ -178,7 +178,7 @@ def _decoded(
 
 @gluon.jit
 def _activations(x, chunk, lead, l4, tokens, INPUTS: gl.constexpr, WHOLE: gl.constexpr):
-    """Of a step's chunks, four quarters each: pairs of activations, int32 [threads, 4].
+    """Pairs of activations of a step's chunks, four quarters each: int32 [threads, 4].
 
     Undefined in the threads whose column of the instruction has no token.
     """

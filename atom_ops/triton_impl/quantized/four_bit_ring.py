@@ -60,20 +60,20 @@ from atom_ops.triton_impl.quantized.quantized_plans import PROGRAMS, RingPlan
 from atom_ops.weights import FourBitWords
 
 _ROWS = gl.constexpr(16)
-"""Of a tile: as many as an instruction multiplies."""
+"""Rows of a tile: as many as an instruction multiplies."""
 _STAGE_CHUNKS = gl.constexpr(32)
-"""Of 128 columns."""
+"""Chunks of 128 columns in a stage."""
 _WORDS = 16
 """int32 of a chunk, which is two 16-bit words each."""
 _COLUMNS = 4096
-"""Of a stage."""
+"""Columns of a stage."""
 _MOST_INPUTS = 4 * _COLUMNS
-"""Of one token, which stay in registers or shared memory."""
+"""Most inputs of one token, which stay in registers or shared memory."""
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _REGISTERS = 96
 """Per thread, on average: the producer has fewer."""
 _REGISTERS_OF_ONE = {(8, False): 72, (8, True): 80, (16, False): 56, (16, True): 56}
-"""Of one token, by warps that multiply and whether it is MXFP4. INT4's programs of 8 and 16 fit an SM."""
+"""Register limit for one token, by (multiplying warps, is MXFP4). INT4's programs of 8 and 16 fit an SM."""
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
 _FLAT_CUBE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
 

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 _STAGE_PAIRS = gl.constexpr(2048)
-"""Of bfloat16: what all warps multiply in a stage."""
+"""Pairs of bfloat16 that all warps multiply in a stage."""
 _SILU = gl.constexpr(
     """{
     .reg .f32 t;
@@ -35,7 +35,7 @@ _SILU = gl.constexpr(
 
 @gluon.constexpr_function
 def own_layout(count, warps):
-    """Of [threads, count]: each has its own numbers."""
+    """Layout of [threads, count]: each thread has its own numbers."""
     return gl.BlockedLayout([1, count], [32, 1], [warps, 1], [1, 0])
 
 

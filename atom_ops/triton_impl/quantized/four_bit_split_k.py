@@ -55,16 +55,16 @@ from atom_ops.triton_impl.quantized.quantized_plans import WgmmaPlan
 from atom_ops.weights import FourBitWords
 
 _ROWS = gl.constexpr(64)
-"""Of a block: as many as WGMMA multiplies."""
+"""Rows of a block: as many as WGMMA multiplies."""
 _COLUMNS = gl.constexpr(COLUMNS)
 _WORDS = gl.constexpr(WORDS)
 _STORED = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1]))
-"""Of sums as they are stored: a warp has the rows that it multiplied."""
+"""Layout of sums as they are stored: a warp has the rows that it multiplied."""
 _EXCHANGED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0]))
-"""Of sums in shared memory: without bank conflicts."""
+"""Layout of sums in shared memory, without bank conflicts."""
 _MAX_PROGRAMS = 132
 _MAX_SUMS = 3 * 64 * 128
-"""Of a tile."""
+"""Most sums of a tile."""
 _SHARED_BYTES = 200 << 10
 """The rest of an SM's shared memory is for the previous kernel."""
 _PRODUCER_REGISTERS = 24
@@ -161,7 +161,7 @@ def _shares_of(total_RT, COUNT: gl.constexpr):
 
 @gluon.jit
 def _places(share_RT):
-    """Of the sums of a share in a partial."""
+    """Places of the sums of a share in a partial result."""
     own: gl.constexpr = share_RT.type.layout
     WIDTH: gl.constexpr = share_RT.shape[1]
     row_R = gl.arange(0, _ROWS, gl.SliceLayout(1, own))

@@ -56,13 +56,13 @@ def _sums(TOKENS):
 
 @gluon.constexpr_function
 def rows_layout(TOKENS):
-    """Of the row numbers that `products` takes."""
+    """Layout of the row numbers that `products` takes."""
     return gl.SliceLayout(1, gl.DotOperandLayout(0, _sums(TOKENS), 2))
 
 
 @gluon.constexpr_function
 def words_layout(SPAN):
-    """Of the words in shared memory."""
+    """Layout of the packed weights in shared memory."""
     return gl.NVMMASharedLayout(64 * SPAN, 16, 2)
 
 
@@ -77,7 +77,7 @@ def _load_words(weight, words, barrier, step, matrix, row, GATED: gl.constexpr):
 
 @gluon.jit
 def _scales_of(place_R, step, CHUNKS: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr):
-    """Of a stage: int32 [ROWS] of four exponents or of two scales, or else bfloat16."""
+    """Scales of a stage: int32 [ROWS] of four exponents or of two scales, or else bfloat16."""
     found = ()
     for c in gl.static_range(SPAN):
         chunk = gl.minimum(step * SPAN + c, CHUNKS - 1)

@@ -57,7 +57,7 @@ _WGMMA_MIDDLE = ((3, 1, 1), (2, 1, 1))
 _MANY_WORDS = ((64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 3))
 """(tokens, rows, warps, stages) of the same for more. With 8 warps Triton 3.6 gives wrong results."""
 _SMS = 132
-"""Of an H200."""
+"""SMs of an H200."""
 _PROGRAMS = 528
 """At most four to an SM of an H200."""
 
