@@ -15,7 +15,7 @@ def test_kv_memory_on_a_cpu() -> None:
 
 
 def test_kv_memory_on_a_gpu_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,000 MiB torch holds 300 and, if nothing else is said, 200 are needed for a step."""
+    """Torch holds 300 of 1,000 MiB and, unless a case says otherwise, a step needs 200."""
     logged: list[str] = []
 
     def kv_mib(share: float, used_before: int, free: int, peak: int = 200) -> int:
