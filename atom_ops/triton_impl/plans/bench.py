@@ -170,7 +170,8 @@ def runs(multiply: Multiply, plan: AnyPlan, weight: Tensor | Packed) -> bool:
         return False
     if isinstance(plan, PersistentGemvPlan) and not is_hopper(device):
         return False
-    if isinstance(weight, FourBitWords) and not plan.takes(weight, True):  # type: ignore[union-attr]
+    bfloat16 = torch.bfloat16
+    if isinstance(weight, FourBitWords) and not plan.takes(weight, bfloat16, bfloat16):  # type: ignore[union-attr]
         return False
     try:
         with torch.cuda.device(device if device.type == "cuda" else -1):  # threads start on the first GPU
