@@ -220,7 +220,8 @@ def multiply_rows(
 ) -> None:
     """Fill `results`, the outputs and the sum with the residual, by `gemv_rows`."""
     outputs, inputs = weight.shape
-    columns, each = triton.next_power_of_2(inputs), plan.rows * plan.tiles
+    columns = triton.next_power_of_2(inputs)
+    each = plan.rows * plan.tiles
     gemv_rows[(triton.cdiv(outputs, each),)](
         x_TI, residual_TI, norm_weight_I, weight, bias, *results, eps, outputs,
         INPUTS=inputs, HAS_BIAS=bias is not None, EVEN=columns == inputs and outputs % each == 0,
