@@ -46,7 +46,8 @@ from atom_ops.weights.four_bit_words import pack_words
 DTYPE = torch.bfloat16
 DEVICE = "cuda"
 SHARED_BYTES = 227 << 10
-READ_GB_S, MATMUL_TFLOP_S = 4475, 761
+READ_GB_S = 4475
+MATMUL_TFLOP_S = 761
 """The memory rate of an H200, measured."""
 
 
@@ -137,7 +138,9 @@ def vector_tiles(model: Model, gated: bool) -> Iterator[VectorTile]:
         return
     stages = (1, 3)
     if model.format == "plain":
-        columns, least, most = (512, 1024, 2048) if gated else (64, 128, 256, 512), 16, 64
+        columns = (512, 1024, 2048) if gated else (64, 128, 256, 512)
+        least = 16
+        most = 64
     else:
         columns = (512, 1024, 2048) if gated else (128,)
         least, most = 16, 64

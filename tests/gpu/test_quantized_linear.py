@@ -60,7 +60,7 @@ def test_every_plan(format: str, shape: tuple[int, int]) -> None:
     for plan in dict.fromkeys([*plans_of(weight), *general_plans(key_of(weight))]):
         if isinstance(plan, LibraryPlan) and shape[0] % 16:
             continue
-        if isinstance(weight, FourBitWords) and not plan.takes(weight, bfloat16=True):
+        if isinstance(weight, FourBitWords) and not plan.takes(weight, torch.bfloat16, torch.bfloat16):
             continue
         tokens = min(plan.tokens, 300)
         x = torch.randn(tokens, shape[1], device=GPU, dtype=torch.bfloat16)

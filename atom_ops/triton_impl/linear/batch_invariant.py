@@ -125,7 +125,8 @@ def multiply(
     so x is loaded without it if there are fewer tokens than in a tile. A result of a wider dtype is
     stored without it, because the tile would not fit in shared memory.
     """
-    (tokens, inputs), outputs = x_TI.shape, len(weight)
+    tokens, inputs = x_TI.shape
+    outputs = len(weight)
     out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype)
     tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs)
     # With many waves a persistent kernel, one program on each SM, is faster.

@@ -49,8 +49,12 @@ from atom_ops.weights import BlockFP8, ChannelFP8
 _SWIZZLED = {
     bits: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (8, 16)
 }
-_UNSCALED, _BLOCKS, _CHANNELS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Scales of the weight: none, or of e4m3 values in blocks or for each output."""
+_UNSCALED = gl.constexpr(0)
+"""The weight has no scales."""
+_BLOCKS = gl.constexpr(1)
+"""e4m3 weights have a scale for each block."""
+_CHANNELS = gl.constexpr(2)
+"""e4m3 weights have a scale for each output."""
 _REGISTERS = 96
 """Per thread: few enough to share the SM with the previous kernel."""
 _REGISTERS_E4M3 = {64 * 64: 128, 128 * 64: 216}
@@ -69,21 +73,25 @@ def _copy(
     size: gl.constexpr = weight_desc.block_type.nbytes + x_desc.block_type.nbytes
     early = gl.minimum(stop - first, STAGES)
     for i in range(early):
-        row_tile, step = (first + i) // steps // token_tiles, (first + i) % steps
+        row_tile = (first + i) // steps // token_tiles
+        step = (first + i) % steps
         mbarrier.expect(ready.index(i), size)
         load_tile(weight_desc, [row_tile * ROWS, step * COLUMNS], ready.index(i), weights.index(i))
     pdl_wait(PDL)
     for i in range(early):
-        tile, step = (first + i) // steps, (first + i) % steps
+        tile = (first + i) // steps
+        step = (first + i) % steps
         first_token = tile % token_tiles * TOKENS
         load_tile(x_desc, [first_token, step * COLUMNS], ready.index(i), x.index(i))
     for i in range(early, stop - first):
         slot = i % STAGES
-        tile, step = (first + i) // steps, (first + i) % steps
+        tile = (first + i) // steps
+        step = (first + i) % steps
         barrier = ready.index(slot)
         mbarrier.wait(free.index(slot), (i // STAGES & 1) ^ 1)
         mbarrier.expect(barrier, size)
-        row_tile, first_token = tile // token_tiles, tile % token_tiles * TOKENS
+        row_tile = tile // token_tiles
+        first_token = tile % token_tiles * TOKENS
         load_tile(weight_desc, [row_tile * ROWS, step * COLUMNS], barrier, weights.index(slot))
         load_tile(x_desc, [first_token, step * COLUMNS], barrier, x.index(slot))
     pdl_launch_dependents(PDL)
@@ -151,7 +159,8 @@ def _reduce_partials(
             number = (first + i) * 2 + (started_before if i == 0 else 0)
             empty_RC = gl.full([ROWS, CHUNK], _EMPTY, gl.int32, loaded)
             gl.store(partials + number * (ROWS * TOKENS) + at_RC, empty_RC, (at_RC >= 0) & (i < count))
-        first_output, first_token = tile // token_tiles * ROWS, tile % token_tiles * TOKENS
+        first_output = tile // token_tiles * ROWS
+        first_token = tile % token_tiles * TOKENS
         _store(
             total_RC, bias, out, x_scales, scales, first_output, first_token + chunk * CHUNK, outputs, tokens,
             ROWS, CHUNK, SCALES, HAS_BIAS,
@@ -208,7 +217,8 @@ def _multiply_accumulate(
         tile = at // steps
         end = i + gl.minimum(tile * steps + steps, stop) - at
         start = i
-        first_output, first_token = tile // token_tiles * ROWS, tile % token_tiles * TOKENS
+        first_output = tile // token_tiles * ROWS
+        first_token = tile % token_tiles * TOKENS
         total_RT = gl.zeros([ROWS, TOKENS], gl.float32, sums)
         if SCALES == _UNSCALED:
             for i in range(start, end):
@@ -229,7 +239,8 @@ def _multiply_accumulate(
             # Two steps at a time: accumulators in flight from one iteration to the next would be serialized.
             for pair in range((end - start) // 2):
                 i = start + 2 * pair
-                scale, next_scale = _scale_of(block, i, SCALES), _scale_of(block, i + 1, SCALES)
+                scale = _scale_of(block, i, SCALES)
+                next_scale = _scale_of(block, i + 1, SCALES)
                 part_RT = _start_step(weights, x, ready, i, sums, ROWS, TOKENS, STAGES)
                 next_RT = _start_step(weights, x, ready, i + 1, sums, ROWS, TOKENS, STAGES)
                 total_RT = _add_step(total_RT, part_RT, scale, free, i, 1, STAGES)
@@ -326,9 +337,11 @@ def multiply_e4m3(
 ) -> Tensor:
     """[T, O] in `dtype`; a block of scales has as many columns as a step."""
     out_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=rows.values.device)
-    scales, block_rows = _CHANNELS.value, 1
+    scales = _CHANNELS.value
+    block_rows = 1
     if isinstance(weight, BlockFP8):
-        scales, block_rows = _BLOCKS.value, weight.block[0]
+        scales = _BLOCKS.value
+        block_rows = weight.block[0]
     _launch(
         plan, rows.values, weight.values, bias, out_TO, rows.scales, weight.scales, scales, block_rows
     )  # fmt: skip
@@ -346,7 +359,8 @@ def _launch(
     kind: int,
     block_rows: int,
 ) -> None:
-    (tokens, outputs), inputs = out_TO.shape, weight.shape[1]
+    tokens, outputs = out_TO.shape
+    inputs = weight.shape[1]
     steps = triton.cdiv(inputs, plan.columns)
     tile = plan.tile
     token_tiles = triton.cdiv(tokens, tile)

@@ -220,7 +220,8 @@ def multiply_rows(
 ) -> None:
     """Fill `results`, the outputs and the sum with the residual, by `gemv_rows`."""
     outputs, inputs = weight.shape
-    columns, each = triton.next_power_of_2(inputs), plan.rows * plan.tiles
+    columns = triton.next_power_of_2(inputs)
+    each = plan.rows * plan.tiles
     gemv_rows[(triton.cdiv(outputs, each),)](
         x_TI, residual_TI, norm_weight_I, weight, bias, *results, eps, outputs,
         INPUTS=inputs, HAS_BIAS=bias is not None, EVEN=columns == inputs and outputs % each == 0,
@@ -248,7 +249,9 @@ def _plan(x_TI: Tensor, weight: Tensor) -> Plan | None:
     return next((plan for plan in plans if plan.least <= tokens <= plan.tokens), None)
 
 
-def _plan_of(x_TI: Tensor, weight: Weight, out_dtype: torch.dtype | None) -> Plan | QuantizedPlan | None:
+def _plan_of(
+    x_TI: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Plan | QuantizedPlan | None:
     """How the call runs; None: on torch."""
     if isinstance(weight, Tensor):
         return _plan(x_TI, weight)
@@ -261,7 +264,7 @@ def _plan_of(x_TI: Tensor, weight: Weight, out_dtype: torch.dtype | None) -> Pla
     "triton",
     needs="a GPU (or TRITON_INTERPRET=1)",
     supported=lambda device: INTERPRETED or device.type == "cuda",
-    plan=lambda x_TI, weight, bias=None, out_dtype=None: _plan_of(x_TI, weight, out_dtype),
+    plan=_plan_of,
     prepare=lambda x_TI, weight, bias=None, out_dtype=None: (
         x_TI,
         quantized_linear.packed(weight) or weight,
@@ -280,7 +283,7 @@ def _linear(
     plan: Any = None,
 ) -> Tensor:
     """`plan`: what `_plan_of` returned."""
-    plan = plan or _plan_of(x_TI, weight, out_dtype)
+    plan = plan or _plan_of(x_TI, weight, bias, out_dtype)
     if not isinstance(weight, Tensor):
         return plan.multiply(QuantizedCall(x_TI, weight, bias, out_dtype or x_TI.dtype))[0]
     return multiply(plan, x_TI, weight, bias, out_dtype)

@@ -40,7 +40,8 @@ def partials_of(out_TO: Tensor, split_k: int) -> Tensor:
 
 def reduce_partials(sums: Tensor, bias: Tensor | None, out_TO: Tensor) -> Tensor:
     """Fill `out_TO` with the sum of `sums` [split_k, T, O] and the bias."""
-    size, outputs = out_TO.numel(), out_TO.shape[1]
+    size = out_TO.numel()
+    outputs = out_TO.shape[1]
     _reduce_split_k[(triton.cdiv(size, _ADDED_AT_ONCE),)](
         sums, bias, out_TO, size, outputs,
         SPLIT_K=len(sums), HAS_BIAS=bias is not None, BLOCK=_ADDED_AT_ONCE, **launch_options(out_TO.device),

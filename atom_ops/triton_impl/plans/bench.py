@@ -31,7 +31,8 @@ Multiply = Callable[[AnyPlan, Tensor, Tensor | Packed, Tensor | None], Tensor]
 
 _COLD_BYTES = 512 << 20
 """Larger than any GPU's last-level cache: bytes read between two reads of a weight."""
-_MOST_LAUNCHES, _FEWEST_LAUNCHES = 64, 4
+_MOST_LAUNCHES = 64
+_FEWEST_LAUNCHES = 4
 _COMPILERS = min(8, os.cpu_count() or 1)
 _SEED = 1
 _ROUNDING = 0.05
@@ -47,7 +48,8 @@ def multiply(plan: AnyPlan, x_TI: Tensor, weight: Tensor | Packed, bias: Tensor 
 
 def tune_linear(device: torch.device, weights: Iterable[Weight], cache_dir: Path, progress: Progress) -> None:
     """Measure plans of `linear` for these weights, unless all of their shapes have some."""
-    plain, quantized = plans_on(device), known_plans.plans_on(device)
+    plain = plans_on(device)
+    quantized = known_plans.plans_on(device)
     built_in: set[Key] = {*plain, *quantized}
     shapes = {shape: found for shape, found in by_shape(weights).items() if shape not in built_in}
     if not shapes:
@@ -170,7 +172,8 @@ def runs(multiply: Multiply, plan: AnyPlan, weight: Tensor | Packed) -> bool:
         return False
     if isinstance(plan, PersistentGemvPlan) and not is_hopper(device):
         return False
-    if isinstance(weight, FourBitWords) and not plan.takes(weight, True):  # type: ignore[union-attr]
+    bfloat16 = torch.bfloat16
+    if isinstance(weight, FourBitWords) and not plan.takes(weight, bfloat16, bfloat16):  # type: ignore[union-attr]
         return False
     try:
         with torch.cuda.device(device if device.type == "cuda" else -1):  # threads start on the first GPU
@@ -197,7 +200,8 @@ def matches_torch(multiply: Multiply, plan: AnyPlan, weight: Tensor | Packed) ->
     assert isinstance(plan, LinearPlan | StreamKPlan)
     for tokens in (plan.least, plan.tokens):
         x_TI = tokens_for(weight, tokens)
-        found, wanted = multiply(plan, x_TI, weight, None), linear.reference(x_TI, weight)
+        found = multiply(plan, x_TI, weight, None)
+        wanted = linear.reference(x_TI, weight)
         if not torch.allclose(found, wanted, rtol=tolerance.relative, atol=tolerance.absolute):
             get_logger().warning("%s is wrong for a weight of %s: not used", plan, tuple(weight.shape))
             return False

@@ -64,7 +64,8 @@ _STREAM_K = tuple(stream_k(128, 6, programs) for programs in (64, 96, 128))
 """For Hopper."""
 _FEW_PROGRAMS = 128
 
-_SHORT, _LONG = 3, 15
+_SHORT = 3
+_LONG = 15
 _QUALIFIED = 1.15
 
 Progress = Callable[[str, int, int], None]
@@ -192,7 +193,8 @@ def _measured(
     missing = [shape for shape in shapes if shape not in table]
     if not missing:
         return table
-    start, total = time.monotonic(), sum(len(classes_of(shape)) for shape in missing)
+    start = time.monotonic()
+    total = sum(len(classes_of(shape)) for shape in missing)
     done = 0
     for shape in missing:
         plans: list[AnyPlan] = []

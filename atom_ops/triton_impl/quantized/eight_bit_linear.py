@@ -43,7 +43,8 @@ def _gemm(
     output_R = first_o + tl.arange(0, ROWS)
     token_T = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)
     column_C = tl.arange(0, COLUMNS)
-    inside_R, first = output_R < outputs, split * share
+    inside_R = output_R < outputs
+    first = split * share
     weight_RC = weight + output_R.to(tl.int64)[:, None] * inputs + column_C[None, :] + first
     x_CT = x + token_T.to(tl.int64)[None, :] * inputs + column_C[:, None] + first
     exact: tl.constexpr = weight.dtype.element_ty == tl.int8
@@ -95,7 +96,8 @@ def _reduce_split_k(
 ):  # fmt: skip
     pdl_begin(PDL)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, output = place < size, place % outputs
+    inside = place < size
+    output = place % outputs
     total = tl.zeros((BLOCK,), partials.dtype.element_ty)
     for split in tl.static_range(SPLIT_K):
         total += tl.load(partials + split * size + place, mask=inside, other=0.0)
@@ -119,7 +121,8 @@ def multiply(
     (outputs, inputs), x_TI, x_scales = weight.shape, rows.values, rows.scales
     block_rows, blocks = 0, 0
     if isinstance(weight, BlockFP8):
-        block_rows, blocks = weight.block[0], weight.scales.shape[1]
+        block_rows = weight.block[0]
+        blocks = weight.scales.shape[1]
     share = triton.cdiv(inputs, plan.split_k * plan.columns) * plan.columns
     split_k = triton.cdiv(inputs, share)
     options = launch_options(x_TI.device)

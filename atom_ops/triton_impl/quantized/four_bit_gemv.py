@@ -159,7 +159,8 @@ def _sums(
         return total * 2.0**-64
     else:
         CENTRE: tl.constexpr = 128 if ZEROS else 136
-        low_RC, high_RC = cell_RC & 0x0F0F0F0F, (cell_RC >> 4) & 0x0F0F0F0F
+        low_RC = cell_RC & 0x0F0F0F0F
+        high_RC = (cell_RC >> 4) & 0x0F0F0F0F
         a_RC = _integers(low_RC, high_RC, 0, a, CENTRE, NATIVE)
         b_RC = _integers(low_RC, high_RC, 1, b, CENTRE, NATIVE)
         c_RC = _integers(low_RC, high_RC, 2, c, CENTRE, NATIVE)
@@ -292,7 +293,8 @@ def multiply(
 ) -> None:
     """Fill `out_TO` [1, O], and `total_TI` with x + residual; a norm needs a plan by whole rows."""
     outputs, inputs = weight.shape
-    words, groups = weight.words.view(torch.int32), weight.scales.shape[1]
+    words = weight.words.view(torch.int32)
+    groups = weight.scales.shape[1]
     stored = words.shape[1]
     cells = plan.columns // _CODES or triton.next_power_of_2(stored)
     each = plan.rows * plan.tiles

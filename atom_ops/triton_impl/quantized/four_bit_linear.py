@@ -22,7 +22,8 @@ from atom_ops.triton_impl.quantized.four_bit import COLUMNS, decode_words, join_
 from atom_ops.triton_impl.quantized.quantized_plans import GemmPlan
 from atom_ops.weights import FourBitWords
 
-_DECODED_ROWS, _DECODED_CHUNKS = 4, 8
+_DECODED_ROWS = 4
+_DECODED_CHUNKS = 8
 
 
 @triton.jit
@@ -47,11 +48,14 @@ def _gemm(
 ):  # fmt: skip
     """Grid (tiles, splits). A split has `share` iterations of CHUNKS chunks."""
     tiles = tl.cdiv(tokens, TOKENS)
-    first_o, first = tl.program_id(0) // tiles * ROWS, tl.program_id(1) * share * CHUNKS
+    first_o = tl.program_id(0) // tiles * ROWS
+    first = tl.program_id(1) * share * CHUNKS
     first_t = tl.program_id(0) % tiles * TOKENS
     output_R, token_T = first_o + tl.arange(0, ROWS), first_t + tl.arange(0, TOKENS)
     inside_R, real_T = output_R < outputs, token_T < tokens
-    row_R, word_W, column_C = output_R.to(tl.int64), tl.arange(0, CHUNKS * 32), tl.arange(0, CHUNKS * 128)
+    row_R = output_R.to(tl.int64)
+    word_W = tl.arange(0, CHUNKS * 32)
+    column_C = tl.arange(0, CHUNKS * 128)
     words_RW = words + row_R[:, None] * (chunks * 32) + word_W[None, :]
     x_TC = x + token_T.to(tl.int64)[:, None] * inputs + column_C[None, :]
     total_RT = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -92,7 +96,9 @@ def _dequantize(
     pdl_begin(PDL)
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     chunk = tl.program_id(1) * CHUNKS
-    row_R, inside_R, word_W = output_R.to(tl.int64), output_R < outputs, tl.arange(0, CHUNKS * 32)
+    row_R = output_R.to(tl.int64)
+    inside_R = output_R < outputs
+    word_W = tl.arange(0, CHUNKS * 32)
     inside_RW = inside_R[:, None] & (word_W < (chunks - chunk) * 32)[None, :]
     words_RW = tl.load(
         words + row_R[:, None] * (chunks * 32) + chunk * 32 + word_W[None, :], mask=inside_RW, other=0
@@ -111,9 +117,11 @@ def multiply(
     plan: GemmPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """[T, O] in `dtype`."""
-    (outputs, inputs), tokens = weight.shape, len(x_TI)
+    outputs, inputs = weight.shape
+    tokens = len(x_TI)
     x_TI = x_TI.contiguous()
-    chunks, at_once = triton.cdiv(inputs, COLUMNS), plan.columns // COLUMNS
+    chunks = triton.cdiv(inputs, COLUMNS)
+    at_once = plan.columns // COLUMNS
     share = triton.cdiv(chunks, plan.split_k * at_once)
     split_k = triton.cdiv(chunks, share * at_once)
     out_TO = torch.empty(tokens, outputs, dtype=dtype, device=x_TI.device)
@@ -132,9 +140,11 @@ def multiply(
 
 def dequantized(weight: FourBitWords, dtype: torch.dtype) -> Tensor:
     """[..., O, I] in `dtype`."""
-    inputs, device = weight.inputs, weight.words.device
+    inputs = weight.inputs
+    device = weight.words.device
     out = torch.empty(weight.shape, dtype=dtype, device=device)
-    rows, chunks = out.numel() // inputs, triton.cdiv(inputs, COLUMNS)
+    rows = out.numel() // inputs
+    chunks = triton.cdiv(inputs, COLUMNS)
     _dequantize[(triton.cdiv(rows, _DECODED_ROWS), triton.cdiv(chunks, _DECODED_CHUNKS))](
         weight.words, weight.scales, weight.zeros, out, rows, inputs, chunks, weight.scales.shape[-1],
         ROWS=_DECODED_ROWS, CHUNKS=_DECODED_CHUNKS, num_warps=4, **settings_of(weight),

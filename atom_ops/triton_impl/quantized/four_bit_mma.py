@@ -258,8 +258,10 @@ def _multiply_few(
     WHOLE: gl.constexpr = ALL // _WORDS % STEP == 0 and INPUTS % 128 == 0
     thread = gl.expand_dims(gl.arange(0, 32 * WARPS, gl.SliceLayout(1, layout)), 1)
     reg = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
-    lead, l4 = thread % 32 // 4, thread % 4 * 4 + reg
-    chunk, last_row = thread // 32 * _CHUNKS, outputs - 1
+    lead = thread % 32 // 4
+    l4 = thread % 4 * 4 + reg
+    chunk = thread // 32 * _CHUNKS
+    last_row = outputs - 1
     first_row = gl.program_id(0) * (TILES * 16)
     row = first_row + lead
     next_words = _words_of(words, row, chunk, l4, last_row, ALL, HALVES, WHOLE)
@@ -292,7 +294,8 @@ def _multiply_few(
 
 def multiply(plan: MmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None, out_TO: Tensor) -> None:
     """Fill `out_TO` [T, O]; everything in bfloat16."""
-    (outputs, inputs), tokens = weight.shape, len(x_TI)
+    outputs, inputs = weight.shape
+    tokens = len(x_TI)
     assert tokens <= MOST_TOKENS, "not a plan for so many tokens"
     words = weight.words.view(torch.int32)
     _multiply_few[(triton.cdiv(outputs, plan.tiles * 16),)](

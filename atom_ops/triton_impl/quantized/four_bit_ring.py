@@ -83,7 +83,9 @@ def _copy(copied, STEPS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr):
     """The producer."""
     words_desc, scales_desc, words, scales, ready, free, first, stop = copied
     for i in range((stop - first) * STEPS):
-        tile, step, slot = first + i // STEPS, i % STEPS, i % STAGES
+        tile = first + i // STEPS
+        step = i % STEPS
+        slot = i % STAGES
         barrier = ready.index(slot)
         mbarrier.wait(free.index(slot), (i // STAGES & 1) ^ 1)
         mbarrier.expect(barrier, words_desc.block_type.nbytes + scales_desc.block_type.nbytes)
@@ -165,11 +167,14 @@ def _store(sums, total, bias, out, first_row, tokens, outputs, ONE: gl.constexpr
     sum_V = gl.sum(sums.load(by_warp), 0)
     place = gl.arange(0, sums.shape[1], gl.SliceLayout(0, by_warp))
     if ONE:
-        token, output = place * 0, first_row + place // 2 + place % 2 * 8
+        token = place * 0
+        output = first_row + place // 2 + place % 2 * 8
     else:
         # A lane has four sums: of two rows, and of two tokens each.
-        lane, reg = place // 4, place % 4
-        token, output = lane % 4 * 2 + reg % 2, first_row + lane // 4 + reg // 2 * 8
+        lane = place // 4
+        reg = place % 4
+        token = lane % 4 * 2 + reg % 2
+        output = first_row + lane // 4 + reg // 2 * 8
     inside = token < tokens
     if HAS_BIAS:
         sum_V += gl.load(bias + output, mask=inside, other=0.0).to(gl.float32)
@@ -221,7 +226,9 @@ def _multiply(
     entries = scales._reinterpret(scales.dtype, [STAGES * 2, 8, WARPS, CHUNKS], _FLAT_CUBE)
     thread = gl.expand_dims(gl.arange(0, WARPS * 32, gl.SliceLayout(1, own)), 1)
     reg = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, own)), 0)
-    lead, l4, chunk = thread % 32 // 4, thread % 4 * 4 + reg, thread // 32 * CHUNKS
+    lead = thread % 32 // 4
+    l4 = thread % 4 * 4 + reg
+    chunk = thread // 32 * CHUNKS
     if ONE:
         activations = _input_of_one(x, residual, norm_weight, total_x, eps, BEFORE, INPUTS, STEPS, PDL)
         if STEPS > 1:
@@ -322,14 +329,18 @@ def multiply(
 
     Only one token may have a norm or an activation before; `gated`: x is [1, 2I].
     """
-    (outputs, inputs), tokens, one = weight.shape, len(x), len(x) == 1
+    outputs, inputs = weight.shape
+    tokens = len(x)
+    one = len(x) == 1
     assert tokens <= MOST_TOKENS, "not a plan for so many tokens"
     assert reads(weight), "not a plan for this weight"
     assert one or not (gated or norm_weight_I is not None), "only for one token"
     before = "gate" if gated else "nothing" if norm_weight_I is None else "norm"
     if residual_TI is not None:
         before = "add_norm"
-    tiles, steps, warps = outputs // _ROWS.value, inputs // _COLUMNS, plan.warps if one else 8
+    tiles = outputs // _ROWS.value
+    steps = inputs // _COLUMNS
+    warps = plan.warps if one else 8
     registers = _REGISTERS_OF_ONE[warps, weight.group == 0] if one else _REGISTERS
     pairs = _pairs(x)  # in place of what is missing: a tuple of arguments of a partition holds no None
     _multiply_few[(min(PROGRAMS, tiles),)](
@@ -346,7 +357,9 @@ def multiply(
 
 def _word_stages(words: Tensor, warps: int) -> TensorDescriptor:
     """The words of a row are seen as chunks of a warp and warps, and rows as halves of tiles."""
-    (outputs, stored), chunks, half = words.shape, _STAGE_CHUNKS.value // warps, _ROWS.value // 2
+    outputs, stored = words.shape
+    chunks = _STAGE_CHUNKS.value // warps
+    half = _ROWS.value // 2
     return TensorDescriptor(
         words,
         [chunks, outputs // half, stored // (chunks * _WORDS), half, _WORDS],

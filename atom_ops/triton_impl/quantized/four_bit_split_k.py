@@ -264,7 +264,8 @@ def _split_k(
     summed = make_barriers(BLOCKS, 1)
     fence_async_shared()
     tile = gl.program_id(0)
-    row, first_token = tile // token_tiles * (BLOCKS * _ROWS), tile % token_tiles * TOKENS
+    row = tile // token_tiles * (BLOCKS * _ROWS)
+    first_token = tile % token_tiles * TOKENS
     first = gl.program_id(1) * share
     steps = gl.minimum(share, (CHUNKS + SPAN - 1) // SPAN - first)
     copied = (weight, x, words, parts, ready, free, row, first_token, first, steps)
@@ -330,14 +331,18 @@ def _workspace(device: torch.device) -> Tensor:
 
 def multiply(plan: WgmmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None) -> Tensor:
     """[T, O]; everything in bfloat16. See `four_bit_wgmma.reads`."""
-    (outputs, _), tokens, span = weight.shape, len(x_TI), plan.chunks
+    outputs = weight.shape[0]
+    tokens = len(x_TI)
+    span = plan.chunks
     assert reads(weight), "not a plan for this weight"
     x_TI = x_TI.contiguous()
     if x_TI.data_ptr() % 16:
         x_TI = x_TI.clone()  # TMA needs it
     out_TO = torch.empty(tokens, outputs, dtype=x_TI.dtype, device=x_TI.device)
     scales, settings = scale_words(weight)
-    rows, blocks, consumers = _ROWS.value, plan.blocks, plan.blocks * plan.phases
+    rows = _ROWS.value
+    blocks = plan.blocks
+    consumers = plan.blocks * plan.phases
     token_tiles = triton.cdiv(tokens, plan.tile)
     tiles = triton.cdiv(outputs, blocks * rows) * token_tiles
     steps = triton.cdiv(settings["CHUNKS"], span)

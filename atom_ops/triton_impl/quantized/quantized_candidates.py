@@ -127,7 +127,8 @@ def _four_bit(outputs: int, inputs: int, tokens: int) -> Iterator[QuantizedPlan]
         if inputs % 4096 == 0 and inputs <= 16384 and outputs % 16 == 0:
             yield from (RingPlan(1, *each) for each in _RING)
         return
-    limit, tile = (tokens if tokens <= 256 else MANY), max(tokens, 16)
+    limit = tokens if tokens <= 256 else MANY
+    tile = max(tokens, 16)
     if tokens <= 256:
         for blocks, phases, chunks in _WGMMA if tokens <= 64 else _WGMMA_MIDDLE:
             side = min(tile, 128)

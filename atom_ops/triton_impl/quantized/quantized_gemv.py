@@ -66,7 +66,8 @@ def _gemv(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program multiplies ROWS rows, COLUMNS columns at a time, and loads one tile ahead."""
-    first_o, column_C = tl.program_id(0) * ROWS, tl.arange(0, COLUMNS)
+    first_o = tl.program_id(0) * ROWS
+    column_C = tl.arange(0, COLUMNS)
     output_R = first_o + tl.arange(0, ROWS)
     inside_R = output_R < outputs
     weight_RC = weight + output_R.to(tl.int64)[:, None] * INPUTS + column_C[None, :]

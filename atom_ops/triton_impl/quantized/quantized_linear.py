@@ -70,9 +70,9 @@ def _runs(device: torch.device, fp8: bool) -> bool:
 
 def plan_of(x: Tensor, weight: Packed, dtype: torch.dtype) -> QuantizedPlan:
     """The plan for this number of tokens and this dtype of the result."""
-    bfloat16 = x.dtype == dtype == torch.bfloat16
-    plans = plans_of(weight, bfloat16)
-    return next(plan for plan in plans if len(x) <= plan.tokens and plan.takes(weight, bfloat16))
+    tokens = len(x)
+    plans = plans_of(weight, x.dtype == dtype == torch.bfloat16)
+    return next(plan for plan in plans if tokens <= plan.tokens and plan.takes(weight, x.dtype, dtype))
 
 
 def plan_with_norm(x_TD: Tensor, weight: Weight) -> QuantizedPlan | None:

@@ -6,6 +6,7 @@ the rules for shapes that were not measured; `known_plans` has all plans of a de
 
 import math
 from functools import cache
+from typing import TypeGuard
 
 import msgspec
 import torch
@@ -24,8 +25,8 @@ class QuantizedPlanBase(msgspec.Struct, frozen=True):
     its kernel when it is called, because Gluon for Hopper is not in every Triton.
     """
 
-    def takes(self, weight: Packed, bfloat16: bool) -> bool:
-        """Whether the kernel multiplies by this weight; `bfloat16`: activations and result."""
+    def takes(self, weight: Packed, x_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+        """Whether the kernel multiplies activations of `x_dtype` by this weight, with a result of `dtype`."""
         return True
 
     def fuses_norm(self, weight: Packed, tokens: int) -> bool:
@@ -64,15 +65,17 @@ class GemvPlan(QuantizedPlanBase, frozen=True, tag="quantized-vector"):
     def _launch(
         self, call: QuantizedCall, x_TI: Tensor, residual: Tensor | None, norm: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        from atom_ops.triton_impl.quantized import four_bit_gemv, quantized_gemv
-
         x_TI = x_TI.contiguous()
         out_TO = call.new_output()
         total_TI = x_TI if residual is None else torch.empty_like(x_TI)
         rest = call.bias, out_TO, residual, norm, eps, total_TI
         if isinstance(call.weight, FourBitWords):
+            from atom_ops.triton_impl.quantized import four_bit_gemv
+
             four_bit_gemv.multiply(self, x_TI, call.weight, *rest)
         else:
+            from atom_ops.triton_impl.quantized import quantized_gemv
+
             quantized_gemv.multiply(self, x_TI, call.weight, *rest)
         return out_TO, total_TI
 
@@ -124,8 +127,8 @@ class MmaPlan(_FourBitPlan, frozen=True, tag="quantized-mma"):
     tiles: int
     """Tiles of 16 rows that a program multiplies."""
 
-    def takes(self, weight: Packed, bfloat16: bool) -> bool:
-        return bfloat16
+    def takes(self, weight: Packed, x_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+        return x_dtype == dtype == torch.bfloat16
 
     def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
         from atom_ops.triton_impl.quantized import four_bit_mma
@@ -150,8 +153,8 @@ class RingPlan(_FourBitPlan, frozen=True, tag="quantized-ring"):
     warps: int = 8
     """Warps that multiply, for one token: 8 or 16."""
 
-    def takes(self, weight: Packed, bfloat16: bool) -> bool:
-        if not bfloat16 or not isinstance(weight, FourBitWords) or not is_hopper(weight.words.device):
+    def takes(self, weight: Packed, x_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+        if not _on_hopper(weight, x_dtype, dtype):
             return False
         from atom_ops.triton_impl.quantized import four_bit_ring
 
@@ -202,11 +205,13 @@ class GemmPlan(QuantizedPlanBase, frozen=True, tag="quantized-tiles"):
     split_k: int = 1
 
     def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
-        from atom_ops.triton_impl.quantized import eight_bit_linear, four_bit_linear
-
         if isinstance(call.weight, FourBitWords):
+            from atom_ops.triton_impl.quantized import four_bit_linear
+
             x, total = call.separate()
             return four_bit_linear.multiply(self, x, call.weight, call.bias, call.dtype), total
+        from atom_ops.triton_impl.quantized import eight_bit_linear
+
         rows, total = call.quantized(self.tile)
         out_TO = eight_bit_linear.multiply(self, rows, len(call.x), call.weight, call.bias, call.dtype)
         return out_TO, total
@@ -227,8 +232,8 @@ class WgmmaPlan(_FourBitPlan, frozen=True, tag="quantized-wgmma"):
     chunks: int = 1
     """Chunks of 128 weight columns in a step: 1 or 2."""
 
-    def takes(self, weight: Packed, bfloat16: bool) -> bool:
-        if not bfloat16 or not isinstance(weight, FourBitWords) or not is_hopper(weight.words.device):
+    def takes(self, weight: Packed, x_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+        if not _on_hopper(weight, x_dtype, dtype):
             return False
         from atom_ops.triton_impl.quantized import four_bit_wgmma
 
@@ -245,7 +250,7 @@ class WgmmaPlan(_FourBitPlan, frozen=True, tag="quantized-wgmma"):
 class FP8StreamKPlan(StreamKPlan, frozen=True, tag="stream-k"):
     """8-bit floats by the stream-K GEMM of `hopper_linear`, which also multiplies 16-bit weights."""
 
-    def takes(self, weight: Packed, bfloat16: bool) -> bool:
+    def takes(self, weight: Packed, x_dtype: torch.dtype, dtype: torch.dtype) -> bool:
         return isinstance(weight, BlockFP8 | ChannelFP8)
 
     def fuses_norm(self, weight: Packed, tokens: int) -> bool:
@@ -269,11 +274,11 @@ class LibraryPlan(QuantizedPlanBase, frozen=True, tag="quantized-library"):
     tokens: int
     """Most tokens."""
 
-    def takes(self, weight: Packed, bfloat16: bool) -> bool:
+    def takes(self, weight: Packed, x_dtype: torch.dtype, dtype: torch.dtype) -> bool:
         from atom_ops.triton_impl.quantized import library
 
         if isinstance(weight, BlockFP8 | ChannelFP8):
-            return bfloat16 and library.multiplies(weight)
+            return dtype == torch.bfloat16 and library.multiplies(weight)
         return isinstance(weight, FourBitWords)
 
     def multiply(self, call: QuantizedCall) -> tuple[Tensor, Tensor]:
@@ -301,6 +306,13 @@ Key = tuple[str, int, int]
 """Format, outputs and inputs of a weight."""
 PROGRAMS = 132
 """SMs of an H100 or H200."""
+
+
+def _on_hopper(weight: Packed, x_dtype: torch.dtype, dtype: torch.dtype) -> TypeGuard[FourBitWords]:
+    """Whether a 4-bit weight is on Hopper, and activations and result are bfloat16."""
+    if not isinstance(weight, FourBitWords) or not x_dtype == dtype == torch.bfloat16:
+        return False
+    return is_hopper(weight.words.device)
 
 
 def format_of(weight: Packed) -> str:

@@ -78,7 +78,8 @@ def _round_rows(
 ):  # fmt: skip
     """Grid (rows, parts of a row): one part, unless nothing depends on more than a group."""
     pdl_launch_dependents(PDL)
-    row, first_column = tl.program_id(0), tl.program_id(1) * BLOCK
+    row = tl.program_id(0)
+    first_column = tl.program_id(1) * BLOCK
     column = first_column + tl.arange(0, BLOCK)
     inside = column < SIZE
     if norm_weight is not None:
@@ -122,7 +123,8 @@ def round_rows(
     a token. `gated`: x is [T, 2F], and the rows are silu(first half) * second half.
     """
     x = x.contiguous()
-    tokens, size = len(x), x.shape[1] // 2 if gated else x.shape[1]
+    tokens = len(x)
+    size = x.shape[1] // 2 if gated else x.shape[1]
     padded = triton.cdiv(tokens, tile) * tile
     dtype = _DTYPES[form]
     # The interpreter would warn of sums of random bits.
