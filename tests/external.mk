@@ -7,8 +7,8 @@
 .venv-evaluations/.installed: REMOVED := torchvision torchaudio torchcodec
 .packages-dynamo/.installed .packages-quantizers/.installed: NO_DEPENDENCIES := --no-deps
 
-.venv-%/.installed: tests/requirements/%.txt
-	@test -x $(@D)/bin/python || { echo "making $(@D)"; $(PYTHON) -m venv $(@D); }
+.venv-%/.installed: tests/requirements/%.txt .venv-%/.made
+	$(MAKE_VENV)
 	@echo "installing $< (once, some minutes)"
 	@$(@D)/bin/python -m pip --disable-pip-version-check install -qq $(PINNED) -r $<
 	@$(if $(REMOVED),$(@D)/bin/python -m pip --disable-pip-version-check uninstall -qqy $(REMOVED))
