@@ -18,7 +18,7 @@ from torch.autograd.profiler import record_function
 
 from workers.graphs.graph_recorder import Recorder, Replay
 
-_ENTRIES = ("forward", "after_norm", "after_gate", "add", "select_experts", "sample")
+_ENTRIES = ("forward", "after_norm", "after_gate", "add_norm", "select_experts", "sample")
 """Methods that launch kernels: fused layers call others than `forward`."""
 _running: list[str] = []
 """Marked modules whose methods run in this process, innermost last."""
