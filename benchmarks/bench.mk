@@ -1,28 +1,27 @@
-# What measures: a server, the small model offline, parts of the engine, and a GPU.
+# What measures: a server, the small model (or MODEL) offline, parts of the engine, and a GPU.
 
 .PHONY: bench-latency bench-throughput bench-speculation bench-structured-output bench-scheduler bench-serving bench-gpu \
 	bench-step bench-kernels bench-all-reduce bench-experts bench-document tune-experts tune-quantized
 
 ##@ Measure
 bench-serving: install ## requests to a server on HOST:PORT, as `make serve` starts one; more flags in ARGS
-	@$(BIN)/python -m atom.benchmarks.benchmark_serving --model $(SMALL) \
-		--served-model-name smollm2-135m-instruct --host $(HOST) --port $(PORT) --dataset-name random \
+	@$(BIN)/python -m atom.benchmarks.benchmark_serving $(SERVED) --host $(HOST) --port $(PORT) --dataset-name random \
 		--random-input-len 128 --random-output-len 64 --num-prompts 32 --max-concurrency 4 --ignore-eos $(ARGS)
 
 bench-latency: install ## milliseconds of a batch, a first and a later token of the small model, offline
-	@$(BIN)/python -m benchmarks.latency --model $(SMALL) --input-len 128 --output-len 64 \
+	@$(BIN)/python -m benchmarks.latency --model $(CHOSEN) --input-len 128 --output-len 64 \
 		--num-iters-warmup 1 --num-iters 5 $(ARGS)
 
 bench-throughput: install ## requests and tokens a second of the small model, offline
-	@$(BIN)/python -m benchmarks.throughput --model $(SMALL) --input-len 128 --output-len 64 \
+	@$(BIN)/python -m benchmarks.throughput --model $(CHOSEN) --input-len 128 --output-len 64 \
 		--num-prompts 64 $(ARGS)
 
 bench-speculation: install ## n-gram speculation on a copying task: tokens per step and speed-up of the small model
-	@$(BIN)/python -m benchmarks.speculation --model $(SMALL) --method ngram --num-speculative-tokens 4 \
+	@$(BIN)/python -m benchmarks.speculation --model $(CHOSEN) --method ngram --num-speculative-tokens 4 \
 		--prompt-lookup-min 2 --input-len 64 --output-len 96 $(ARGS)
 
 bench-structured-output: install ## cost of structured output at 32 requests, and of loading a large grammar
-	@$(BIN)/python -m benchmarks.structured_output --model $(SMALL) $(ARGS)
+	@$(BIN)/python -m benchmarks.structured_output --model $(CHOSEN) $(ARGS)
 
 bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
 	@$(BIN)/python -m benchmarks.scheduler $(ARGS)

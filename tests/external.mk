@@ -7,8 +7,8 @@
 .venv-evaluations/.installed: REMOVED := torchvision torchaudio torchcodec
 .packages-dynamo/.installed .packages-quantizers/.installed: NO_DEPENDENCIES := --no-deps
 
-.venv-%/.installed: tests/requirements/%.txt
-	@test -x $(@D)/bin/python || { echo "making $(@D)"; $(PYTHON) -m venv $(@D); }
+.venv-%/.installed: tests/requirements/%.txt .venv-%/.made
+	$(MAKE_VENV)
 	@echo "installing $< (once, some minutes)"
 	@$(@D)/bin/python -m pip --disable-pip-version-check install -qq $(PINNED) -r $<
 	@$(if $(REMOVED),$(@D)/bin/python -m pip --disable-pip-version-check uninstall -qqy $(REMOVED))
@@ -38,7 +38,7 @@ $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
 	@touch $@
 
 .PHONY: test-kills test-nodes test-page test-tokenizers test-clients test-agents test-evaluations test-openapi test-tracing \
-	test-formats test-dynamo test-kv-events test-deploy accuracy verify-rocm
+	test-formats test-dynamo test-kv-events test-deploy lint-images accuracy verify-rocm
 
 ##@ Test with other programs
 test-kills: install ## kill engines and frontends under load, and report what fails and for how long; some minutes
@@ -80,6 +80,9 @@ test-kv-events: $(INSTALLED) .venv-evaluations/.installed ## KV events, decoded 
 # Debian's haproxy, nginx-light, prometheus (promtool) and systemd, and kubectl are taken where they are installed.
 test-deploy: install .venv-deploy/.installed ## deploy/ with the real tools: systemd, kubectl, balancers, linters; some minutes
 	@PATH="$$PATH:/usr/sbin:$(CURDIR)/.venv-deploy/bin" $(BIN)/python -m pytest -q -rs tests/deploy $(ARGS)
+
+lint-images: .venv-images/.installed ## hadolint over the Dockerfiles; needs no docker
+	@.venv-images/bin/hadolint deploy/docker/*.Dockerfile
 
 accuracy: install .venv-accuracy/.installed ## lm-eval's numbers for the server and for transformers; --model PATH in ARGS
 	@$(BIN)/python -m tests.accuracy.compare --lm-eval .venv-accuracy/bin/lm_eval $(ARGS)

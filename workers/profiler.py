@@ -24,6 +24,7 @@ from torch.autograd.profiler import profile, record_function
 from atom.shared.messages.profile import RankTrace
 from atom.shared.utils import envs
 from atom.shared.utils.errors import one_line
+from atom_ops.native_impl import calls
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 _COMPRESSION = 3  # a third of the time of level 6, for files a tenth larger
@@ -36,6 +37,8 @@ class _Recording:
     profile: profile
     started: float
     name: str
+    names: contextlib.ExitStack
+    """Within it, native kernels have names."""
 
 
 class TraceRecorder:
@@ -109,7 +112,9 @@ class TraceRecorder:
         self._directory.mkdir(parents=True, exist_ok=True)
         recorded = self._profile()
         recorded.__enter__()
-        self._recording = _Recording(recorded, time.monotonic(), self._file_name())
+        names = contextlib.ExitStack()
+        names.enter_context(calls.keeping(calls.named))
+        self._recording = _Recording(recorded, time.monotonic(), self._file_name(), names)
         self._steps = 0
         self._add_result(True)
 
@@ -121,6 +126,7 @@ class TraceRecorder:
             self._add_result(False)
             return
         elapsed_s = time.monotonic() - recording.started
+        recording.names.close()
         recording.profile.__exit__(None, None, None)
         work = (recording.profile, recording.name, self._steps, elapsed_s)
         self._writer = threading.Thread(target=self._finish, args=work, name="trace-writer")

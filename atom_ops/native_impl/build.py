@@ -6,6 +6,7 @@ The library uses the OpenMP of the process, which is torch's. A file that is not
 compiled again, so that no process loads half a library.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -14,14 +15,15 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import time
-from contextlib import ExitStack
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from atom.shared.utils import envs
+from atom.shared.utils.file_lock import exclusive
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.trusted_path import REMEDY, distrusted
+from atom_ops.native_impl import compilers
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _HEADERS = tuple(sorted(_SOURCE.parent.glob("*.h")))
@@ -54,6 +56,8 @@ def _library() -> ctypes.CDLL | BuildError:
         return _opened()
     except BuildError as error:
         return error
+    except compilers.CompilerError as error:
+        return BuildError(str(error))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return BuildError(f"the kernels cannot be compiled: {error}")
 
@@ -133,43 +137,41 @@ def _digest(path: Path) -> str:
 
 
 def _built(compiler: list[str], path: Path) -> Path:
-    """Compile to `path`; other processes may do the same."""
-    get_logger().info("compiling kernels for this CPU, once")
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        objects = [f"{scratch}/{dtype}.o" for dtype in DTYPES]
-        made = Path(scratch) / "kernels.so"
-        digest = Path(scratch) / "kernels.sha256"
-        compiling = [
-            [compiler[0], *_FLAGS, *compiler[1:], f"-DATOM_DTYPE={dtype}", "-c", str(_SOURCE), "-o", each]
-            for dtype, each in zip(DTYPES, objects, strict=True)
-        ]
-        _run(compiling)
-        _run([[*compiler, "-fopenmp", "-shared", *objects, "-o", str(made)]])
-        digest.write_text(_digest(made))
-        made.replace(path)
-        digest.replace(path.with_suffix(".sha256"))
+    """Compile to `path`, unless another process is doing so: then wait for it."""
+    name = path.stem
+    with _one_at_a_time(path):
+        if _is_whole(path):
+            return path
+        for left in path.parent.glob(f"{name}-*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        get_logger().info("compiling kernels for this CPU, once")
+        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=path.parent) as scratch:
+            _compile(compiler, Path(scratch), path)
     return path
 
 
-def _run(commands: list[list[str]]) -> None:
-    """Run the commands at the same time."""
-    compiler = commands[0][0]
-    deadline = time.monotonic() + _DEADLINE_S
-    with ExitStack() as stack:
-        running = [
-            stack.enter_context(
-                subprocess.Popen(each, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            )
-            for each in commands
-        ]
-        for process in running:
-            stack.callback(process.kill)
-        for process in running:
-            try:
-                _, said = process.communicate(timeout=max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                text = f"{compiler} did not compile the kernels within {_DEADLINE_S:.0f} s"
-                raise BuildError(text) from None
-            if process.returncode:
-                first = next((line for line in said.splitlines() if "error" in line), said[:200])
-                raise BuildError(f"{compiler} cannot compile the kernels: {first}")
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """A process that waits too long, or where files cannot be locked, compiles as well."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(exclusive(path.with_suffix(".lock"), 2 * _DEADLINE_S, lambda: None))
+        except OSError as error:  # a TimeoutError is one too
+            get_logger().debug("kernels are compiled without a lock: %s", error)
+        yield
+
+
+def _compile(compiler: list[str], scratch: Path, path: Path) -> None:
+    objects = [str(scratch / f"{dtype}.o") for dtype in DTYPES]
+    made = scratch / "kernels.so"
+    digest = scratch / "kernels.sha256"
+    compiling = [
+        [compiler[0], *_FLAGS, *compiler[1:], f"-DATOM_DTYPE={dtype}", "-c", str(_SOURCE), "-o", each]
+        for dtype, each in zip(DTYPES, objects, strict=True)
+    ]
+    compilers.run(compiling, scratch, _DEADLINE_S)
+    linking = [*compiler, "-fopenmp", "-shared", *objects, "-o", str(made)]
+    compilers.run([linking], scratch, _DEADLINE_S)
+    digest.write_text(_digest(made))
+    made.replace(path)
+    digest.replace(path.with_suffix(".sha256"))

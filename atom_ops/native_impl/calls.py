@@ -1,6 +1,7 @@
 """Calls of the kernels, with arguments in words of 8 bytes: see `calls.h`.
 
-Calls can be kept, and made later, together and more than once, without Python between them.
+Calls can be kept, and made later, together and more than once, without Python between them. In traces of
+torch's profiler a kernel is an operator called native::NAME, where it is called in `named`.
 """
 
 import contextlib
@@ -8,10 +9,11 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast
 
 from atom_ops.native_impl import build
 
@@ -31,6 +33,7 @@ _Run = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
+    name: str
     address: int
     run: Callable[[bytes], None]
     words: struct.Struct
@@ -40,6 +43,7 @@ class _Kernel:
 class KernelCall:
     """A call to be made."""
 
+    name: str
     address: int
     words: bytes
     tensors: Sequence[Tensor]
@@ -61,7 +65,8 @@ def call(name: str, dtype: torch.dtype, *args: Argument) -> None:
     if _keep is None:
         kernel.run(words)
     else:
-        _keep(KernelCall(kernel.address, words, [arg for arg in args if isinstance(arg, Tensor)]))
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        _keep(KernelCall(kernel.name, kernel.address, words, tensors))
 
 
 @contextlib.contextmanager
@@ -73,6 +78,12 @@ def keeping(keep: Callable[[KernelCall], None]) -> Iterator[None]:
         yield
     finally:
         _keep = before
+
+
+def named(call: KernelCall) -> None:
+    """Make a call, which a trace names. `keeping` it names the calls that are made at once."""
+    with _RecordFunctionFast(f"native::{call.name}"):
+        _Run(call.address)(call.words)
 
 
 class KernelCalls:
@@ -87,11 +98,16 @@ class KernelCalls:
             address += len(each.words)
         self._pairs = (ctypes.c_uint64 * len(pairs))(*pairs)
         self._run = build.library().atom_run
-        self._count = len(calls)
+        self._calls = calls
 
     def __call__(self) -> None:
         """Make the calls, in order."""
-        self._run(self._pairs, self._count)
+        self._run(self._pairs, len(self._calls))
+
+    def one_by_one(self) -> Iterator[Callable[[], None]]:
+        """The calls, in order, each to be made alone, which a trace names."""
+        for call in self._calls:
+            yield partial(named, call)
 
 
 @cache
@@ -101,6 +117,7 @@ def _kernels(dtype: torch.dtype) -> dict[str, _Kernel]:
     number = 0
     while (entry := first[number]).name is not None:
         words = struct.Struct(entry.letters.decode().replace("f", "f4x"))
-        found[entry.name.decode()] = _Kernel(entry.run, _Run(entry.run), words)
+        name = entry.name.decode()
+        found[name] = _Kernel(name, entry.run, _Run(entry.run), words)
         number += 1
     return found

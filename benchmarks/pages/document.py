@@ -193,11 +193,9 @@ def _accuracy(figures: Figures) -> str:
         f"different greedy flags: {figures['different_flags']}, largest difference of "
         f"{figures['scores']} log probabilities: {figures['largest_difference']:.1e}."
     )
-    rows = [
-        [row["task"], row["metric"], f"{row['server']:.4f}", f"{row['transformers']:.4f}"]
-        for row in figures["rows"]
-    ]
-    return f"{line}\n\n" + _table(["task", "metric", "server", "transformers"], rows, 2)
+    runs = [name for name in figures["rows"][0] if name not in ("task", "metric")]
+    rows = [[row["task"], row["metric"], *(f"{row[run]:.4f}" for run in runs)] for row in figures["rows"]]
+    return f"{line}\n\n" + _table(["task", "metric", *runs], rows, 2)
 
 
 _BODIES: dict[str, Callable[[Figures], str]] = {

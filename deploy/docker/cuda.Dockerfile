@@ -1,4 +1,4 @@
-# NVIDIA GPUs. Build from the repository's root: docker build -f deploy/docker/cuda.Dockerfile -t atom-serve:cuda .
+# NVIDIA GPUs. Build: make image FLAVOUR=cuda
 # torch's packages bring CUDA; the host has the driver and the container toolkit.
 FROM python:3.12-slim-bookworm
 
@@ -22,8 +22,10 @@ RUN pip install --no-cache-dir -c constraints.txt .
 
 # Another directory than the sources, which would be imported instead of the installed package.
 WORKDIR /srv
+# A new volume takes its owner from here. HOME is where libraries keep what they compile, as Triton does.
+RUN install -d -o 10001 -g 10001 /cache
 USER 10001:10001
-ENV ATOM_CACHE_DIR=/cache/atom HF_HOME=/cache/huggingface
+ENV HOME=/cache ATOM_CACHE_DIR=/cache/atom HF_HOME=/cache/huggingface
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=10s --retries=9 --start-period=1h \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=5)"]

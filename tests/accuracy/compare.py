@@ -5,14 +5,19 @@
 Runs a multiple-choice task (log probabilities) and a generation task (text) both ways in float32,
 without a hub; the server is asked as users ask it. Exit status 1 where a metric, an answer or a
 greedy flag differs, or a log probability by more than the tolerance.
+
+A GGUF file is expanded for both. Then the server is asked once more, with the file itself and as
+`make serve` runs it: its integers are multiplied by rounded activations, so that its metrics may differ.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +67,43 @@ def _command(name: str) -> str:
 
 
 def compare(command: str, model: str, concurrent: int) -> dict[str, Any]:
-    """Both runs, and how they differ."""
-    with Supervisor() as supervisor:
-        directory = supervisor.prepare(ModelConfig(model=model))[0].directory
-    # Served under the name of its directory, the model's name tells lm-eval where its tokenizer is.
-    flags = ("--model", directory, "--dtype", "float32", "--max-model-len", "2048", "--device", "cpu")
-    with running_server(*flags, "--served-model-name", directory) as server:
-        served = lm_eval(
+    """The runs, and how they differ."""
+    with plain_directory(model) as directory:
+        served = ask_server(command, directory, directory, concurrent, "--dtype", "float32")
+        reference = lm_eval(command, "hf", f"pretrained={directory},dtype=float32")
+        is_file = model.endswith(".gguf")
+        as_file = ask_server(command, model, directory, concurrent) if is_file else None
+    return {"model": Path(model).stem, "dtype": "float32", **compared(served, reference, as_file)}
+
+
+@contextlib.contextmanager
+def plain_directory(model: str) -> Iterator[str]:
+    """The model as a directory that transformers reads: a GGUF file is expanded, in a process of its own."""
+    if not model.endswith(".gguf"):
+        with Supervisor() as supervisor:
+            yield supervisor.prepare(ModelConfig(model=model))[0].directory
+        return
+    with tempfile.TemporaryDirectory() as made:
+        directory = f"{made}/{Path(model).stem}"
+        expanding = [sys.executable, "-m", "tools.expand_gguf", model, directory]
+        if subprocess.run(expanding, timeout=DEADLINE_S).returncode:
+            raise BenchmarkError(f"{model} cannot be expanded")
+        yield directory
+
+
+def ask_server(command: str, model: str, directory: str, concurrent: int, *flags: str) -> Run:
+    """One run with a server of the model.
+
+    Served under the name of a directory, the model's name tells lm-eval where its tokenizer is.
+    """
+    flags = ("--max-model-len", "2048", "--device", "cpu", *flags)
+    with running_server("--model", model, "--served-model-name", directory, *flags) as server:
+        return lm_eval(
             command,
             "local-completions",
             f"model={directory},base_url={server.url}/v1/completions,num_concurrent={concurrent},"
             "max_retries=3,tokenized_requests=False",
         )
-    reference = lm_eval(command, "hf", f"pretrained={directory},dtype=float32")
-    return {"model": Path(model).stem, "dtype": "float32", **compared(served, reference)}
 
 
 def lm_eval(command: str, model: str, model_args: str) -> Run:

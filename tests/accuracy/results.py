@@ -51,8 +51,11 @@ def _plain(answer: Any) -> Any:
     return float(value), str(greedy) == "True"
 
 
-def compared(served: Run, reference: Run) -> dict[str, Any]:
-    """Metrics of both, and how many answers differ. Raises ValueError for runs of different tasks."""
+def compared(served: Run, reference: Run, as_file: Run | None = None) -> dict[str, Any]:
+    """Metrics of all, and how many answers differ. Raises ValueError for runs of different tasks.
+
+    `as_file`: the server with the quantized file, whose metrics are stated and not compared.
+    """
     rows = [
         {"task": task, "metric": metric, "server": served.metrics[task][metric], "transformers": wanted}
         for task in TASKS
@@ -65,6 +68,9 @@ def compared(served: Run, reference: Run) -> dict[str, Any]:
     scores = [pair for pair in pairs if not isinstance(pair[0], str)]
     if not (rows and texts and scores):
         raise ValueError("lm-eval wrote no metrics, no texts or no log probabilities")
+    if as_file is not None:
+        for row in rows:
+            row["file"] = as_file.metrics[row["task"]][row["metric"]]
     return {
         "harness": reference.harness,
         "rows": rows,
@@ -84,12 +90,12 @@ def equal(result: dict[str, Any]) -> bool:
 
 
 def text(result: dict[str, Any]) -> str:
-    """Both columns."""
-    lines = [f"{'':24} {'server':>12} {'transformers':>12}"]
-    lines += [
-        f"{row['task'] + ' ' + row['metric']:24} {row['server']:12.4f} {row['transformers']:12.4f}"
-        for row in result["rows"]
-    ]
+    """A column for each run."""
+    columns = [name for name in result["rows"][0] if name not in ("task", "metric")]
+    lines = [" " * 24 + "".join(f"{column:>13}" for column in columns)]
+    for row in result["rows"]:
+        figures = "".join(f"{row[column]:13.4f}" for column in columns)
+        lines.append(f"{row['task'] + ' ' + row['metric']:24}{figures}")
     lines.append(
         f"largest difference of {result['scores']} log probabilities: {result['largest_difference']:.1e} "
         f"(tolerance {TOLERANCE:.0e})"

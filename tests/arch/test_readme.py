@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,9 @@ def test_public_names() -> None:
     for name in atom.__all__:
         assert getattr(atom, name).__name__ == name
     assert atom.__version__ == atom_version()
+
+
+def test_the_newest_release_notes_are_of_the_version_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", project["version"]]

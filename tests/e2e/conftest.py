@@ -1,7 +1,5 @@
 """What several tests of whole servers need."""
 
-import contextlib
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.random_server import write_checkpoint
+from tests.helpers.shared_memory import SharedMemoryWatch
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +26,7 @@ def run_directories(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def shared_memory_is_left_as_it_was() -> Iterator[None]:
-    """Nothing new lies in it that no process maps; other tests run at the same time."""
-    before = set(os.listdir("/dev/shm"))
+    """The processes of a test leave nothing in it."""
+    watch = SharedMemoryWatch()
     yield
-    new = set(os.listdir("/dev/shm")) - before
-    assert not new - _mapped_shared_memory()
-
-
-def _mapped_shared_memory() -> set[str]:
-    """Names below /dev/shm that living processes have mapped."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            found |= {line.rpartition("/dev/shm/")[2] for line in path.read_text().splitlines()}
-    return found
+    assert not watch.end()

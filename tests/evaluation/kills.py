@@ -31,6 +31,7 @@ from atom.shared.utils.open_files import raise_open_files_limit
 from tests.helpers.edges import metrics_text
 from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
 from tests.helpers.server import Server, is_alive, running_server
+from tests.helpers.shared_memory import SharedMemoryWatch
 
 _TINY = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 _DEADLINE_S = 120.0
@@ -158,7 +159,7 @@ async def stream(session: aiohttp.ClientSession, **fields: Any) -> str:
 def kill_engines(model: str, directory: Path, kills: int, chosen: random.Random) -> list[str]:
     """Part 2."""
     problems: list[str] = []
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_memory = SharedMemoryWatch()
     with running_server("--model", model, *ARGS, "-dp", "2") as server:
         load = Load(server)
         times = asyncio.run(_kill_under_load(server, load, kills, chosen, problems))
@@ -168,7 +169,7 @@ def kill_engines(model: str, directory: Path, kills: int, chosen: random.Random)
         children = list(server.children())
         if server.terminate() != 0 or any(is_alive(pid) for pid in children):
             problems.append("the server did not end cleanly")
-    if left := set(os.listdir("/dev/shm")) - shared_before:
+    if left := shared_memory.end():
         problems.append(f"shared memory left behind: {left}")
     print(f"{kills} kills; requests by engine: {[dict(ends) for ends in load.ends.values()]}; {lives}")
     print(

@@ -6,6 +6,8 @@
 A small model's decode step takes as long in Python as in its kernels. As a GPU graph does, a replay reads and
 writes the memory of its recording. torch's operators are called again and their results copied there; those
 whose results depend on values cannot be recorded, nor can a body that reads values itself.
+
+While torch's profiler runs, a replay makes the calls one by one, each in the range of its module.
 """
 
 import contextlib
@@ -13,6 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from atom_ops import NoHostRowsError
 from atom_ops.native_impl.calls import KernelCall, KernelCalls, keeping
 from workers.graphs.graph_recorder import Replay, placed, used_bytes
+from workers.graphs.trace_ranges import current_module, module_range
 
 _aten = torch.ops.aten
 _ALLOCATIONS = (
@@ -170,10 +175,13 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self._memory = memory
         self._parts: list[list[KernelCall] | Replay] = []
+        self._modules: list[str] = []
+        """The module of each call, in order."""
         self._kept: list[Tensor] = []
 
     def add_kernel(self, call: KernelCall) -> None:
         self._kept += [each for each in call.tensors if self._memory.block_of(each) is None]
+        self._modules.append(current_module())
         call = replace(call, tensors=())
         if self._parts and isinstance(self._parts[-1], list):
             self._parts[-1].append(call)
@@ -192,24 +200,44 @@ class _Recording(TorchDispatchMode):
         if func in _ALLOCATIONS:
             return self._memory.placed(result)
         if func._schema.is_mutable or not _are_views(result, (args, kwargs)):
+            self._modules.append(current_module())
             self._parts.append(_again(func, *tree_map(self._memory.alias, (args, kwargs, result))))
         return result
 
     def replay(self) -> Replay:
         """Makes the calls again."""
         parts = [KernelCalls(part) if isinstance(part, list) else part for part in self._parts]
-        return _Replay(parts, self._kept)
+        return _Replay(parts, self._modules, self._kept)
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    parts: Sequence[Replay]
+    parts: Sequence[KernelCalls | Replay]
+    modules: Sequence[str]
+    """The module of each call; a part of kernels has several calls."""
     kept: Sequence[Tensor]
     """Tensors outside the recorder's memory that kernels read or write."""
 
     def __call__(self) -> None:
+        if torch.autograd._profiler_enabled():
+            self._run_in_ranges()
+            return
         for part in self.parts:
             part()
+
+    def _run_in_ranges(self) -> None:
+        """Make the same calls, so that a trace shows each of them within its module."""
+        for module, calls in groupby(zip(self.modules, self._calls(), strict=True), key=itemgetter(0)):
+            with module_range(module):
+                for _, call in calls:
+                    call()
+
+    def _calls(self) -> Iterator[Replay]:
+        for part in self.parts:
+            if isinstance(part, KernelCalls):
+                yield from part.one_by_one()
+            else:
+                yield part
 
 
 def _depends_on_values(func: Any, args: Sequence[Any]) -> bool:

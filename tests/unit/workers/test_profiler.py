@@ -1,6 +1,7 @@
 """Traces of one rank, and the names of their steps and modules."""
 
 import re
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -14,9 +15,11 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.observability import ObservabilityConfig
 from atom.shared.messages.profile import RankTrace
 from atom.shared.messages.worker import AllocateKV, NewRow, ScheduledBatch
+from atom_ops import native_impl
 from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
 from tests.unit.workers.graphs.test_decode_graphs import Rerun
+from tools import parse_trace
 from tools.traces.events import read_events
 from tools.traces.steps import captures_of, read_steps, steps_of
 from workers import profiler
@@ -35,11 +38,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return save_tiny(tiny("llama-gqa"), tmp_path_factory.mktemp("model"))[1]
 
 
-def worker_of(checkpoint: Checkpoint, directory: Path | None, mark: bool = False) -> Worker:
+def worker_of(
+    checkpoint: Checkpoint, directory: Path | None, mark: bool = False, capture_sizes: str = "[]"
+) -> Worker:
     config = engine_config()
+    graphs = {"cudagraph_capture_sizes": capture_sizes, "cudagraph_mode": "FULL_DECODE_ONLY"}
     config = replace(
         config,
         model=replace(config.model, model="/models/a tiny:model"),
+        device=replace(config.device, **graphs),
         observability=ObservabilityConfig(
             torch_profiler_dir=None if directory is None else str(directory), mark_trace=mark
         ),
@@ -97,6 +104,40 @@ def test_a_recording_holds_its_steps_and_modules(checkpoint: Checkpoint, tmp_pat
         modules = {kernel.module for kernel in step.kernels}
         assert wanted | {"model.embed_tokens", "model.rotary", "model.norm", "lm_head"} <= modules
         assert 0 < step.kernel_ns <= step.duration_ns
+
+
+LAYER_KERNELS = [
+    ("self_attn.qkv_proj", "native::rms_norm"),
+    ("self_attn.attention", "native::rotate_and_write"),
+    ("self_attn.attention", "native::attend"),
+    ("mlp.gate_up_proj", "native::rms_norm"),
+    ("mlp.down_proj", "native::silu_and_mul"),
+]
+
+
+@pytest.mark.skipif(not native_impl.runs_on(CPU), reason="needs a C++ compiler")
+def test_kernels_in_cpp_and_recorded_steps_are_named_in_a_trace(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps are replays of a recording; the other step is computed kernel by kernel."""
+    worker = worker_of(checkpoint, tmp_path, mark=True, capture_sizes="[2]")
+    path = recorded(worker)
+    prefill, *decodes = read_steps(path)
+    for step in (prefill, *decodes):
+        found = {(kernel.module, kernel.name) for kernel in step.kernels if "native::" in kernel.name}
+        layers = {(f"model.layers.{n}.{module}", name) for n in range(3) for module, name in LAYER_KERNELS}
+        assert found == layers | {("model.norm", "native::rms_norm")}
+        assert {f"model.layers.{n}.self_attn.o_proj" for n in range(3)} <= {
+            kernel.module for kernel in step.kernels
+        }
+    assert "replay_graph_bs_2" in {event.name for event in read_events(path)}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["parse_trace", str(path), "--layer", "1"])
+    parse_trace.main()
+    assert {each.name for each in tmp_path.glob("*.xlsx")} == {
+        "prefill_breakdown.xlsx",
+        "decode_breakdown.xlsx",
+    }
 
 
 def test_a_second_recording_is_another_file(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Kernels in C++: their attention, how they round, and how they are built."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -232,7 +235,7 @@ def test_a_library_is_built_once_and_again_if_it_is_broken(
     def built() -> list[Path]:
         build._library.cache_clear()
         build.library()
-        return sorted(built_here.iterdir())
+        return sorted(path for path in built_here.iterdir() if path.suffix != ".lock")
 
     library, digest = sorted(built(), key=lambda path: path.suffix, reverse=True)
     assert (library.suffix, digest.suffix) == (".so", ".sha256")
@@ -242,6 +245,30 @@ def test_a_library_is_built_once_and_again_if_it_is_broken(
     assert built() == sorted([library, digest]) and library.stat().st_size > 10_000
     monkeypatch.setattr(build, "_built", lambda *args: pytest.fail("it is built"))
     assert built() == sorted([library, digest])
+
+
+COMPILER = """#!/bin/sh
+test "$1" = --version || echo called >> {log}
+exec {compiler} -O0 "$@"
+"""
+BUILD = "from atom_ops.native_impl import build; build.library()"
+
+
+def test_processes_that_need_it_at_the_same_time_build_it_once(tmp_path: Path) -> None:
+    """And what a build that was killed has left is removed."""
+    log, compiler = tmp_path / "log", tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(log=log, compiler=build._compiler()[0]))
+    compiler.chmod(0o755)
+    environment = os.environ | {"ATOM_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(compiler)}
+    both = [subprocess.Popen([sys.executable, "-c", BUILD], env=environment) for _ in range(2)]
+    assert [process.wait(100) for process in both] == [0, 0]
+    assert len(log.read_text().split()) == 3, "two files are compiled, and linked"
+    (library,) = (tmp_path / "cache" / "native").glob("*.so")
+    library.unlink()
+    left = library.with_name(f"{library.stem}-left")
+    left.mkdir()
+    subprocess.run([sys.executable, "-c", BUILD], env=environment, timeout=100, check=True)
+    assert library.exists() and not left.exists()
 
 
 def test_another_compiler_or_other_arguments_make_another_library(
