@@ -39,8 +39,12 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
+# With these, make takes itself for part of the run that started this test.
+_MAKES_OWN = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MODEL", "PYTHON")
+
+
 def make(tmp_path: Path, *arguments: str, at: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MODEL", "PYTHON")}
+    kept = {name: value for name, value in os.environ.items() if name not in _MAKES_OWN}
     return subprocess.run(
         ["make", f"VENV={tmp_path / 'venv'}", *arguments],
         cwd=at,

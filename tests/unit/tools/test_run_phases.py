@@ -35,6 +35,8 @@ def phases(directory: Path, *targets: str) -> "subprocess.Popen[str]":
         cwd=directory,
         env={**environment, "PYTHONPATH": str(ROOT)},
         process_group=0,
+        # A shell ignores SIGINT for what it runs in the background, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -12,7 +12,7 @@ from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.core_driver import Clock
 from tests.helpers.core_side import GREEDY, CoreSide
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
-from workers import worker as worker_module
+from workers import runner_builder
 from workers.memory.kv_cache import kv_specs
 from workers.worker import Worker
 
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture
 def worker(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    monkeypatch.setattr(worker_module, "event_recorder", lambda device: FakeEvent)
+    monkeypatch.setattr(runner_builder, "event_recorder", lambda device: FakeEvent)
     made = Worker(engine_config(), checkpoint, place(), lambda *progress: None)
     made.load()
     made.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))

@@ -254,12 +254,13 @@ exec {compiler} -O0 "$@"
 BUILD = "from atom_ops.native_impl import build; build.library()"
 
 
+@pytest.mark.timeout(400)  # three builds, next to other tests
 def test_processes_that_need_it_at_the_same_time_build_it_once(tmp_path: Path) -> None:
     """And what a build that was killed has left is removed."""
     log, compiler = tmp_path / "log", tmp_path / "compiler"
     compiler.write_text(COMPILER.format(log=log, compiler=build._compiler()[0]))
     compiler.chmod(0o755)
-    environment = os.environ | {"ATOM_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(compiler)}
+    environment = os.environ | {"ATOM_CACHE_DIR": str(tmp_path / "cache"), "CXX": f"{compiler} -O0"}
     both = [subprocess.Popen([sys.executable, "-c", BUILD], env=environment) for _ in range(2)]
     assert [process.wait(100) for process in both] == [0, 0]
     assert len(log.read_text().split()) == 3, "two files are compiled, and linked"
