@@ -1,5 +1,6 @@
 """All phases run, and one summary says what became of each."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ good: empty-first
 	@printf '\\033[32m\\033[1m7 passed\\033[0m, 1 skipped in 61.10s (0:01:01)\\n'
 empty-first:
 waits:
-	@echo 'it waits'; sleep 60
+	@echo 'it waits'; exec sleep 60
 """
 
 
@@ -73,7 +74,11 @@ def test_ctrl_c_ends_the_running_phase_and_runs_no_other(tmp_path: Path) -> None
     while running.stdout.readline() != "it waits\n":
         pass
     begun = time.monotonic()
-    os.killpg(running.pid, signal.SIGINT)
-    output, _ = running.communicate(timeout=60)
+    try:
+        os.killpg(running.pid, signal.SIGINT)
+        output, _ = running.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130 and time.monotonic() - begun < 30
     assert "good   not run" in output and "61.10s" not in output
