@@ -44,10 +44,9 @@ class EngineCore:
         kv: KVCacheManager,
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
-        num_ranks: int = 1,
     ):
         """Raises ValueError for invalid limits."""
-        self._grammars = GrammarRegistry(num_ranks)
+        self._grammars = GrammarRegistry()
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len
@@ -64,6 +63,11 @@ class EngineCore:
     def has_deferred_work(self) -> bool:
         """Whether `schedule` should be called again at once, even if it has returned None."""
         return self._scheduler.has_deferred_work
+
+    @property
+    def has_held(self) -> bool:
+        """Whether `schedule` should be called again soon, though no message comes."""
+        return self._scheduler.has_held
 
     @property
     def num_in_flight(self) -> int:
@@ -95,8 +99,7 @@ class EngineCore:
             request = Request(request_id, settings, sampling, message.prompt_logprobs, blocks)
             request.arrived_at = now
             requests.append(request)
-        if message.grammar is None or self._grammars.add(message.grammar, requests):
-            self._queue(requests)
+        self._queue(requests if message.grammar is None else self._grammars.add(message.grammar, requests))
         return None
 
     def grammar_messages(self) -> list[LoadGrammar | DropGrammar]:
@@ -105,9 +108,15 @@ class EngineCore:
         return self._grammars.messages()
 
     def grammar_loaded(self, message: GrammarLoaded) -> dict[bytes, TokenDeltas]:
-        """Schedule the requests that waited for a grammar; returns the deltas of failed ones."""
+        """Schedule the requests that waited for a grammar; returns the deltas of failed ones.
+
+        All requests of a grammar fail together.
+        """
         ready, failed = self._grammars.loaded(message)
         self._queue(ready)
+        if failed:
+            self._check = None
+            self._scheduler.abort([request.request_id for request in failed])
         return {
             frontend: self._refusal([r.request_id for r in failed if r.frontend == frontend], message.error)
             for frontend in {request.frontend for request in failed}

@@ -1,7 +1,10 @@
-"""Which grammars the workers hold, and the requests that wait for theirs to be loaded.
+"""Which grammars the workers hold, and the requests that wait for theirs to be loaded, or for their turn.
 
 A grammar is sent to the workers with the first request that needs it, and kept for later ones. Idle ones are
 dropped, the longest unused first, where another one needs their memory.
+
+A step waits for the masks of its rows. So of one grammar only as many requests run at a time as its process
+can follow in `_STEP_US`; the others wait, in the order of their arrival.
 """
 
 import weakref
@@ -14,71 +17,86 @@ from engine_core.request import Request, State
 
 MAX_MEMORY = 8 * MAX_GRAMMAR_MEMORY
 """Bytes of all grammars that the workers hold at a time."""
-MAX_GRAMMARS = 1024
+MAX_GRAMMARS = 256
+"""Each has a process of its own."""
+_STEP_US = 20_000
+_LEAST_TOKEN_US = 10  # the messages of a row take as long
 
 
 @dataclass(slots=True)
 class _Held:
-    """A grammar that the workers hold or load."""
+    """A grammar that the workers hold or load.
+
+    References are weak: the prompts of requests that have ended are not kept in memory.
+    """
 
     memory: int
-    missing: set[int]
-    """Ranks that have not loaded it."""
-    users: list[weakref.ref[Request]] = field(default_factory=list)
-    """All requests that use it, and some that have ended, whose prompts are not kept in memory."""
-    most_users: int = 64
+    max_running: int
+    """Requests that may run at a time."""
+    is_loaded: bool = False
+    running: list[weakref.ref[Request]] = field(default_factory=list)
+    """Those that wait no longer, and some that have ended."""
+    waiting: deque[weakref.ref[Request]] = field(default_factory=deque)
+    """Those that wait for their turn, and some that have ended."""
+    most_waiting: int = 64
     """With more, those that have ended are removed."""
 
     def add(self, requests: list[Request]) -> None:
-        self.users += map(weakref.ref, requests)
-        if len(self.users) > self.most_users:
-            self._remove_ended()
-            self.most_users = max(64, 2 * len(self.users))
+        self.waiting += map(weakref.ref, requests)
+        if len(self.waiting) > self.most_waiting:
+            self.waiting = deque(map(weakref.ref, _unended(self.waiting)))
+            self.most_waiting = max(64, 2 * len(self.waiting))
 
     @property
     def requests(self) -> list[Request]:
         """Those that have not ended."""
-        found = [user() for user in self.users]
-        return [request for request in found if request is not None and request.state is not State.ENDED]
+        return _unended(self.running) + _unended(self.waiting)
 
     @property
     def is_idle(self) -> bool:
-        self._remove_ended()
-        return not self.users and not self.missing
+        return self.is_loaded and not self.requests
 
-    def _remove_ended(self) -> None:
-        self.users = list(map(weakref.ref, self.requests))
+    def next_running(self) -> list[Request]:
+        """Those that may run now, in addition to those that do."""
+        self.running = list(map(weakref.ref, _unended(self.running)))
+        found: list[Request] = []
+        while self.waiting and len(self.running) + len(found) < self.max_running:
+            found += _unended([self.waiting.popleft()])
+        self.running += map(weakref.ref, found)
+        return found
 
 
 class GrammarRegistry:
-    """Holds requests with a grammar back until every rank has loaded it."""
+    """Holds requests with a grammar back until it is loaded, and until it is their turn."""
 
-    def __init__(self, num_ranks: int):
-        self._num_ranks = num_ranks
+    def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}  # the longest unused first
+        self._with_turns: dict[bytes, _Held] = {}
+        """The grammars of which requests wait for their turn."""
         self._without_room: deque[tuple[Grammar, list[Request]]] = deque()
         self._waiting: dict[int, Request] = {}
         self._messages: list[LoadGrammar | DropGrammar] = []
 
     @property
     def waiting(self) -> dict[int, Request]:
-        """The requests that wait for their grammar, by id."""
+        """The requests that wait for their grammar or their turn, by id."""
         return self._waiting
 
-    def add(self, grammar: Grammar, requests: list[Request]) -> bool:
-        """Whether requests with this grammar can be scheduled now; if not, `loaded` returns them later."""
+    def add(self, grammar: Grammar, requests: list[Request]) -> list[Request]:
+        """Those of the requests with this grammar that can be scheduled now; `loaded` and `retry` return the
+        others later.
+        """
+        self._waiting |= {request.request_id: request for request in requests}
         held = self._held.pop(grammar.row.key, None)
         if held is not None:
             self._held[grammar.row.key] = held  # used last
             held.add(requests)
-            if not held.missing:
-                return True
-        elif self._make_room(grammar.memory):
+            return self._turns(grammar.row.key, held)
+        if self._make_room(grammar.memory):
             self._load(grammar, requests)
         else:
             self._without_room.append((grammar, requests))
-        self._waiting |= {request.request_id: request for request in requests}
-        return False
+        return []
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End waiting requests; ids of others are ignored."""
@@ -93,33 +111,38 @@ class GrammarRegistry:
         )
 
     def loaded(self, message: GrammarLoaded) -> tuple[list[Request], list[Request]]:
-        """(requests that can be scheduled now, requests that fail with the message's error)."""
+        """(requests that can be scheduled now, requests that fail with the message's error).
+
+        Those that fail have ended, or are scheduled: the caller ends them.
+        """
         held = self._held.get(message.key)
-        if held is None or message.rank not in held.missing:
-            return [], []  # of a grammar that another rank could not load
-        held.missing.discard(message.rank)
-        if held.missing and not message.error:
+        if held is None:
             return [], []
-        waiting = [request for request in held.requests if self._waiting.pop(request.request_id, None)]
         if not message.error:
-            return waiting, []
+            held.is_loaded = True
+            return self._turns(message.key, held), []
+        # It could not be loaded, or its process has ended.
         del self._held[message.key]
+        self._with_turns.pop(message.key, None)
         self._messages.append(DropGrammar(message.key))
-        for request in waiting:
-            request.state = State.ENDED
-        return [], waiting
+        failed = held.requests
+        for request in failed:
+            if self._waiting.pop(request.request_id, None) is not None:
+                request.state = State.ENDED
+        return [], failed
 
     def retry(self) -> list[Request]:
-        """Requests that can be scheduled now, of those for whose grammar there was no room."""
+        """Requests that can be scheduled now: it is their turn, or there is room for their grammar."""
         ready: list[Request] = []
+        for key, held in list(self._with_turns.items()):
+            ready += self._turns(key, held)
         while self._without_room:
             grammar, requests = self._without_room[0]
             requests = [request for request in requests if request.request_id in self._waiting]
-            held = self._held.get(grammar.row.key)
-            if requests and held is not None:
-                held.add(requests)
-                if not held.missing:
-                    ready += [self._waiting.pop(request.request_id) for request in requests]
+            found = self._held.get(grammar.row.key)
+            if requests and found is not None:
+                found.add(requests)
+                ready += self._turns(grammar.row.key, found)
             elif requests and self._make_room(grammar.memory):
                 self._load(grammar, requests)
             elif requests:
@@ -133,9 +156,23 @@ class GrammarRegistry:
         self._messages = []
         return messages
 
+    def _turns(self, key: bytes, held: _Held) -> list[Request]:
+        """The requests of a grammar whose turn it is; they wait no longer."""
+        if not held.is_loaded:
+            return []
+        found = held.next_running()
+        for request in found:
+            del self._waiting[request.request_id]
+        if held.waiting:
+            self._with_turns[key] = held
+        else:
+            self._with_turns.pop(key, None)
+        return found
+
     def _load(self, grammar: Grammar, requests: list[Request]) -> None:
         key = grammar.row.key
-        self._held[key] = held = _Held(grammar.memory, set(range(self._num_ranks)))
+        max_running = max(1, _STEP_US // max(grammar.token_us, _LEAST_TOKEN_US))
+        self._held[key] = held = _Held(grammar.memory, max_running)
         held.add(requests)
         self._messages.append(LoadGrammar(key, grammar.compiled))
 
@@ -152,3 +189,9 @@ class GrammarRegistry:
                 total -= held.memory
                 number -= 1
         return total <= MAX_MEMORY and number <= MAX_GRAMMARS
+
+
+def _unended(requests: Iterable[weakref.ref[Request]]) -> list[Request]:
+    """Those that have not ended."""
+    found = [request() for request in requests]
+    return [request for request in found if request is not None and request.state is not State.ENDED]

@@ -79,6 +79,7 @@ StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
 
 _TRACE = "core"
 _POLL_MS = 250  # also how long SIGTERM may wait while nothing happens
+_HELD_POLL_MS = 10
 _LOAD_DEADLINE_S = 3600.0
 _WARM_UP_DEADLINE_S = 1800.0
 _MAX_GAP_S = 1.0  # of the step timer: while the core itself is stopped, no step takes longer
@@ -177,7 +178,7 @@ class CoreProcess:
             config.cache.enable_prefix_caching,
             lists_events=self._kv_events is not None,
         )
-        core = EngineCore(limits, kv, plan.max_model_len, num_ranks=self._num_ranks)
+        core = EngineCore(limits, kv, plan.max_model_len)
         self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len))
         if self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up") is None:
             return None
@@ -236,7 +237,8 @@ class CoreProcess:
         if self._kv_events is not None and self._launch.num_blocks:
             self._kv_events.put([Cleared()])  # subscribers know the blocks from before a restart
         while not self.stopping:
-            if not self._poller.poll(0 if core.has_deferred_work else _POLL_MS):
+            wait_ms = _HELD_POLL_MS if core.has_held else _POLL_MS
+            if not self._poller.poll(0 if core.has_deferred_work else wait_ms):
                 self._check_integrity(core)
             results = [self._process_worker_message(core, message) for message in self._workers.receive()]
             for identity, message in self._frontends.receive():

@@ -10,10 +10,12 @@ NO_ROW = -1
 
 
 class State(Enum):
-    """Only the three states in the middle have a row and blocks."""
+    """Only PREFILLING, DECODING and DRAINING have a row and blocks."""
 
     WAITING = auto()
     """In the queue: new or preempted. Results of a preempted request may still be in flight."""
+    HELD = auto()
+    """Was late for a step: returns to the queue at a time."""
     PREFILLING = auto()
     """Has tokens to compute besides the one that it sampled last."""
     DECODING = auto()
@@ -84,8 +86,10 @@ class Request:
         "is_cacheable",
         "last_decode_step",
         "last_step",
+        "late_at",
         "max_length",
         "num_computed_tokens",
+        "num_late",
         "output_ids",
         "preemptions",
         "priority",
@@ -142,6 +146,10 @@ class Request:
         """Once it stops running: the last step that uses its row and blocks."""
         self.discarded_until = 0
         """Tokens sampled in steps up to this one are dropped."""
+        self.num_late = 0
+        """Times that it was late for a step, one after another without a token."""
+        self.late_at = -1
+        """Generated tokens when it was late last."""
         self.is_cacheable = True
         """False where its blocks hold values of a failed step."""
         self.decode_offset = 0

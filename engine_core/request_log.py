@@ -12,6 +12,7 @@ from engine_core.request import Request, State
 _MAX_FINISHED = 4096
 _STATUS = {
     State.WAITING: RequestStatus.WAITING,
+    State.HELD: RequestStatus.WAITING,
     State.PREFILLING: RequestStatus.PREFILLING,
     State.DECODING: RequestStatus.DECODING,
     State.DRAINING: RequestStatus.DECODING,

@@ -1,7 +1,8 @@
 """The unfinished requests of a scheduler, and every transition between their states.
 
         WAITING --> PREFILLING --> DECODING --> DRAINING --> ENDED
-           ^------------+-------------'    preempted; every state --> ENDED by an abort or a failure
+           ^------------+-------------'    preempted, or HELD for a time before; every state --> ENDED by an
+                                           abort or a failure
 
 A request that ends while steps in flight still use its row and blocks keeps both until the last of
 these steps is done: the workers will write to them.
@@ -28,6 +29,8 @@ class RequestStates:
         """All that have not ended, by id."""
         self.queue = queue
         """The waiting ones."""
+        self.held: dict[int, tuple[Request, float]] = {}
+        """Those that were late for a step, and the times at which they return to the queue."""
         self.prefilling: dict[int, Request] = {}
         self.decode_batch = decode_batch
         """The decoding ones."""
@@ -80,11 +83,35 @@ class RequestStates:
         request.state = State.WAITING
         self.queue.add(request)
 
+    def hold(self, request: Request, until: float) -> None:
+        """Free row and blocks of a request that was late, and keep it out of the queue until then.
+
+        What it samples in steps in flight is dropped.
+        """
+        request.discarded_until = self.last_step
+        self.mark_stale(self.last_step)
+        if request.state is State.WAITING:
+            self.queue.remove(request)  # preempted since
+        else:
+            self._stop_running(request)
+            self._free(request)
+        request.state = State.HELD
+        self.held[request.request_id] = request, until
+
+    def release(self, now: float) -> None:
+        """Return the held requests to the queue whose time has come."""
+        for request in [request for request, until in self.held.values() if until <= now]:
+            del self.held[request.request_id]
+            request.state = State.WAITING
+            self.queue.add(request)
+
     def end(self, request: Request) -> None:
         """No further token of the request is wanted; `free_ended` frees what it holds."""
         del self.requests[request.request_id]
         if request.state is State.WAITING:
             self.queue.remove(request)
+        elif request.state is State.HELD:
+            del self.held[request.request_id]
         else:
             self._stop_running(request)
             self.ended.append(request)
@@ -114,13 +141,15 @@ class RequestStates:
         Yields at intervals; the caller may do the rest later, if nothing has changed.
         """
         requests = self.requests.values()
-        with_row = [r for r in requests if r.state is not State.WAITING] + self.ended
+        without_row = (State.WAITING, State.HELD)
+        with_row = [r for r in requests if r.state not in without_row] + self.ended
         rows = [request.row for request in with_row] + self.free_rows
         assert sorted(rows) == list(range(self._num_rows)), "rows are lost or shared"
         decoding = sum(r.state is State.DECODING for r in requests)
         assert len(self.decode_batch) == decoding, "decode batch and states differ"
         waiting = sum(r.state is State.WAITING for r in requests)
         assert len(self.queue) == waiting, "queue and states differ"
+        assert len(self.held) == sum(r.state is State.HELD for r in requests), "held ones and states differ"
         assert all(r.state is State.PREFILLING for r in self.prefilling.values())
         assert all(r.state is State.ENDED for r in self.ended)
         if isinstance(self.decode_batch, DraftBatch):

@@ -18,6 +18,12 @@ from engine_core.sampled_tokens import SampledTokens
 from engine_core.stats import Counters
 from engine_core.step import Step, StepOutcome
 
+_HOLD_S = 0.05
+"""Time that a request is held after it was late for a step; twice as long each further time."""
+_MAX_LATE = 8
+"""Times that a request may be late one after another: 13 s in all."""
+_TOO_LATE = "its grammar takes too long: no step had a mask of the next token in time"
+
 
 class ResultProcessor:
     """Applies the results of steps to their requests, in the order of the steps."""
@@ -44,8 +50,10 @@ class ResultProcessor:
         step = states.in_flight[0]
         failures = step.failed_requests(result)
         failed = self._fail(step, failures) if failures else []
-        sampled = step.sampled(result, {id(request) for request, _ in failures})
+        late = step.late_requests(result)
+        sampled = step.sampled(result, {id(request) for request, _ in failures} | set(map(id, late)))
         prompt_logprobs = step.prompt_logprobs(result) if result.prompt_logprobs else []
+        failed += [end for request in late if (end := self._hold(step, request)) is not None]
         states.in_flight.popleft()
         now = self._clock()
         states.last_completed = step.number
@@ -95,6 +103,21 @@ class ResultProcessor:
         self._kv.uncache_unconfirmed()
         return finished
 
+    def _hold(self, step: Step, request: Request) -> tuple[Request, Finished] | None:
+        """Drop what a request sampled that was late for `step`, and schedule it again, later each time.
+
+        Its end, if it has been late too often.
+        """
+        if not step.is_valid_for(request):
+            return None
+        request.num_late = request.num_late + 1 if request.late_at == request.num_generated else 1
+        request.late_at = request.num_generated
+        if request.num_late > _MAX_LATE:
+            self._states.end(request)
+            return request, Finished(request.request_id, FinishReason.ERROR, message=_TOO_LATE)
+        self._states.hold(request, self._clock() + _HOLD_S * 2 ** (request.num_late - 1))
+        return None
+
     def _recompute(self, request: Request) -> None:
         """Recompute a request that shares blocks of a failed step.
 
@@ -106,7 +129,7 @@ class ResultProcessor:
             return
         request.discarded_until = self._states.last_step
         self._states.mark_stale(request.discarded_until)
-        if request.state is not State.WAITING:
+        if request.state not in (State.WAITING, State.HELD):
             self._states.return_to_queue(request)
         request.is_cacheable = True
 

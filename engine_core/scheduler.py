@@ -108,8 +108,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._queue)
+        """Requests in the queue, or held."""
+        return len(self._queue) + len(self._states.held)
+
+    @property
+    def has_held(self) -> bool:
+        """Whether requests will return to the queue at a time, without a message."""
+        return bool(self._states.held)
 
     @property
     def num_in_flight(self) -> int:
@@ -154,6 +159,8 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next step; None when there is nothing to run or `MAX_IN_FLIGHT` steps are in flight."""
         self._kv.begin_iteration()
+        if self._states.held:
+            self._states.release(self._clock())
         if len(self._states.in_flight) >= MAX_IN_FLIGHT:
             return None
         plan = StepPlan()
@@ -413,4 +420,5 @@ def _new_row(request: Request) -> NewRow:
         request.max_length,
         settings.prediction_ids,
         settings.grammar,
+        0 if settings.grammar is None else request.request_id,
     )

@@ -95,8 +95,18 @@ class Step:
             raise ValueError(f"step {self.number} reports failures of rows that it did not run")
         return [(request_of[row], reason) for row, reason in reasons.items()]
 
+    def late_requests(self, result: BatchResult) -> list[Request]:
+        """Requests whose rows were late. Raises ValueError for rows that did not sample in this step."""
+        if not result.late:
+            return []
+        sampling = set(map(id, self.sampling))
+        request_of = {row: r for row, r in zip(self.rows, self.requests, strict=True) if id(r) in sampling}
+        if not request_of.keys() >= set(result.late):
+            raise ValueError(f"step {self.number} reports late rows that it did not sample")
+        return [request_of[row] for row in result.late]
+
     def sampled(self, result: BatchResult, failed: set[int]) -> SampledTokens:
-        """The result's tokens, except dropped ones; `failed` has the `id()` of each failed request.
+        """The result's tokens, except dropped ones; `failed` has the `id()` of each failed or late request.
 
         Raises ValueError for a result that does not fit the step.
         """

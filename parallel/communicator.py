@@ -107,6 +107,12 @@ class Communicator:
         """Whether one kernel computes `all_reduce_add_rms_norm` of such a tensor."""
         return self._fused_norm and self._peers is not None and self._peers.fuses_norm(x_TD)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's `x`, on every rank; it is contiguous, and of the same shape and dtype on all."""
+        if self.size > 1:
+            dist.broadcast(x, group=self._group, group_src=0)
+        return x
+
     def all_gather_last_dim(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate the ranks' `x` along the last dimension, in rank order.
 

@@ -202,6 +202,7 @@ class ModelRunner:
         rows = _NO_ROWS
         sampled = None
         advance = None
+        late: Sequence[int] = ()
         if (sampling := forward.sampling) is not None:
             rows = sampling.rows
             result = self._memory.attempt(_SAMPLING, lambda: self._sample(forward, sampling))
@@ -210,6 +211,7 @@ class ModelRunner:
             else:
                 sampled, verified = result
                 failures |= {int(rows[index]): reason for index, reason in sampled.failed.items()}
+                late = [int(rows[index]) for index in sampled.late]
                 if verified is not None and sampling.drafts is not None:
                     advance = Advance(sampling.drafts, verified, self._inputs.settle(sampling.drafts))
         chunks: Sequence[PromptChunk] = []
@@ -221,7 +223,7 @@ class ModelRunner:
             )
             if prompt_logprobs is None:
                 failures |= dict.fromkeys((chunk.row for chunk in chunks), reason_of(_PROMPT_LOGPROBS))
-        return StepOutput(rows, sampled, chunks, prompt_logprobs, failures, advance)
+        return StepOutput(rows, sampled, chunks, prompt_logprobs, failures, late, advance)
 
     def _sample(self, forward: _Forward, sampling: SamplingRows) -> tuple[SamplerOutput, Verified | None]:
         settings = self._sampler.plain_settings(sampling)

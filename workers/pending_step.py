@@ -1,6 +1,6 @@
 """A launched step and its results."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
@@ -54,6 +54,8 @@ class StepOutput:
     """Log probabilities of the tokens of all chunks; None if there are none."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """Why the step failed for some rows, by row."""
+    late: Sequence[int] = ()
+    """Rows whose sampled ids are to be dropped, and whose requests are to be scheduled again."""
     advance: "Advance | None" = None
     """How far the rows advance; None: by their only sampled token."""
 
@@ -85,6 +87,8 @@ class PendingStep:
         self._chunks = output.chunks
         self._prompt = None if output.prompt_logprobs is None else _Columns(output.prompt_logprobs)
         self._failed = output.failed
+        self._late = list(output.late)
+        self._dropped = {*output.failed, *output.late}
         self._advance = None if output.advance is None else _Advance(output.advance)
         self._done = record_event()
 
@@ -99,14 +103,14 @@ class PendingStep:
         failures = [RowFailure(row, reason) for row, reason in self._failed.items()]
         prompt_logprobs = self._prompt_logprobs()
         if self._ids is None:
-            return BatchResult(self.step, b"", None, prompt_logprobs, failures)
+            return BatchResult(self.step, b"", None, prompt_logprobs, failures, late=self._late)
         kept = None
         counts = b""
         num_proposed = b""
-        if failures:
-            kept = np.array([row not in self._failed for row in self._rows.tolist()])
+        if self._dropped:
+            kept = np.array([row not in self._dropped for row in self._rows.tolist()])
         if self._advance is not None:
-            kept, *columns = self._advance.result(self._failed)
+            kept, *columns = self._advance.result(self._dropped)
             if self._advance.num_drafts:
                 counts, num_proposed = (_packed(column, "<i4") for column in columns)
         ids = self._ids.numpy() if kept is None else self._ids.numpy()[kept]
@@ -118,6 +122,7 @@ class PendingStep:
             failures,
             counts,
             num_proposed,
+            self._late,
         )
 
     def token_ids(self) -> bytes:
@@ -158,12 +163,12 @@ class _Advance:
         self._counts = _to_host(advance.verified.counts_R)
         self._proposed = _to_host(advance.verified.proposed_R)
 
-    def result(self, failed: Mapping[int, str]) -> tuple[NDArray[np.bool_], Rows, Rows]:
-        """Which of the S sampled ids are tokens; of rows that have not failed, counts and proposed drafts."""
+    def result(self, dropped: Set[int]) -> tuple[NDArray[np.bool_], Rows, Rows]:
+        """Which of the S sampled ids are tokens; of rows that are not dropped, counts and proposed drafts."""
         counts = self._counts.numpy()
         drafts = self._drafts
         self._settle(counts)
-        alive = np.array([row not in failed for row in drafts.rows.tolist()], np.bool_)
+        alive = np.array([row not in dropped for row in drafts.rows.tolist()], np.bool_)
         kept = (drafts.num_before < counts[drafts.row_indices]) & alive[drafts.row_indices]
         return kept, counts[alive], self._proposed.numpy()[alive]
 

@@ -120,7 +120,9 @@ class RunnerBuilder:
     ) -> ModelRunner:
         """A runner with graphs of decode steps of these rows; without sizes it has no graphs."""
         memory = MemoryGuard(self.device, self._mesh.ep.size)
-        sampler = Sampler(inputs.limits, self.checkpoint.vocab_size, self.device, memory, self._grammars)
+        vocab_size = self.checkpoint.vocab_size
+        tp = self._mesh.tp
+        sampler = Sampler(inputs.limits, vocab_size, self.device, memory, self._grammars, tp)
         graphs = self.graphs(kv_layers, inputs, capture_sizes) if capture_sizes else None
         if self._mesh.host is not None:
             self.coordinator = ShapeCoordinator(

@@ -108,10 +108,12 @@ class StepLoop:
                 traces.switch(on)
             case Profile(on):
                 self._link.send(RankTrace(self._rank, on, error="the worker has no directory for traces"))
-            case LoadGrammar():
+            case LoadGrammar() if self._rank == 0:
                 self._worker.grammars.load(message)
-            case DropGrammar(key):
+            case DropGrammar(key) if self._rank == 0:
                 self._worker.grammars.drop(key)
+            case LoadGrammar() | DropGrammar():
+                pass  # rank 0 sends the masks of its rows
             case SetLogLevel(level):
                 set_log_level(level)
             case Shutdown():

@@ -92,6 +92,8 @@ class CoreDriver:
         self.failing: deque[set[int]] = deque()
         """For each step in `results`, the requests whose rows failed."""
         self.failed: dict[int, Sent] = {}
+        self.num_late = 0
+        """Rows that were late for a step."""
         self.num_recomputed = 0
         """Times that a request was recomputed because a step failed whose blocks it shared."""
         self.live: dict[int, Sent] = {}
@@ -156,8 +158,15 @@ class CoreDriver:
         """Schedule one step and execute it; its result waits in `results`."""
         return self.send_failing(lambda rows: [])
 
-    def send_failing(self, choose: Callable[[list[int]], list[int]]) -> bool:
-        """The same; the rows that `choose` returns fail."""
+    def send_failing(
+        self,
+        choose: Callable[[list[int]], list[int]],
+        choose_late: Callable[[list[int]], list[int]] = lambda rows: [],
+    ) -> bool:
+        """The same; the rows that `choose` returns fail, and those of `choose_late` are late if they sample.
+
+        None is late so often that it fails.
+        """
         batch = self.core.schedule()
         self.core.check_integrity()
         self._events.check()
@@ -166,7 +175,10 @@ class CoreDriver:
         failing = choose(batch.rows)
         owners = {request.row: request.request_id for request in self._requests_with_row()}
         self.failing.append({owners[row] for row in failing if row in owners})
-        self.results.append(self.worker.execute(batch, failing))
+        often = {request.row for request in self._requests_with_row() if request.num_late > 6}
+        late = {*choose_late(batch.rows)} - often
+        self.results.append(self.worker.execute(batch, failing, late))
+        self.num_late += len(self.results[-1].late)
         assert self.core.num_in_flight == len(self.results) <= MAX_IN_FLIGHT
         return True
 
@@ -203,6 +215,9 @@ class CoreDriver:
         for _ in range(max_steps):
             while len(self.results) < MAX_IN_FLIGHT and self.send():
                 pass
+            if not self.results and self.core.has_held:
+                self.clock.now += 10.0
+                continue
             if not self.results:
                 break
             self.deliver()

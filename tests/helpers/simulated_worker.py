@@ -8,6 +8,8 @@ requests. Prefixes begin at the row's seed, so that tests can make the KV of equ
 With drafts, a decoding row also writes the prefixes of its draft tokens. Those of rejected drafts are
 wrong, and a later step must write the right ones before anything reads them.
 
+A row that is late samples wrong tokens, which are in no result, until it is assigned again.
+
 A row that fails leaves `INVALID` in its slots. A row that reads such a slot is invalid too: it samples
 a wrong token, and the tests find it where that token reaches a client.
 """
@@ -100,6 +102,7 @@ class Row:
     computed: int
     tables: list[list[int]]
     is_valid: bool = True
+    is_late: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -159,8 +162,13 @@ class SimulatedWorker:
         self._rows: dict[int, Row] = {}
         self._step = 0
 
-    def execute(self, batch: ScheduledBatch, failing: Collection[int] = ()) -> BatchResult:
-        """The rows `failing` fail. Raises AssertionError when a row would read KV that is not its own."""
+    def execute(
+        self, batch: ScheduledBatch, failing: Collection[int] = (), late: Collection[int] = ()
+    ) -> BatchResult:
+        """The rows `failing` fail, and those of `late` that sample are late.
+
+        Raises AssertionError when a row would read KV that is not its own.
+        """
         self._step += 1
         assert batch.step == self._step, "a step is missing"
         counts = batch.counts or [1 + batch.num_drafts] * len(batch.rows)
@@ -168,6 +176,9 @@ class SimulatedWorker:
         assert len(set(batch.rows)) == len(batch.rows) == len(counts), "rows and counts do not match"
         assert all(0 <= row < self._max_rows for row in batch.rows), "a row is out of range"
         assert 0 < sum(counts) <= self._max_tokens and min(counts) > 0, "the step breaks the token budget"
+        for number, count in zip(batch.rows, counts, strict=True):
+            row = self._rows[number]
+            row.is_late |= number in late and row.computed + count >= row.new.num_known
         work = [
             self._work(self._rows[row], count, batch.num_drafts)
             for row, count in zip(batch.rows, counts, strict=True)
@@ -186,7 +197,10 @@ class SimulatedWorker:
         prompt_logprobs = self._prompt_logprobs(batch.rows, counts)
         failed = [self._rows[row] for row in failing]
         sampled = [(one, self._sample(one)) for one in work]
-        sampled = [(one, count) for one, count in sampled if count and one.row not in failed]
+        late_rows = [number for number in batch.rows if self._rows[number].is_late and number not in failing]
+        sampled = [
+            (one, count) for one, count in sampled if count and one.row not in failed and not one.row.is_late
+        ]
         places = [
             (one.row, len(one.row.token_ids) - count + index)
             for one, count in sampled
@@ -201,6 +215,7 @@ class SimulatedWorker:
             failures,
             pack_ids(count for _, count in sampled) if batch.num_drafts else b"",
             pack_ids(one.num_proposed for one, _ in sampled) if batch.num_drafts else b"",
+            late_rows,
         )
 
     def _work(self, row: Row, count: int, num_drafts: int) -> Work:
@@ -210,7 +225,7 @@ class SimulatedWorker:
             return Work(row, count, row.prefixes[start : start + count], count)
         assert count == 1 + num_drafts, "a decoding row has the wrong number of tokens"
         assert start < row.new.max_length + num_drafts, "a row runs on beyond its limit"
-        num_proposed, num_accepted = self._draft(num_drafts) if num_drafts else (0, 0)
+        num_proposed, num_accepted = self._draft(num_drafts) if num_drafts and not row.is_late else (0, 0)
         assert 0 <= num_accepted <= num_proposed <= num_drafts
         written = [row.prefixes[start]]
         for place in range(num_drafts):
@@ -313,7 +328,8 @@ class SimulatedWorker:
             return 0
         num_sampled = row.computed + count + 1 - len(row.token_ids)
         for _ in range(num_sampled):
-            token_id = (sample(row.prefixes[-1], self._vocabulary) + (not row.is_valid)) % self._vocabulary
+            wrong = not row.is_valid or row.is_late
+            token_id = (sample(row.prefixes[-1], self._vocabulary) + wrong) % self._vocabulary
             row.token_ids.append(token_id)
             row.prefixes.append(extend_prefix(row.prefixes[-1], token_id))
         row.computed += count

@@ -1,17 +1,11 @@
 """`python -m workers.grammar.compile_process`: compiles grammars, started by a frontend or the library.
 
-Each source is compiled in a fork of this process, which has loaded xgrammar and the vocabulary. So a source
-can crash, hang or exhaust nothing but its fork: the kernel ends it by its limits on time and memory.
+Each source is compiled in a fork (`workers.grammar.forks`).
 
-    parent -> control socket: the end of a new socket, for each source
-    fork   <- that socket: GrammarSource,  -> CompiledGrammar; closed without one if the fork was ended
-
-xgrammar imports torch and transformers, which take seconds: the first source waits for that.
+    fork <- GrammarSource,  -> CompiledGrammar; the socket is closed without one if the fork was ended
 """
 
-import array
 import os
-import resource
 import signal
 import socket
 from typing import TYPE_CHECKING
@@ -21,7 +15,7 @@ from atom.shared.messages.grammar import GrammarCompilerLaunch, GrammarSource
 from atom.shared.utils.logger import setup_logging
 from atom.shared.utils.process import read_launch
 from workers.grammar.compiling import compiled
-from workers.grammar.vocabulary import tokenizer_info
+from workers.grammar.forks import ForkLimits, serve_forks
 
 if TYPE_CHECKING:
     import xgrammar
@@ -38,61 +32,25 @@ def main() -> None:
     """Serve until the parent closes the control socket."""
     launch = read_launch(GrammarCompilerLaunch)
     setup_logging("grammar compiler")
-    control = socket.socket(fileno=launch.control_fd)
     os.nice(_NICE)
 
+    def serve(connection: socket.socket, _: list[int], info: "xgrammar.TokenizerInfo") -> None:
+        signal.alarm(launch.timeout_s)  # ends the process, whatever it executes
+        _compile(connection, info)
+
+    limits = ForkLimits(_MAX_MEMORY, launch.max_parallel)
+    serve_forks(socket.socket(fileno=launch.control_fd), launch.checkpoint, limits, serve)
+
+
+def _compile(connection: socket.socket, info: "xgrammar.TokenizerInfo") -> None:
+    """Compile the source that comes over the connection."""
     import xgrammar
 
-    info = tokenizer_info(launch.checkpoint)
     threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
     compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
-    running: set[int] = set()
-    while (connection := _next_connection(control)) is not None:
-        _reap(running, launch.max_parallel)
-        if (pid := os.fork()) == 0:
-            _serve_and_exit(connection, compiler, launch.timeout_s)
-        running.add(pid)
-        connection.close()
-
-
-def _next_connection(control: socket.socket) -> socket.socket | None:
-    """The next socket that the parent passes; None at the end."""
-    size = array.array("i").itemsize
-    data, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(size))
-    if not data:
-        return None
-    (descriptor,) = array.array("i", ancillary[0][2][:size])
-    return socket.socket(fileno=descriptor)
-
-
-def _reap(running: set[int], most: int) -> None:
-    """Forget forks that have ended; wait until fewer than `most` run."""
-    for pid in list(running):
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            running.discard(pid)
-    while len(running) >= most:
-        running.discard(os.wait()[0])
-
-
-def _serve_and_exit(connection: socket.socket, compiler: "xgrammar.GrammarCompiler", timeout_s: int) -> None:
-    """Compile one source in this fork, and end it."""
-    status = 1
-    try:
-        signal.alarm(timeout_s)  # ends the process, whatever it executes
-        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + _MAX_MEMORY,) * 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with connection.makefile("rwb") as stream:
-            source = Decoder[GrammarSource](GrammarSource).decode(stream.read())
-            stream.write(encode(compiled(source, compiler)))
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def _data_bytes() -> int:
-    """Private memory of this process, as RLIMIT_DATA counts it."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+    with connection.makefile("rwb") as stream:
+        source = Decoder[GrammarSource](GrammarSource).decode(stream.read())
+        stream.write(encode(compiled(source, compiler)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from atom.shared.messages.grammar import (
     CompiledGrammar,
     GrammarSource,
 )
+from workers.grammar.cost import MAX_TOKEN_S, token_s
 from workers.grammar.json_schema import SchemaError, prepared, prepared_tag
 
 if TYPE_CHECKING:
@@ -38,7 +39,14 @@ def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> Com
             error=f"compiled it takes {memory >> 20} MiB, at most {MAX_GRAMMAR_MEMORY >> 20} are possible: "
             "use smaller repetitions, enumerations or length limits"
         )
-    return CompiledGrammar(data, memory)
+    seconds = token_s(grammar)
+    if seconds > MAX_TOKEN_S:
+        return CompiledGrammar(
+            error=f"it is too ambiguous: a token takes {seconds * 1000:.0f} ms of CPU time, at most "
+            f"{MAX_TOKEN_S * 1000:.0f} are possible. Let each text be derived in one way: no repetition in a "
+            "repetition, no rule that begins with itself, fewer alternatives that begin alike"
+        )
+    return CompiledGrammar(data, memory, max(1, round(seconds * 1e6)))
 
 
 def _compile(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> "xgrammar.CompiledGrammar":

@@ -1,38 +1,50 @@
-"""The compiled grammars that a worker has loaded."""
+"""The grammars that rank 0 of a tensor-parallel group has loaded, each in a process of its own."""
 
+import contextlib
+import os
 import queue
+import socket
+import subprocess
 import threading
-import zlib
-from typing import TYPE_CHECKING
 
 from atom.shared.config.checkpoint import Checkpoint
-from atom.shared.messages.grammar import GrammarLoaded, LoadGrammar
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.grammar import (
+    GrammarLoaded,
+    GrammarMatcherLaunch,
+    LoadGrammar,
+    MatcherStarted,
+    StartMatcher,
+)
 from atom.shared.utils.errors import one_line
-from workers.grammar.vocabulary import tokenizer_info
+from atom.shared.utils.process import spawn
+from workers.grammar.followed import KEPT_OUTPUTS, FollowedGrammar, shared_masks
+from workers.grammar.frame_socket import read_frame, write_frame
+from workers.grammar.output_matcher import WORD_BITS
 
-if TYPE_CHECKING:
-    import xgrammar
-
-_MAX_TEXT_BYTES = 128 * 1024 * 1024
+_MODULE = "workers.grammar.matcher_process"
+_START_DEADLINE_S = 120.0
 
 
 class GrammarLibrary:
-    """Loads grammars in a thread, alongside the steps; loading releases the GIL.
+    """Loads grammars in a thread, alongside the steps.
 
-    What the first one needs does not: the import of xgrammar, and the bytes of each id of the vocabulary.
+    The first one starts the process that forks for each grammar: it imports xgrammar, and computes the bytes
+    of each id of the vocabulary.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rank: int):
+    def __init__(self, checkpoint: Checkpoint, max_rows: int):
         self._checkpoint = checkpoint
-        self._rank = rank
-        self._grammars: dict[bytes, xgrammar.CompiledGrammar] = {}
+        self._num_slots = max_rows + KEPT_OUTPUTS + 1
+        self._num_words = -(-checkpoint.vocab_size // WORD_BITS)
+        self._grammars: dict[bytes, FollowedGrammar] = {}
+        self._dead: set[bytes] = set()
         self._waiting: queue.SimpleQueue[LoadGrammar] = queue.SimpleQueue()
-        self._loaded: queue.SimpleQueue[tuple[GrammarLoaded, xgrammar.CompiledGrammar | None]] = (
-            queue.SimpleQueue()
-        )
+        self._loaded: queue.SimpleQueue[tuple[GrammarLoaded, FollowedGrammar | None]] = queue.SimpleQueue()
         self._num_loading = 0
         self._thread: threading.Thread | None = None
-        self._info: xgrammar.TokenizerInfo | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
 
     @property
     def is_loading(self) -> bool:
@@ -58,31 +70,78 @@ class GrammarLibrary:
         return result
 
     def drop(self, key: bytes) -> None:
-        """Forget a grammar; rows that use it keep it."""
-        self._grammars.pop(key, None)
+        """End the process of a grammar, which no row uses any more."""
+        self._dead.discard(key)
+        if (grammar := self._grammars.pop(key, None)) is not None:
+            grammar.close()
 
-    def matcher(self, key: bytes, stop_ids: list[int]) -> "xgrammar.GrammarMatcher":
-        """A matcher at the beginning of a text. Raises KeyError for a grammar that is not loaded."""
-        import xgrammar
+    def report_death(self, key: bytes, reason: str) -> None:
+        """The process of a grammar has ended by itself: `next_loaded` says so, and `drop` will be called."""
+        if key not in self._dead:
+            self._dead.add(key)
+            self._num_loading += 1
+            self._loaded.put((GrammarLoaded(key, reason), None))
 
-        return xgrammar.GrammarMatcher(self._grammars[key], override_stop_tokens=stop_ids)
+    def followed(self, key: bytes) -> FollowedGrammar:
+        """Where outputs of a grammar are followed. Raises KeyError for one that is not loaded."""
+        return self._grammars[key]
+
+    def close(self) -> None:
+        """End all processes."""
+        for key in list(self._grammars):
+            self.drop(key)
+        self._end()
 
     def _load_all(self) -> None:
         """Load the waiting grammars, one after another; runs in a thread."""
         while True:
             message = self._waiting.get()
             try:
-                result = GrammarLoaded(self._rank, message.key), self._load(message.compiled)
+                result = GrammarLoaded(message.key), self._load(message)
             except Exception as error:  # of any kind: only the requests with this grammar fail
                 reason = f"the grammar could not be loaded: {one_line(error, Exception)}"
-                self._loaded.put((GrammarLoaded(self._rank, message.key, reason), None))
+                self._loaded.put((GrammarLoaded(message.key, reason), None))
             else:
                 self._loaded.put(result)
 
-    def _load(self, compressed: bytes) -> "xgrammar.CompiledGrammar":
-        import xgrammar
+    def _load(self, message: LoadGrammar) -> FollowedGrammar:
+        """Start a process for the grammar. Raises ValueError for one that it cannot load, OSError."""
+        ours, theirs = socket.socketpair()
+        descriptor, masks = shared_masks(self._num_slots, self._num_words)
+        try:
+            with theirs:
+                socket.send_fds(self._forks(), [b"g"], [theirs.fileno(), descriptor])
+            ours.settimeout(_START_DEADLINE_S)
+            write_frame(ours, encode(StartMatcher(message.compiled, self._num_slots, self._num_words)))
+            answer = read_frame(ours)
+            if not answer:
+                raise ValueError("its process has ended")
+            if error := Decoder[MatcherStarted](MatcherStarted).decode(answer).error:
+                raise ValueError(error)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            os.close(descriptor)
+        return FollowedGrammar(message.key, ours, masks, self._num_slots, self._num_words)
 
-        if self._info is None:
-            self._info = tokenizer_info(self._checkpoint)
-        text = zlib.decompressobj().decompress(compressed, _MAX_TEXT_BYTES)
-        return xgrammar.CompiledGrammar.deserialize_json(text.decode(), self._info)
+    def _forks(self) -> socket.socket:
+        """The control socket of the process that forks, which is started if it does not run."""
+        if self._control is None or self._process is None or self._process.poll() is not None:
+            self._end()
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                launch = GrammarMatcherLaunch(self._checkpoint, theirs.fileno())
+                self._process = spawn(_MODULE, launch, pass_fds=[theirs.fileno()])
+        return self._control
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.kill()
+            self._process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._process = self._control = None

@@ -1,147 +1,190 @@
 """The grammars of the rows of the persistent batch: which ids each of them may sample next.
 
-A row's matcher follows its output. To mask the logits of step n + 1 it needs the id of step n: that is
-copied to the host after step n, while the forward pass of n + 1 runs, so only the sampler waits for it.
-With tensor parallelism every rank follows the same ids, and masks alike.
+A row's output is followed in the process of its grammar. To mask the logits of step n + 1 that needs the
+id of step n: it is copied to the host after step n, while the forward pass of n + 1 runs, so only the
+sampler waits for the mask, and not for long: a row without its mask is late. What it samples is dropped, and
+its request returns to the queue. A grammar that was late is not waited for again until it is in time.
+
+With tensor parallelism rank 0 follows outputs, and the others get its masks.
 
 G rows with a grammar, W words of 32 ids each.
 """
 
+import select
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from atom.shared.messages.grammar import RowGrammar
 from atom.shared.messages.worker import NewRow
+from parallel.communicator import Communicator
+from workers.grammar.followed import FollowedGrammar, Output
 from workers.grammar.library import GrammarLibrary
+from workers.grammar.output_matcher import ALL_IDS, WORD_BITS, Words
 
-Words = NDArray[np.int32]
+MAX_WAIT_S = 0.02
+"""How long a step waits for the masks of all its rows."""
+_DIED = (
+    "its grammar is too ambiguous: to follow the output took more CPU time or memory than a grammar may; let "
+    "each text be derived in one way"
+)
 
-_WORD_BITS = 32
-_ALL = -1  # a word of ones
-_SLOW_S = 0.05
 
+@dataclass(slots=True)
+class _Row:
+    """A row with a grammar; on other ranks than the first its output is not followed."""
 
-class RowMatcher:
-    """Follows one row's output: first perhaps reasoning, then text of the grammar."""
+    followed: FollowedGrammar | None
+    output: Output | None
+    is_late: bool = False
+    """Whether the row has missed a step: nothing that it samples counts."""
 
-    def __init__(self, library: GrammarLibrary, grammar: RowGrammar, output: Sequence[int]):
-        """`output` has been generated already. Raises KeyError for a grammar that is not loaded."""
-        self._grammar = grammar
-        self._in_reasoning = grammar.in_reasoning
-        self._at_start = True
-        self.failure = ""
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step need not wait for the row."""
+        assert self.followed is not None and self.output is not None
+        return self.is_late or self.followed.has_died or self.output.is_ready
+
+    @property
+    def failure(self) -> str:
         """Why the row cannot go on."""
-        self._is_lost = False
-        """Whether the output is no text of the grammar: its masks allow every id."""
-        self._matcher = library.matcher(grammar.key, grammar.stop_ids)
-        for token_id in output:
-            self.accept(token_id)
-
-    def accept(self, token_id: int) -> None:
-        """The row has sampled this id."""
-        grammar = self._grammar
-        at_start = self._at_start
-        self._at_start = False
-        if self._in_reasoning:
-            self._in_reasoning = token_id != grammar.reasoning_end
-        elif at_start and token_id == grammar.reasoning_begin:
-            self._in_reasoning = True
-        # A terminated matcher takes no id: the core has not seen the end yet, and drops what is sampled.
-        elif not (self._is_lost or self._matcher.is_terminated() or self._matcher.accept_token(token_id)):
-            self._is_lost = True
-            self.failure = (
-                "no token that the grammar allows could be sampled: logit_bias, bad_words, "
-                "allowed_token_ids or min_tokens exclude all of them"
-            )
-
-    def fill(self, words_GW: Words, index: int) -> None:
-        """Write the ids that may come next."""
-        if self._in_reasoning or self._is_lost or self._matcher.is_terminated():
-            words_GW[index] = _ALL
-            return
-        started = time.thread_time()
-        self._matcher.fill_next_token_bitmask(words_GW, index)
-        if time.thread_time() - started > _SLOW_S and not self.failure:
-            # The ranks do not agree on times: until the core ends the row, its masks stay right.
-            self.failure = "the grammar is too ambiguous: finding the next token takes too long"
-        if self._at_start and self._grammar.reasoning_begin >= 0:
-            word, bit = divmod(self._grammar.reasoning_begin, _WORD_BITS)
-            words_GW[index].view(np.uint32)[word] |= np.uint32(1 << bit)
+        if self.followed is None or self.output is None:
+            return ""
+        return self.output.failure or (_DIED if self.followed.has_died else "")
 
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
     """Ids on their way to the host."""
 
-    matchers: list[RowMatcher]
+    rows: list[_Row]
     ids_G: torch.Tensor
     copied: "torch.cuda.Event | None"
     """Event after the copy; None: the ids are on the host."""
 
 
 class RowMatchers:
-    """The matchers of all rows, in steps: `masks`, sample, `record`."""
+    """The grammars of all rows, in steps: `masks`, sample, `record`."""
 
-    def __init__(self, library: GrammarLibrary | None, vocab_size: int, device: torch.device):
+    def __init__(
+        self, library: GrammarLibrary | None, vocab_size: int, device: torch.device, tp: Communicator
+    ):
         self._library = library
-        self._num_words = -(-vocab_size // _WORD_BITS)
+        self._num_words = -(-vocab_size // WORD_BITS)
         self._device = device
-        self._matchers: dict[int, RowMatcher] = {}
+        self._tp = tp
+        self._rows: dict[int, _Row] = {}
         self._sampled: _Sampled | None = None
 
     @property
     def rows(self) -> Set[int]:
         """The rows with a grammar."""
-        return self._matchers.keys()
+        return self._rows.keys()
 
     def set_row(self, new: NewRow) -> None:
         """Set or remove the grammar of a row that is assigned to a new request."""
-        self._matchers.pop(new.row, None)
+        before = self._rows.pop(new.row, None)
+        if before is not None and before.followed is not None and before.output is not None:
+            before.followed.release(before.output, new.row)
         if new.grammar is None:
             return
+        if self._tp.rank:
+            self._rows[new.row] = _Row(None, None)
+            return
         assert self._library is not None, "a row has a grammar, and the sampler no library"
-        output = np.frombuffer(new.output_ids, np.dtype("<i4")).tolist()
-        self._matchers[new.row] = RowMatcher(self._library, new.grammar, output)
+        self._settle()  # what the request sampled before it was preempted
+        followed = self._library.followed(new.grammar.key)
+        ids: list[int] = np.frombuffer(new.output_ids, np.dtype("<i4")).tolist()
+        self._rows[new.row] = _Row(followed, followed.follow(new.request_id, new.row, new.grammar, ids))
 
     def masks(self, rows: Sequence[int]) -> torch.Tensor:
         """The ids that these rows may sample, int32 [G, W] on the device: a bit for each id, 1 if it may."""
+        if self._tp.rank:
+            mask_GW = torch.empty(len(rows), self._num_words, dtype=torch.int32, device=self._device)
+            return self._tp.broadcast(mask_GW)
         self._settle()
+        self._wait([self._rows[row] for row in rows])
         words_GW = np.empty((len(rows), self._num_words), np.int32)
         for index, row in enumerate(rows):
-            self._matchers[row].fill(words_GW, index)
+            self._fill(self._rows[row], words_GW[index])
         mask_GW = torch.from_numpy(words_GW)
-        if self._device.type == "cpu":
-            return mask_GW
-        return mask_GW.pin_memory().to(self._device, non_blocking=True)
+        if self._device.type != "cpu":
+            mask_GW = mask_GW.pin_memory().to(self._device, non_blocking=True)
+        return self._tp.broadcast(mask_GW)
 
     def failures(self, rows: Sequence[int]) -> dict[int, str]:
         """Why some of these rows cannot go on, by row."""
-        return {row: reason for row in rows if (reason := self._matchers[row].failure)}
+        return {row: reason for row in rows if (reason := self._rows[row].failure)}
+
+    def late(self, rows: Sequence[int]) -> list[int]:
+        """Which of these rows had no mask in this step or an earlier one."""
+        return [row for row in rows if self._rows[row].is_late]
 
     def record(self, rows: Sequence[int], ids_G: torch.Tensor) -> None:
         """These rows have sampled these ids (int64)."""
-        matchers = [self._matchers[row] for row in rows]
+        if self._tp.rank:
+            return
+        sampled = [self._rows[row] for row in rows]
         if not ids_G.is_cuda:
-            self._sampled = _Sampled(matchers, ids_G, None)
+            self._sampled = _Sampled(sampled, ids_G, None)
+            self._settle()  # the process follows while the next forward pass runs
             return
         host_G = torch.empty(ids_G.shape, dtype=ids_G.dtype, pin_memory=True)
         host_G.copy_(ids_G, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        self._sampled = _Sampled(matchers, host_G, copied)
+        self._sampled = _Sampled(sampled, host_G, copied)
 
     def _settle(self) -> None:
-        """Follow the ids of the last step."""
+        """Send on the ids of the last step."""
         sampled = self._sampled
         self._sampled = None
         if sampled is None:
             return
         if sampled.copied is not None:
             sampled.copied.synchronize()
-        for matcher, token_id in zip(sampled.matchers, sampled.ids_G.tolist(), strict=True):
-            matcher.accept(token_id)
+        for row, token_id in zip(sampled.rows, sampled.ids_G.tolist(), strict=True):
+            if row.followed is not None and row.output is not None and not row.is_late:
+                row.followed.accept(row.output, [token_id])
+        for followed in _grammars(sampled.rows):
+            followed.flush()
+
+    def _wait(self, rows: Sequence[_Row]) -> None:
+        """Wait for the rows' masks; those that have none in time are late."""
+        grammars = _grammars(rows)
+        for followed in grammars:
+            followed.update()
+        self._poll([row for row in rows if not row.is_ready and row.followed and not row.followed.is_slow])
+        for followed in grammars:
+            own = [row for row in rows if row.followed is followed and not row.is_late]
+            late = [row for row in own if not row.is_ready]
+            followed.is_slow = bool(late) if own else followed.is_slow
+            for row in late:
+                row.is_late = True
+            if followed.has_died and self._library is not None:
+                self._library.report_death(followed.key, _DIED)
+
+    def _poll(self, waiting: Sequence[_Row]) -> None:
+        deadline = time.monotonic() + MAX_WAIT_S
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            poll = select.poll()
+            for followed in _grammars(waiting):
+                poll.register(followed, select.POLLIN)
+            poll.poll(left * 1000)
+            for followed in _grammars(waiting):
+                followed.update()
+            waiting = [row for row in waiting if not row.is_ready]
+
+    def _fill(self, row: _Row, words_W: Words) -> None:
+        if row.is_late or row.failure:
+            words_W[:] = ALL_IDS
+        elif row.followed is not None and row.output is not None:
+            row.followed.copy_mask(row.output, words_W)
+
+
+def _grammars(rows: Sequence[_Row]) -> list[FollowedGrammar]:
+    """The grammars of these rows, each once, whose processes have not ended."""
+    found = {id(row.followed): row.followed for row in rows if row.followed is not None}
+    return [followed for followed in found.values() if not followed.has_died]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from atom.shared.messages.worker import NewRow
 from atom_ops import SamplingBatch, TokenLogprobs, apply_token_bitmask, sample, to_device, token_logprobs
+from parallel.communicator import Communicator
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import Rows
 from workers.batch.step_inputs import SamplingRows
@@ -39,6 +40,8 @@ class SamplerOutput:
     """Log probabilities of these Q tokens; None if Q is 0."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """Why sampling failed for some of the R rows, by index; their ids are not valid."""
+    late: Sequence[int] = ()
+    """Indices of rows whose masks were not ready in time; their ids are not valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,9 @@ class Sampler:
         device: torch.device,
         memory: MemoryGuard,
         grammars: GrammarLibrary | None = None,
+        tp: Communicator | None = None,
     ):
-        """Without `grammars`, no row may have one."""
+        """Without `grammars`, no row may have one. `tp` are the ranks that sample the same ids; None: one."""
         max_rows = limits.max_rows
         self.vocab_size = vocab_size
         self._device = device
@@ -113,7 +117,7 @@ class Sampler:
         self._sequence = np.zeros(max_rows, np.int64)
         self._logprobs = np.full(max_rows, -1, np.int64)
         self._logits_processors = LogitsProcessorState(limits, vocab_size, device)
-        self._matchers = RowMatchers(grammars, vocab_size, device)
+        self._matchers = RowMatchers(grammars, vocab_size, device, tp or Communicator())
         self._memory = memory
         self._broken: set[int] = set()
         self._planned_rows: Rows | None = None
@@ -152,6 +156,7 @@ class Sampler:
         """
         plan = self._plan_of(sampling.rows, sampling.drafts)
         failed = dict.fromkeys(plan.broken, reason_of(_PROCESSORS))
+        late: list[int] = []
         if not plan.processed:
             ids_R = self._sample_plain(logits_RV, plan, sampling)
         else:
@@ -163,15 +168,16 @@ class Sampler:
                 for each in processed:
                     failed |= dict.fromkeys(each.processors.indices.tolist(), reason_of(_PROCESSORS))
             failed |= self._grammar_failures(processed)
+            late = [index for index in self._late(processed) if index not in failed]
             ids_R = self._joined(sampled, logits_RV, plan, sampling)
         wanted = plan.logprobs
         if wanted is None:
-            return SamplerOutput(ids_R, failed=failed)
+            return SamplerOutput(ids_R, failed=failed, late=late)
         logprobs = self._memory.attempt(_LOGPROBS, lambda: _logprobs(logits_RV, ids_R, wanted))
         if logprobs is None:
             failed |= dict.fromkeys(wanted.indices, reason_of(_LOGPROBS))
-            return SamplerOutput(ids_R, failed=failed)
-        return SamplerOutput(ids_R, wanted.indices, logprobs, failed)
+            return SamplerOutput(ids_R, failed=failed, late=late)
+        return SamplerOutput(ids_R, wanted.indices, logprobs, failed, late)
 
     def _sample_plain(
         self, logits_RV: torch.Tensor, plan: _SamplingPlan, sampling: SamplingRows
@@ -220,6 +226,14 @@ class Sampler:
             indices = zip(grammar.rows, grammar.indices, strict=True)
             failed |= {index: reasons[row] for row, index in indices if row in reasons}
         return failed
+
+    def _late(self, processed: Sequence[_ProcessedRows]) -> list[int]:
+        """Rows whose grammar's masks were not ready in time, as indices among the R rows."""
+        late = []
+        for grammar in (each.grammar for each in processed if each.grammar is not None):
+            rows = set(self._matchers.late(grammar.rows))
+            late += [i for row, i in zip(grammar.rows, grammar.indices, strict=True) if row in rows]
+        return late
 
     def _joined(
         self,

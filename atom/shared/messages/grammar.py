@@ -29,6 +29,8 @@ class CompiledGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """xgrammar's JSON, compressed by zlib."""
     memory: int = 0
     """Bytes that it takes in a worker."""
+    token_us: int = 0
+    """CPU time that a token takes in a worker, in microseconds."""
     error: str = ""
     """Why the source cannot be used, in one line, for the client."""
 
@@ -43,6 +45,15 @@ class GrammarCompilerLaunch(msgspec.Struct, frozen=True):
     """Seconds for each source, of wall time; a longer compilation is killed."""
     max_parallel: int
     """Sources that are compiled at a time."""
+
+
+class GrammarMatcherLaunch(msgspec.Struct, frozen=True):
+    """For `python -m workers.grammar.matcher_process`."""
+
+    checkpoint: Checkpoint
+    control_fd: int
+    """An inherited Unix socket, over which the worker passes two descriptors for each grammar: a connected
+    socket, and memory for the masks."""
 
 
 class RowGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -67,10 +78,12 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True, weakref=True):
     compiled: bytes
     """As in `CompiledGrammar`."""
     memory: int
+    token_us: int = 0
+    """As in `CompiledGrammar`."""
 
 
 class LoadGrammar(msgspec.Struct, tag=20, array_like=True, frozen=True, gc=False):
-    """From the core to each worker: load a grammar, for rows that come later."""
+    """From the core to its workers: load a grammar, for rows that come later. Rank 0 does."""
 
     key: bytes
     compiled: bytes
@@ -83,8 +96,49 @@ class DropGrammar(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False
 
 
 class GrammarLoaded(msgspec.Struct, tag=22, array_like=True, frozen=True, gc=False):
-    """From each worker: rows may use the grammar, unless `error`."""
+    """From rank 0: rows may use the grammar, unless `error`."""
 
-    rank: int
     key: bytes
     error: str = ""
+
+
+class StartMatcher(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """From a worker to the process of a grammar, first of all."""
+
+    compiled: bytes
+    """As in `CompiledGrammar`."""
+    num_slots: int
+    num_words: int
+    """int32 words of a mask. The shared memory has `num_slots` masks."""
+
+
+class MatcherStarted(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Its response: outputs may be followed, unless `error`."""
+
+    error: str = ""
+
+
+class FollowOutput(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
+    """From a worker to the process of a grammar: the output of a slot goes on with `ids`."""
+
+    slot: int
+    serial: int
+    """Number of this message, for `MaskReady`."""
+    ids: list[int]
+    begin: RowGrammar | None = None
+    """Forget the slot's output before, and begin this one."""
+
+
+class ForgetOutput(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
+    """From a worker to the process of a grammar: the output of a slot has ended."""
+
+    slot: int
+
+
+class MaskReady(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """From the process of a grammar: the mask of a slot is that after message `serial`."""
+
+    slot: int
+    serial: int
+    failure: str = ""
+    """Why the output cannot go on; its masks allow every id from then on."""

@@ -83,6 +83,8 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Packed int32: the output that the client expects, for the n-gram lookup; empty with other methods."""
     grammar: RowGrammar | None = None
     """What the output must be, with a grammar that this worker has loaded; None: any text."""
+    request_id: int = 0
+    """With a grammar the number of the request, which keeps it when it is resumed in another row; else 0."""
 
 
 class MoreBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -168,7 +170,7 @@ class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False
     """The result of one step.
 
     `token_ids` (packed int32) has the sampled ids of each sampling row, in batch order: one, or
-    `counts[i]` after accepted drafts. A failed row has none.
+    `counts[i]` after accepted drafts. A failed or late row has none.
     """
 
     step: int
@@ -180,11 +182,14 @@ class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False
     failed: list[RowFailure] = []
     """Rows of the step whose requests end with an error. Their KV of this step is not valid."""
     counts: bytes = b""
-    """Packed int32: for each sampling row, except failed ones, how many of `token_ids` it sampled;
+    """Packed int32: for each sampling row, except failed and late ones, how many of `token_ids` it sampled;
     empty means one each, as after a step without drafts."""
     num_proposed: bytes = b""
     """Packed int32: for each of the same rows, how many drafts the step verified, 0 to `num_drafts`;
     empty means none."""
+    late: list[int] = []
+    """Sampling rows whose grammar did not say in time which ids may come next. What they sampled in this
+    step, and will sample until they are assigned again, is to be dropped; here they have no ids."""
 
 
 class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):

@@ -1,7 +1,8 @@
-"""Random arrivals, aborts, failures and preemptions: every request gets what it would have got alone."""
+"""Arrivals, aborts, failures, late rows and preemptions: every request gets what it would have got alone."""
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ MAX_MODEL_LEN = 48
 BUDGETS = (1, 3, 8, 64)
 ACCEPTANCE = (0.0, 0.5, 0.9, 1.0)
 
+Choose = Callable[[list[int]], list[int]]
 SALTS = ("", "a", "b")
 BLOCKS = ([1, 2, 3, 4], [5, 6, 7, 0])
 
@@ -133,13 +135,26 @@ class Storm(RuleBasedStateMachine):
     @precondition(lambda self: len(self.driver.results) < MAX_IN_FLIGHT)
     def send(self) -> None:
         if not self.driver.send():
-            assert self.driver.results or not self.driver.live, "requests wait, and nothing runs"
+            runs = self.driver.results or self.driver.core.has_held
+            assert runs or not self.driver.live, "requests wait, and nothing runs"
 
     @rule(data=st.data())
     @precondition(lambda self: len(self.driver.results) < MAX_IN_FLIGHT)
     def send_failing(self, data: st.DataObject) -> None:
         """Some rows of the step fail."""
         self.driver.send_failing(lambda rows: data.draw(st.lists(st.sampled_from(rows), unique=True)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.driver.results) < MAX_IN_FLIGHT)
+    def send_late(self, data: st.DataObject) -> None:
+        """Some rows of the step are late."""
+        self.driver.send_failing(
+            lambda rows: [], lambda rows: data.draw(st.lists(st.sampled_from(rows), unique=True))
+        )
+
+    @rule(seconds=st.sampled_from([0.06, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.driver.clock.now += seconds
 
     @rule()
     @precondition(lambda self: self.driver.results)
@@ -177,7 +192,8 @@ def storm(seed: int, layout: str, policy: str, num_drafts: int = 0) -> Counter[s
         driver.add(request_id, prompt, chance.randint(1, 18), ids, [], priority, frontend, **fields)
         for _ in range(chance.randrange(6)):
             if len(driver.results) < MAX_IN_FLIGHT and chance.random() < 0.7:
-                driver.send_failing(lambda rows: [row for row in rows if chance.random() < 0.02])
+                driver.send_failing(*chosen(chance, failing=0.02, late=0.05 * (seed % 2)))
+                driver.clock.now += 0.03
             elif driver.results:
                 driver.deliver()
         if chance.random() < 0.1 and driver.live:
@@ -186,16 +202,25 @@ def storm(seed: int, layout: str, policy: str, num_drafts: int = 0) -> Counter[s
     stats = driver.core.stats()
     counters = Counter({name: value for name, value in msgspec.structs.asdict(stats).items() if value})
     counters["num_accepted_tokens"] = sum(counters.pop("num_accepted_tokens_per_pos", []))
-    return counters + Counter(failed=len(driver.failed))
+    return counters + Counter(failed=len(driver.failed), late=driver.num_late)
+
+
+def chosen(chance: random.Random, failing: float, late: float) -> tuple[Choose, Choose]:
+    """Choose rows with these chances."""
+
+    def choose(share: float) -> Choose:
+        return lambda rows: [row for row in rows if share and chance.random() < share]
+
+    return choose(failing), choose(late)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_storm_meets_every_case(layout: str, policy: str) -> None:
     totals: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(16):
         totals += storm(seed, layout, policy)
-    for case in ("preemptions", "prefill_preemptions", "chunked_prefills", "overlapped_steps"):
+    for case in ("preemptions", "prefill_preemptions", "chunked_prefills", "overlapped_steps", "late"):
         assert totals[case] > 0, f"no {case} in {totals}"
     assert (totals["prefix_hits"] > 0) is not holds_states(LAYOUTS[layout][0])
     assert totals["generated_tokens"] > 1000
@@ -205,9 +230,9 @@ def test_storm_meets_every_case(layout: str, policy: str) -> None:
 @pytest.mark.parametrize("layout", ["full", "full and windows"])
 def test_storm_of_drafts_meets_every_case(layout: str, num_drafts: int) -> None:
     totals: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(16):
         totals += storm(seed, layout, ["fcfs", "priority"][seed % 2], num_drafts)
-    for case in ("preemptions", "chunked_prefills", "overlapped_steps", "prefix_hits", "failed"):
+    for case in ("preemptions", "chunked_prefills", "overlapped_steps", "prefix_hits", "failed", "late"):
         assert totals[case] > 0, f"no {case} in {totals}"
     assert totals["generated_tokens"] > 1000
     assert totals["num_drafts"] < totals["num_draft_tokens"] + 1
@@ -229,7 +254,8 @@ def test_a_thousand_requests_aborted_anywhere_leave_nothing(layout: str, num_dra
         driver.add(request_id, prompt, chance.randint(1, 18), frontend=chance.choice([b"a", b"b"]), **fields)
         for _ in range(chance.randrange(12)):
             if len(driver.results) < MAX_IN_FLIGHT and chance.random() < 0.7:
-                driver.send()
+                driver.send_failing(*chosen(chance, failing=0.0, late=0.05))
+                driver.clock.now += 0.03
             elif driver.results:
                 driver.deliver()
         if driver.live and chance.random() < 0.8:
@@ -256,7 +282,8 @@ def storm_of_failures(seed: int, layout: str, num_drafts: int) -> CoreDriver:
         driver.add(10 * number, prompt, chance.randint(1, 12), n=3, priority=chance.randrange(3))
         for _ in range(chance.randrange(8)):
             if len(driver.results) < MAX_IN_FLIGHT and chance.random() < 0.7:
-                driver.send_failing(lambda rows: [row for row in rows if chance.random() < 0.1])
+                driver.send_failing(*chosen(chance, failing=0.1, late=0.05))
+                driver.clock.now += 0.03
             elif driver.results:
                 driver.deliver()
         if driver.live and chance.random() < 0.3:

@@ -29,7 +29,7 @@ class Link:
 
 
 def test_other_results_are_sent_while_a_step_runs() -> None:
-    results: list[Any] = [GrammarLoaded(0, b"a"), RankTrace(0, False), ExpertLoad([1.0], 2)]
+    results: list[Any] = [GrammarLoaded(b"a"), RankTrace(0, False), ExpertLoad([1.0], 2)]
     grammars, traces, loads = ([each] for each in results)
     running: list[int] = []
 

@@ -1,0 +1,147 @@
+"""The outputs that follow one grammar, from the worker's side of the grammar's process."""
+
+import mmap
+import os
+import socket
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.grammar import FollowOutput, ForgetOutput, MaskReady, RowGrammar
+from workers.grammar.frame_socket import FrameSocket
+from workers.grammar.output_matcher import Words
+
+KEPT_OUTPUTS = 64
+"""Outputs without a row that a grammar's process keeps: their requests may be resumed."""
+
+
+@dataclass(slots=True)
+class Output:
+    """One output, and how far the process is with it."""
+
+    owner: int
+    """Number of the output's request."""
+    slot: int
+    grammar: RowGrammar
+    num_ids: int
+    """Ids that were sent."""
+    serial: int
+    """Number of the last message."""
+    done: int = 0
+    """Number of the last message whose mask is written."""
+    failure: str = ""
+    row: int | None = None
+    """The row that it has."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the slot has the mask of the output's next id."""
+        return self.done == self.serial
+
+
+class FollowedGrammar:
+    """Outputs in the process of their grammar. No call waits for it."""
+
+    is_slow = False
+    """Whether an output has missed its step since the last one that was ready in time."""
+
+    def __init__(
+        self, key: bytes, connection: socket.socket, masks: mmap.mmap, num_slots: int, num_words: int
+    ):
+        """The process has started, and shares the memory of `masks`, int32 [num_slots, num_words]."""
+        self.key = key
+        self._frames = FrameSocket(connection)
+        self._words_SW: Words = np.frombuffer(masks, np.int32).reshape(num_slots, num_words)
+        self._free = list(range(num_slots))[::-1]
+        self._outputs: OrderedDict[int, Output] = OrderedDict()  # the longest unused first
+        self._by_slot: dict[int, Output] = {}
+        self._decoder: Decoder[MaskReady] = Decoder(MaskReady)
+        self._serial = 0
+        self._is_dropped = False
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the process has ended by itself: it took too long, or too much memory."""
+        return self._frames.is_closed and not self._is_dropped
+
+    def fileno(self) -> int:
+        """For `select.poll`."""
+        return self._frames.fileno()
+
+    def follow(self, owner: int, row: int, grammar: RowGrammar, ids: list[int]) -> Output:
+        """Follow the output of a row, whose first `ids` are known; goes on where the process has got to."""
+        output = self._outputs.pop(owner, None)
+        if output is not None and (output.grammar != grammar or output.num_ids > len(ids)):
+            self._forget(output)
+            output = None
+        if output is None:
+            output = self._begin(owner, grammar, ids)
+        elif len(ids) > output.num_ids:
+            self.accept(output, ids[output.num_ids :])
+        output.row = row
+        self._outputs[owner] = output
+        self.flush()
+        return output
+
+    def accept(self, output: Output, ids: list[int]) -> None:
+        """The output goes on with these ids, after the next `flush`."""
+        self._send(output, ids, None)
+
+    def flush(self) -> None:
+        """Send what was accepted."""
+        self._frames.flush()
+
+    def release(self, output: Output, row: int) -> None:
+        """The row is another's now."""
+        if output.row != row:
+            return  # it has another row already
+        output.row = None
+        without = [one for one in self._outputs.values() if one.row is None]
+        for one in without[:-KEPT_OUTPUTS]:
+            self._forget(self._outputs.pop(one.owner))
+
+    def update(self) -> None:
+        """Take in what the process has sent."""
+        self._frames.flush()
+        for frame in self._frames.receive():
+            ready = self._decoder.decode(frame)
+            output = self._by_slot.get(ready.slot)
+            if output is not None and output.serial >= ready.serial > output.done:
+                output.done = ready.serial
+                output.failure = ready.failure
+
+    def copy_mask(self, output: Output, words_W: Words) -> None:
+        """Copy the mask of an output that is ready."""
+        words_W[:] = self._words_SW[output.slot]
+
+    def close(self) -> None:
+        """End the process."""
+        self._is_dropped = True
+        self._frames.close()
+
+    def _begin(self, owner: int, grammar: RowGrammar, ids: list[int]) -> Output:
+        output = Output(owner, self._free.pop(), grammar, 0, 0)
+        self._by_slot[output.slot] = output
+        self._send(output, ids, grammar)
+        return output
+
+    def _send(self, output: Output, ids: list[int], begin: RowGrammar | None) -> None:
+        self._serial += 1
+        output.serial = self._serial
+        output.num_ids += len(ids)
+        self._frames.send(encode(FollowOutput(output.slot, self._serial, ids, begin)))
+
+    def _forget(self, output: Output) -> None:
+        self._free.append(output.slot)
+        del self._by_slot[output.slot]
+        self._frames.send(encode(ForgetOutput(output.slot)))
+
+
+def shared_masks(num_slots: int, num_words: int) -> tuple[int, mmap.mmap]:
+    """(descriptor, mapping) of memory for masks, which takes pages as they are written."""
+    size = 4 * num_slots * num_words
+    descriptor = os.memfd_create("atom-grammar-masks", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    return descriptor, mmap.mmap(descriptor, size)
