@@ -7,7 +7,7 @@ that ends with this result is in that step too, and what it samples there is dro
 from collections.abc import Callable
 
 from atom.shared.messages.engine import Finished, FinishReason, FirstToken
-from atom.shared.messages.worker import BatchResult
+from atom.shared.messages.worker import BatchResult, RowFailure
 from engine_core.acceptance import accept, count_drafts
 from engine_core.batch_bytes import MAX_REASON_CHARS
 from engine_core.draft_batch import DraftBatch
@@ -85,15 +85,16 @@ class ResultProcessor:
             self._states.drain(request)
         return accepted.sampled, accepted.ends
 
-    def _fail(self, step: Step, failures: list[tuple[Request, str]]) -> list[tuple[Request, Finished]]:
+    def _fail(self, step: Step, failures: list[tuple[Request, RowFailure]]) -> list[tuple[Request, Finished]]:
         """End the requests whose rows failed in `step`, and recompute those that share their blocks."""
         finished = []
-        for request, reason in failures:
+        for request, failure in failures:
             request.is_cacheable = False
             if request.state is State.ENDED:
                 continue
-            message = reason[:MAX_REASON_CHARS]
-            end = Finished(request.request_id, FinishReason.ERROR, message=message)
+            message = failure.reason[:MAX_REASON_CHARS]
+            reason = FinishReason.REFUSED if failure.is_refused else FinishReason.ERROR
+            end = Finished(request.request_id, reason, message=message)
             finished.append((request, end))
             self._states.end(request)
         # A block is shared as soon as the step that fills it is scheduled, hence before it can fail.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from operator import add, le
 
 from atom.shared.messages.engine import Finished, FirstToken, PromptLogprobs, unpack_ids
-from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow
+from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow, RowFailure
 from engine_core.batch_bytes import MAX_PROMPT_LOGPROB_TOKENS
 from engine_core.request import Request, State
 from engine_core.sampled_tokens import SampledTokens, fits, is_consistent
@@ -85,15 +85,15 @@ class Step:
     is_stale: bool = False
     """Whether sampled tokens of some requests must be dropped."""
 
-    def failed_requests(self, result: BatchResult) -> list[tuple[Request, str]]:
-        """Requests whose rows failed, with the reasons. Raises ValueError for rows of other steps."""
+    def failed_requests(self, result: BatchResult) -> list[tuple[Request, RowFailure]]:
+        """Requests whose rows failed, with the failures. Raises ValueError for rows of other steps."""
         if not result.failed:
             return []
         request_of = dict(zip(self.rows, self.requests, strict=True))
-        reasons = {failure.row: failure.reason for failure in result.failed}
-        if not reasons.keys() <= request_of.keys():
+        failures = {failure.row: failure for failure in result.failed}
+        if not failures.keys() <= request_of.keys():
             raise ValueError(f"step {self.number} reports failures of rows that it did not run")
-        return [(request_of[row], reason) for row, reason in reasons.items()]
+        return [(request_of[row], failure) for row, failure in failures.items()]
 
     def late_requests(self, result: BatchResult) -> list[Request]:
         """Requests whose rows were late. Raises ValueError for rows that did not sample in this step."""

@@ -203,6 +203,7 @@ class ModelRunner:
         sampled = None
         advance = None
         late: Sequence[int] = ()
+        refused: dict[int, str] = {}
         if (sampling := forward.sampling) is not None:
             rows = sampling.rows
             result = self._memory.attempt(_SAMPLING, lambda: self._sample(forward, sampling))
@@ -212,6 +213,7 @@ class ModelRunner:
                 sampled, verified = result
                 failures |= {int(rows[index]): reason for index, reason in sampled.failed.items()}
                 late = [int(rows[index]) for index in sampled.late]
+                refused = {int(rows[index]): reason for index, reason in sampled.refused.items()}
                 if verified is not None and sampling.drafts is not None:
                     advance = Advance(sampling.drafts, verified, self._inputs.settle(sampling.drafts))
         chunks: Sequence[PromptChunk] = []
@@ -223,7 +225,7 @@ class ModelRunner:
             )
             if prompt_logprobs is None:
                 failures |= dict.fromkeys((chunk.row for chunk in chunks), reason_of(_PROMPT_LOGPROBS))
-        return StepOutput(rows, sampled, chunks, prompt_logprobs, failures, late, advance)
+        return StepOutput(rows, sampled, chunks, prompt_logprobs, failures, refused, late, advance)
 
     def _sample(self, forward: _Forward, sampling: SamplingRows) -> tuple[SamplerOutput, Verified | None]:
         settings = self._sampler.plain_settings(sampling)

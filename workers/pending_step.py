@@ -54,6 +54,8 @@ class StepOutput:
     """Log probabilities of the tokens of all chunks; None if there are none."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """Why the step failed for some rows, by row."""
+    refused: Mapping[int, str] = field(default_factory=dict)
+    """Why the output of rows cannot go on by what their requests say, by row."""
     late: Sequence[int] = ()
     """Rows whose sampled ids are to be dropped, and whose requests are to be scheduled again."""
     advance: "Advance | None" = None
@@ -87,8 +89,9 @@ class PendingStep:
         self._chunks = output.chunks
         self._prompt = None if output.prompt_logprobs is None else _Columns(output.prompt_logprobs)
         self._failed = output.failed
+        self._refused = {row: why for row, why in output.refused.items() if row not in output.failed}
         self._late = list(output.late)
-        self._dropped = {*output.failed, *output.late}
+        self._dropped = {*output.failed, *output.refused, *output.late}
         self._advance = None if output.advance is None else _Advance(output.advance)
         self._done = record_event()
 
@@ -101,6 +104,7 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
         failures = [RowFailure(row, reason) for row, reason in self._failed.items()]
+        failures += [RowFailure(row, reason, True) for row, reason in self._refused.items()]
         prompt_logprobs = self._prompt_logprobs()
         if self._ids is None:
             return BatchResult(self.step, b"", None, prompt_logprobs, failures, late=self._late)

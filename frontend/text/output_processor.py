@@ -38,6 +38,7 @@ _RAW_REASONS = {
     FinishReason.MAX_TOKENS: "max_tokens",
     FinishReason.ABORTED: "aborted",
     FinishReason.ERROR: "error",
+    FinishReason.REFUSED: "error",
     FinishReason.STOP_STRING: "stop_sequence",
     FinishReason.TIMEOUT: "timeout",
 }
@@ -72,6 +73,8 @@ class SequenceOutput(msgspec.Struct, gc=False):
     """Prompt tokens from the prefix cache; set with the first token."""
     error: str = ""
     """The error message, where `reason` is error."""
+    is_refused: bool = False
+    """With an error: whether the request itself is the cause."""
     logprobs: PackedLogprobs | tuple[()] = ()
     """Entries of the tokens whose text is in `text`; the last update has all that remain, including
     those of the stop string or stop token."""
@@ -109,6 +112,7 @@ class SequenceOutput(msgspec.Struct, gc=False):
         self.reason = later.reason
         self.stop_reason = later.stop_reason
         self.error = later.error
+        self.is_refused = later.is_refused
         if self.logprobs and later.logprobs:
             self.logprobs.extend(later.logprobs)
         else:
@@ -398,6 +402,7 @@ class OutputProcessor:
             update.finished = True
             update.reason = _raw_reason(end)
             update.error = end.message
+            update.is_refused = end.reason is FinishReason.REFUSED
             if end.reason is FinishReason.STOP_TOKEN:
                 update.stop_reason = end.stop_token_id
         update.called = update.finished and state.called

@@ -10,6 +10,7 @@ import json
 import random
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -160,7 +161,7 @@ def test_bad_constraints_cost_their_request_alone(server: Server) -> None:
         async with client(server) as sender:
             answers = await asyncio.gather(*(sender.post(**fields) for fields, _, _ in BAD))
             status, content = await sender.post(structured_outputs={"choice": ["a"]}, allowed_token_ids=[5])
-            assert (status, content["error"]["code"]) == (500, "engine_error")
+            assert (status, content["error"]["type"]) == (400, "invalid_request_error")
             assert "allowed_token_ids" in content["error"]["message"]
             assert (await sender.choices(guided_choice=["a"]))[0]["text"] == "a"
         for (fields, param, names), (status, content) in zip(BAD, answers, strict=True):
@@ -229,3 +230,18 @@ def test_a_source_that_takes_too_long_is_refused_and_delays_no_other(server: Ser
 @pytest.mark.timeout(900)
 def test_finished_outputs_of_500_schemas_are_valid(server: Server) -> None:
     assert asyncio.run(_finished_outputs(server, _schemas(500))) > 400
+
+
+def test_two_ranks_follow_a_grammar(tmp_path: Path) -> None:
+    """The first has the grammars, and the second its masks."""
+    small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    directory = write_checkpoint(tmp_path / "model", **small)
+    fields = {"structured_outputs": {"regex": "[a-c]{2}-[0-9]{3}"}, "seed": 5, "n": 4, "max_tokens": 60}
+
+    async def texts(at: Server) -> list[str]:
+        async with client(at) as sender:
+            return [choice["text"] for choice in await sender.choices(**fields)]
+
+    with running_server("--model", str(directory), *ARGS, *_LIMITS, "-tp", "2") as ranks:
+        found = asyncio.run(texts(ranks))
+    assert all(re.fullmatch("[a-c]{2}-[0-9]{3}", text) for text in found), found

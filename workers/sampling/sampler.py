@@ -42,6 +42,8 @@ class SamplerOutput:
     """Why sampling failed for some of the R rows, by index; their ids are not valid."""
     late: Sequence[int] = ()
     """Indices of rows whose masks were not ready in time; their ids are not valid."""
+    refused: Mapping[int, str] = field(default_factory=dict)
+    """Why the output of some rows cannot go on by what their requests say, by index: no valid ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ class Sampler:
         plan = self._plan_of(sampling.rows, sampling.drafts)
         failed = dict.fromkeys(plan.broken, reason_of(_PROCESSORS))
         late: list[int] = []
+        refused: dict[int, str] = {}
         if not plan.processed:
             ids_R = self._sample_plain(logits_RV, plan, sampling)
         else:
@@ -167,17 +170,17 @@ class Sampler:
             if sampled is None:
                 for each in processed:
                     failed |= dict.fromkeys(each.processors.indices.tolist(), reason_of(_PROCESSORS))
-            failed |= self._grammar_failures(processed)
-            late = [index for index in self._late(processed) if index not in failed]
+            refused = self._grammar_failures(processed)
+            late = [index for index in self._late(processed) if index not in refused and index not in failed]
             ids_R = self._joined(sampled, logits_RV, plan, sampling)
         wanted = plan.logprobs
         if wanted is None:
-            return SamplerOutput(ids_R, failed=failed, late=late)
+            return SamplerOutput(ids_R, failed=failed, late=late, refused=refused)
         logprobs = self._memory.attempt(_LOGPROBS, lambda: _logprobs(logits_RV, ids_R, wanted))
         if logprobs is None:
             failed |= dict.fromkeys(wanted.indices, reason_of(_LOGPROBS))
-            return SamplerOutput(ids_R, failed=failed, late=late)
-        return SamplerOutput(ids_R, wanted.indices, logprobs, failed, late)
+            return SamplerOutput(ids_R, failed=failed, late=late, refused=refused)
+        return SamplerOutput(ids_R, wanted.indices, logprobs, failed, late, refused)
 
     def _sample_plain(
         self, logits_RV: torch.Tensor, plan: _SamplingPlan, sampling: SamplingRows

@@ -41,6 +41,7 @@ class FinishReason(IntEnum):
     ERROR = 5
     STOP_STRING = 6  # seen by the frontend, on text; a core never sends it
     TIMEOUT = 7  # the request's deadline, kept by the frontend; a core never sends it
+    REFUSED = 8  # an error for which the request itself is the cause
 
 
 class LogitsProcessors(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -214,7 +215,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, gc=False):
     stop_token_id: int = -1
     """For `EOS` and `STOP_TOKEN`: the id that ended it, which is the last token sent."""
     message: str = ""
-    """For `ERROR`: what went wrong."""
+    """For `ERROR` and `REFUSED`: what went wrong."""
 
 
 class FirstToken(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -164,6 +164,8 @@ class RowFailure(msgspec.Struct, array_like=True, frozen=True, gc=False):
     row: int
     reason: str
     """One line, for the client."""
+    is_refused: bool = False
+    """Whether the request itself is the cause, and would fail again."""
 
 
 class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):

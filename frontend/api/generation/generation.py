@@ -499,5 +499,7 @@ def _prompt_logprobs(fields: GenerationRequest) -> int | None:
 
 
 def _raise_error(update: SequenceOutput) -> None:
+    if update.is_refused:
+        raise RequestError(update.error)
     if update.error:
         raise EngineError(update.error, code="engine_error")

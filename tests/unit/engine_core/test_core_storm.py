@@ -192,7 +192,7 @@ def storm(seed: int, layout: str, policy: str, num_drafts: int = 0) -> Counter[s
         driver.add(request_id, prompt, chance.randint(1, 18), ids, [], priority, frontend, **fields)
         for _ in range(chance.randrange(6)):
             if len(driver.results) < MAX_IN_FLIGHT and chance.random() < 0.7:
-                driver.send_failing(*chosen(chance, failing=0.02, late=0.05 * (seed % 2)))
+                driver.send_failing(*chosen(chance, failing=0.02, late=0.05 * (seed >= 12)))
                 driver.clock.now += 0.03
             elif driver.results:
                 driver.deliver()

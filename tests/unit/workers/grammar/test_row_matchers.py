@@ -1,9 +1,10 @@
 """The grammars of rows: which ids may come next, after reasoning, after a resumption, and where none can."""
 
+import itertools
 import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,15 +12,22 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.engine import Sampling, pack_ids
-from atom.shared.messages.grammar import GrammarSource, LoadGrammar, RowGrammar
+from atom.shared.messages.grammar import GrammarLoaded, GrammarSource, LoadGrammar, RowGrammar
 from atom.shared.messages.worker import NewRow
+from parallel.communicator import Communicator
 from tests.helpers import tiny_tokenizer
 from workers.grammar.compiling import compiled
+from workers.grammar.cost import MAX_TOKEN_S
+from workers.grammar.followed import KEPT_OUTPUTS
 from workers.grammar.library import GrammarLibrary
 from workers.grammar.row_matchers import RowMatchers
 from workers.grammar.vocabulary import tokenizer_info
 
-KEY, THINK, END_THINK = b"k", "<think>", "</think>"
+KEY, SLOW, THINK, END_THINK = b"k", b"s", "<think>", "</think>"
+AMBIGUOUS = """root ::= a
+a ::= a a | b
+b ::= [#a-z]+ | [#a-z]* c
+c ::= [#a-z]+ | \"\""""
 CPU = torch.device("cpu")
 EOS = 1
 
@@ -30,32 +38,60 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def library(checkpoint: Checkpoint) -> GrammarLibrary:
-    """Holds the regular expression `(yes|no)`."""
+def library(checkpoint: Checkpoint) -> Iterator[GrammarLibrary]:
+    """Holds the regular expression `(yes|no)`, and a grammar that would not be admitted."""
     import xgrammar
 
     compiler = xgrammar.GrammarCompiler(tokenizer_info(checkpoint), max_threads=1, cache_enabled=False)
-    library = GrammarLibrary(checkpoint, rank=0)
-    for key, source in ((KEY, compiled(GrammarSource("regex", "(yes|no)"), compiler)), (b"bad", None)):
-        library.load(LoadGrammar(key, b"" if source is None else source.compiled))
-        while (loaded := library.next_loaded()) is None:
-            time.sleep(0.01)
-        assert (loaded.key, bool(loaded.error)) == (key, source is None)
-    assert not library.is_loading
-    return library
+    ambiguous = compiler.compile_grammar(AMBIGUOUS).serialize_json().encode()
+    library = GrammarLibrary(checkpoint, max_rows=64)
+    try:
+        for key, source in (
+            (KEY, compiled(GrammarSource("regex", "(yes|no)"), compiler).compiled),
+            (SLOW, zlib.compress(ambiguous)),
+            (b"bad", b""),
+        ):
+            library.load(LoadGrammar(key, source))
+            loaded = next_loaded(library)
+            assert (loaded.key, bool(loaded.error)) == (key, not source)
+        assert not library.is_loading
+        yield library
+    finally:
+        library.close()
+
+
+def next_loaded(library: GrammarLibrary) -> GrammarLoaded:
+    deadline = time.monotonic() + 120
+    while (loaded := library.next_loaded()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return loaded
 
 
 def matchers(checkpoint: Checkpoint, library: GrammarLibrary) -> RowMatchers:
-    return RowMatchers(library, checkpoint.vocab_size, CPU)
+    return RowMatchers(library, checkpoint.vocab_size, CPU, Communicator())
 
 
-def new_row(row: int, grammar: RowGrammar | None, output: Sequence[int] = ()) -> NewRow:
+NUMBERS = itertools.count(1)
+
+
+def new_row(
+    row: int, grammar: RowGrammar | None, output: Sequence[int] = (), number: int | None = None
+) -> NewRow:
+    """Of a request of its own, unless `number` is given."""
     sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-    return NewRow(row, 4, 0, [[0]], sampling, 4, output_ids=pack_ids(output), grammar=grammar)
+    number = next(NUMBERS) if number is None else number
+    ids = pack_ids(output)
+    return NewRow(row, 4, 0, [[0]], sampling, 4, output_ids=ids, grammar=grammar, request_id=number)
 
 
 def allowed(made: RowMatchers, *rows: int) -> list[set[int]]:
-    """The ids that each row may sample next."""
+    """The ids that each row may sample next; all masks are waited for."""
+    deadline = time.monotonic() + 60
+    while not all(made._rows[row].is_ready for row in rows):
+        assert time.monotonic() < deadline
+        for row in rows:
+            made._rows[row].followed.update()  # type: ignore[union-attr]
     bits = np.unpackbits(made.masks(rows).numpy().view(np.uint8), axis=1, bitorder="little")
     return [set(np.flatnonzero(row).tolist()) for row in bits]
 
@@ -178,4 +214,86 @@ def test_special_tokens_are_in_no_text(checkpoint: Checkpoint) -> None:
 
 def test_a_grammar_must_be_loaded(checkpoint: Checkpoint) -> None:
     with pytest.raises(KeyError):
-        GrammarLibrary(checkpoint, rank=2).matcher(b"none", [EOS])
+        GrammarLibrary(checkpoint, max_rows=2).followed(b"none")
+
+
+def test_a_resumed_request_is_followed_where_it_was(checkpoint: Checkpoint, library: GrammarLibrary) -> None:
+    made = matchers(checkpoint, library)
+    y, e, s = letters(checkpoint, "yes")
+    made.set_row(new_row(0, RowGrammar(KEY, [EOS]), number=-1))
+    allowed(made, 0)
+    sample(made, [0], [y])
+    output = made._rows[0].output
+    assert output is not None
+    serial = output.serial
+    made.set_row(new_row(4, RowGrammar(KEY, [EOS]), [y], number=-1))  # in another row
+    made.set_row(new_row(0, None))
+    assert made._rows[4].output is output and output.serial == serial
+    assert allowed(made, 4) == [{e}]
+    made.set_row(new_row(4, RowGrammar(KEY, [EOS]), [y, e], number=-1))
+    assert allowed(made, 4) == [{s}]
+    made.set_row(new_row(4, RowGrammar(KEY, [EOS]), [], number=-1))  # its tokens were dropped
+    assert y in allowed(made, 4)[0]
+
+
+def test_outputs_without_a_row_are_forgotten(checkpoint: Checkpoint, library: GrammarLibrary) -> None:
+    made = matchers(checkpoint, library)
+    for _ in range(5 * KEPT_OUTPUTS):
+        made.set_row(new_row(0, RowGrammar(KEY, [EOS])))
+    outputs = library.followed(KEY)._outputs.values()
+    assert sum(output.row is None for output in outputs) == KEPT_OUTPUTS
+    allowed(made, 0)
+    made.set_row(new_row(0, None))
+
+
+def test_a_row_without_its_mask_is_late_and_delays_no_other(
+    checkpoint: Checkpoint, library: GrammarLibrary
+) -> None:
+    made = matchers(checkpoint, library)
+    (a,) = letters(checkpoint, "a")
+    y, e = letters(checkpoint, "ye")
+    made.set_row(new_row(0, RowGrammar(SLOW, [EOS]), [a] * 40))
+    made.set_row(new_row(1, RowGrammar(KEY, [EOS])))
+    assert y in allowed(made, 1)[0]
+    bits = np.unpackbits(made.masks([0, 1]).numpy().view(np.uint8), axis=1, bitorder="little")
+    assert made.late([0, 1]) == [0] and made.failures([0, 1]) == {}
+    assert bits[0].all() and not bits[1].all()
+    assert library.followed(SLOW).is_slow  # and is waited for no more
+    sample(made, (0, 1), (EOS, y))  # what a late row samples does not count
+    assert allowed(made, 1) == [{e}]
+    assert made.late([0]) == [0]
+    made.set_row(new_row(0, None))
+
+
+def test_a_process_that_takes_too_long_ends_and_its_rows_fail(
+    checkpoint: Checkpoint, library: GrammarLibrary
+) -> None:
+    made = matchers(checkpoint, library)
+    (a,) = letters(checkpoint, "a")
+    made.set_row(new_row(0, RowGrammar(SLOW, [EOS]), [a]))
+    made.set_row(new_row(1, RowGrammar(SLOW, [EOS]), [a] * 3000))
+    made.set_row(new_row(2, RowGrammar(KEY, [EOS])))
+    allowed(made, 2)
+    deadline = time.monotonic() + 60
+    while not made.failures([0, 1, 2]):
+        assert time.monotonic() < deadline
+        made.masks([0, 1, 2])
+    assert [*made.failures([0, 1, 2])] == [0, 1] and "too ambiguous" in made.failures([0])[0]
+    assert next_loaded(library) == GrammarLoaded(SLOW, made.failures([0])[0])
+    assert not library.is_loading
+    library.drop(SLOW)
+    assert len(allowed(made, 2)[0]) < checkpoint.vocab_size
+
+
+def test_ambiguous_grammars_are_refused(checkpoint: Checkpoint) -> None:
+    import xgrammar
+
+    compiler = xgrammar.GrammarCompiler(tokenizer_info(checkpoint), max_threads=1, cache_enabled=False)
+    for source in (
+        GrammarSource("grammar", AMBIGUOUS.replace("[#a-z]*", "([#a-z]* [#a-z]*)* ")),
+        GrammarSource("regex", "(([a-z]{0,50}){0,50}){0,50}"),
+    ):
+        made = compiled(source, compiler)
+        assert "too ambiguous" in made.error, made.error
+    made = compiled(GrammarSource("json_object", ""), compiler)
+    assert not made.error and 0 < made.token_us < 1e6 * MAX_TOKEN_S
