@@ -42,7 +42,7 @@ def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> Com
     seconds = token_s(grammar)
     if seconds > MAX_TOKEN_S:
         return CompiledGrammar(
-            error=f"it is too ambiguous: a token takes {seconds * 1000:.0f} ms of CPU time, at most "
+            error=f"it is too ambiguous: a token takes {seconds * 1000:.1f} ms of CPU time, at most "
             f"{MAX_TOKEN_S * 1000:.0f} are possible. Let each text be derived in one way: no repetition in a "
             "repetition, no rule that begins with itself, fewer alternatives that begin alike"
         )

@@ -78,7 +78,7 @@ NUMBERS = itertools.count(1)
 def new_row(
     row: int, grammar: RowGrammar | None, output: Sequence[int] = (), number: int | None = None
 ) -> NewRow:
-    """Of a request of its own, unless `number` is given."""
+    """A row of a request of its own, unless `number` is given."""
     sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
     number = next(NUMBERS) if number is None else number
     ids = pack_ids(output)
