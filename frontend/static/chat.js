@@ -130,7 +130,11 @@ export class Chat {
   #show(entry) {
     if (entry.role === "user") this.list.append(userMessage(entry, (text) => this.#edit(entry, text)));
     else if (entry.role === "tool") this.list.append(toolMessage(entry));
-    else this.#finish(this.#replyView(() => entry), entry);
+    else
+      this.#finish(
+        this.#replyView(() => entry),
+        entry,
+      );
   }
 
   #finish(view, entry) {

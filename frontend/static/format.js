@@ -54,7 +54,7 @@ export function duration(value) {
 /** "last 60 s", "last 5 min", "last 6 h" */
 export function span(value) {
   if (value < 120) return `last ${Math.round(value)} s`;
-  return value < 7200 ? `last ${Math.round(value / 60)} min` : `last ${digits(value / 3600)} h`;
+  return value < 7200 ? `last ${Math.round(value / 60)} min` : `last ${Math.round(value / 360) / 10} h`;
 }
 
 /** 71.2, of bytes */

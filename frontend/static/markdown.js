@@ -28,7 +28,7 @@ export class MarkdownView {
   #text = "";
   #end = 0; // of the complete blocks
   #growing = []; // elements of the last block
-  #env = {}; // link references so far
+  #links = Object.create(null); // definitions of links in the complete blocks
   #more = el("p", { class: "plain" }); // what is longer than MAX_CHARS
 
   constructor(element) {
@@ -41,25 +41,30 @@ export class MarkdownView {
     if (!text.startsWith(this.#text)) this.#clear();
     this.#text = text;
     const rest = text.slice(this.#end, MAX_CHARS);
-    const tokens = parser.parse(rest, this.#env);
+    const tokens = parser.parse(rest, { references: Object.create(this.#links) });
     const last = tokens.findLastIndex(({ level, nesting, map }) => level === 0 && nesting >= 0 && map);
     for (const old of this.#growing) old.remove();
     this.#more.remove();
     this.#element.append(...elementsOf(tokens.slice(0, Math.max(last, 0))));
     this.#growing = elementsOf(tokens.slice(Math.max(last, 0)));
     this.#element.append(...this.#growing);
-    if (last > 0) this.#end += indexOfLine(rest, tokens[last].map[0]);
+    if (last > 0) this.#complete(rest.slice(0, indexOfLine(rest, tokens[last].map[0])));
     if (text.length > MAX_CHARS) {
       this.#more.textContent = text.slice(MAX_CHARS);
       this.#element.append(this.#more);
     }
   }
 
+  #complete(text) {
+    this.#end += text.length;
+    parser.block.parse(text, parser, { references: this.#links }, []); // what follows may be half a definition
+  }
+
   #clear() {
     this.#element.replaceChildren();
     this.#end = 0;
     this.#growing = [];
-    this.#env = {};
+    this.#links = Object.create(null);
   }
 }
 
@@ -131,6 +136,11 @@ function linkTo(address) {
 function codeOf(token) {
   const [language = ""] = token.info.trim().split(/\s/);
   const code = token.content.replace(/\n$/, "");
-  const head = el("div", { class: "code-head" }, el("span", {}, language), copyButton(() => code));
+  const head = el(
+    "div",
+    { class: "code-head" },
+    el("span", {}, language),
+    copyButton(() => code),
+  );
   return el("div", { class: "code" }, head, el("pre", { tabindex: "0" }, el("code", {}, code)));
 }

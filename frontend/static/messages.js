@@ -8,7 +8,11 @@ import { prettyArguments } from "./reply.js";
 /** What a user has written, with `edit(text)` for another text in its place. */
 export function userMessage({ content }, edit) {
   const text = el("div", { class: "text" }, content);
-  const actions = el("p", { class: "actions" }, copyButton(() => content));
+  const actions = el(
+    "p",
+    { class: "actions" },
+    copyButton(() => content),
+  );
   const element = el("div", { class: "message user" }, text, actions);
   actions.append(
     textButton("Edit", () => {
@@ -53,6 +57,7 @@ export function errorMessage(text) {
 export class ReplyView {
   #content;
   #text = "";
+  #numReasoned = 0; // characters of the reasoning that are shown
 
   /** `regenerate()` is called for another reply in its place. */
   constructor(regenerate) {
@@ -66,7 +71,12 @@ export class ReplyView {
     this.error = el("p", { class: "error", role: "alert" });
     const again = textButton("Regenerate", regenerate);
     again.classList.add("regenerate");
-    this.actions = el("p", { class: "actions" }, copyButton(() => this.#text), again);
+    this.actions = el(
+      "p",
+      { class: "actions" },
+      copyButton(() => this.#text),
+      again,
+    );
     this.element = el(
       "div",
       { class: "message assistant", "aria-busy": "true" },
@@ -115,8 +125,8 @@ export class ReplyView {
   }
 
   #appendReasoning(text) {
-    const old = this.reasoning.textContent;
-    if (text.length > old.length) this.reasoning.append(text.slice(old.length));
+    if (text.length > this.#numReasoned) this.reasoning.append(text.slice(this.#numReasoned));
+    this.#numReasoned = text.length;
   }
 
   #drawCall(call, index) {

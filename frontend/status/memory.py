@@ -4,6 +4,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from atom.shared.utils.logger import get_logger
@@ -81,7 +82,10 @@ def gpu_memory(cards: Path = _AMD_CARDS) -> list[Gpu]:
             Gpu(int(path.with_name("mem_info_vram_used").read_text()), int(path.read_text()))
             for path in found
         ]
-    return _nvidia_memory(ctypes.CDLL("libnvidia-ml.so.1"))
+    library = _nvml()
+    count = ctypes.c_uint()
+    _check("nvmlDeviceGetCount_v2", library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
+    return [_nvidia_gpu(library, index) for index in range(count.value)]
 
 
 class _NvmlMemory(ctypes.Structure):
@@ -90,15 +94,12 @@ class _NvmlMemory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-def _nvidia_memory(library: ctypes.CDLL) -> list[Gpu]:
-    """By NVML, which each call opens and closes: the driver counts its users."""
+@cache
+def _nvml() -> ctypes.CDLL:
+    """NVIDIA's library, ready for use until the process ends; after an error the next call tries again."""
+    library = ctypes.CDLL("libnvidia-ml.so.1")
     _check("nvmlInit_v2", library.nvmlInit_v2())
-    try:
-        count = ctypes.c_uint()
-        _check("nvmlDeviceGetCount_v2", library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
-        return [_nvidia_gpu(library, index) for index in range(count.value)]
-    finally:
-        library.nvmlShutdown()
+    return library
 
 
 def _nvidia_gpu(library: ctypes.CDLL, index: int) -> Gpu:

@@ -1,6 +1,7 @@
 """The status page's files and its data over HTTP."""
 
 import asyncio
+import hashlib
 import http.client
 import json
 import re
@@ -127,9 +128,16 @@ def test_a_file_that_is_not_there_is_an_error_object(client: Client) -> None:
 
 def test_the_files_load_nothing_from_elsewhere_and_insert_no_markup() -> None:
     assert re.findall(r"(?:src|href|from|import|url)\s*[=(]?\s*[\"']?(?:https?:)?//", TEXT) == []
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|localStorage.*key", TEXT
-    )
+    markup = r"innerHTML|outerHTML|insertAdjacentHTML|DOMParser|document\.write"
+    assert not re.search(rf"{markup}|\beval\(|new Function|localStorage.*key", TEXT)
+
+
+def test_the_vendored_library_is_the_recorded_one() -> None:
+    record = (ROOT / "frontend/static/markdown-it.LICENSE.txt").read_text(encoding="utf-8")
+    library = (ROOT / "frontend/static/markdown-it.js").read_bytes()
+    assert hashlib.sha256(library).hexdigest() == re.findall(r"^sha256 (\w+)$", record, re.MULTILINE)[0]
+    version = re.findall(rb"^/\*! markdown-it ([\d.]+) ", library)[0].decode()
+    assert f"npm package markdown-it {version}, unchanged" in record
 
 
 @pytest.mark.parametrize("path", ["/status", "/status/events", "/status/history/1h"])

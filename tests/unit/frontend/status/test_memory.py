@@ -3,6 +3,7 @@
 import ctypes
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,14 +58,14 @@ class Nvml:
     """The driver's library with two GPUs; `function` fails."""
 
     def __init__(self, function: str = ""):
-        self.open = 0
+        self.opened = 0
         self._fails = function
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: 999 if name == self._fails else self._call(name, *arguments)
 
     def _call(self, name: str, *arguments: Any) -> int:
-        self.open += {"nvmlInit_v2": 1, "nvmlShutdown": -1}.get(name, 0)
+        self.opened += name == "nvmlInit_v2"
         match name, arguments:
             case "nvmlDeviceGetCount_v2", (count,):
                 count._obj.value = 2
@@ -76,11 +77,19 @@ class Nvml:
         return 0
 
 
+@pytest.fixture(autouse=True)
+def fresh_library() -> Iterator[None]:
+    memory._nvml.cache_clear()
+    yield
+    memory._nvml.cache_clear()
+
+
 def test_nvidia_gpus_are_read_by_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Nvml()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    assert gpu_memory(tmp_path) == [Gpu(1, 10), Gpu(2, 20)]
-    assert library.open == 0
+    for _ in range(2):
+        assert gpu_memory(tmp_path) == [Gpu(1, 10), Gpu(2, 20)]
+    assert library.opened == 1
 
 
 @pytest.mark.parametrize("function", ["nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetMemoryInfo"])
@@ -91,7 +100,6 @@ def test_a_failure_of_nvml_names_its_function(
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     with pytest.raises(OSError, match=f"{function} .* code 999"):
         gpu_memory(tmp_path)
-    assert library.open == 0
 
 
 def latest(watch: MemoryWatch) -> Memory:
