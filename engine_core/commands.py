@@ -23,8 +23,8 @@ def responses(
         case GetRequests(number, name):
             total, requests = core.requests(name)
             yield asker, RequestInfos(number, total, requests)
-        case AbortNamed(number, names, everything):
-            count, ends = core.abort_named(None if everything else set(names))
+        case AbortNamed(number, names, everything, tenant):
+            count, ends = core.abort_named(None if everything else set(names), tenant)
             yield from ends.items()
             yield asker, Done(number, count)
         case ResetPrefixCache(number):

@@ -178,9 +178,18 @@ class EngineCore:
         infos = [describe(request, now, block_size) for request in found[:MAX_INFOS]]
         return len(finished) + len(found), (finished + infos)[:MAX_INFOS]
 
-    def abort_named(self, names: set[str] | None) -> tuple[int, dict[bytes, TokenDeltas]]:
-        """End the sequences of these requests, or all for None; (how many, what frontends must get)."""
-        found = [one for one in self._unfinished() if names is None or one.settings.name in names]
+    def abort_named(
+        self, names: set[str] | None, tenant: str | None = None
+    ) -> tuple[int, dict[bytes, TokenDeltas]]:
+        """End the sequences of these requests, or all for None; (how many, what frontends must get).
+
+        With `tenant` only those of its API key.
+        """
+        found = [
+            one
+            for one in self._unfinished()
+            if (names is None or one.settings.name in names) and tenant in (None, one.settings.tenant)
+        ]
         ends: dict[bytes, list[Finished]] = {}
         for request in found:
             ends.setdefault(request.frontend, []).append(Finished(request.request_id, FinishReason.ABORTED))

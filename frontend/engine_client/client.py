@@ -156,18 +156,23 @@ class EngineClient:
         """Wait until an engine is ready; the caller bounds the wait."""
         await self._ready.wait()
 
-    async def abort_named(self, names: list[str], everything: bool = False) -> int:
+    async def abort_named(self, names: list[str], everything: bool = False, tenant: str | None = None) -> int:
         """End these requests, of all frontends, or all; returns how many sequences.
 
-        Those that wait for an engine: of this frontend alone.
+        With `tenant` only those of its API key. Those that wait for an engine: of this frontend alone.
         """
-        waiting = [sequence for sequence in self._sequences.values() if sequence.engine is None]
-        ended = [sequence.id for sequence in waiting if everything or sequence.name in names]
+        ended = [
+            sequence.id
+            for sequence in self._sequences.values()
+            if sequence.engine is None
+            and (everything or sequence.name in names)
+            and tenant in (None, sequence.state.request.tenant)
+        ]
         ends = [Finished(number, FinishReason.ABORTED) for number in ended]
         self._advance(0, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
         if ended and not self.engines.is_ready:
             return len(ended)
-        return len(ended) + await self.control.abort_named(names, everything)
+        return len(ended) + await self.control.abort_named(names, everything, tenant)
 
     # Requests
 
@@ -361,6 +366,7 @@ class EngineClient:
         for first in deltas.first:
             if (admitted := self._sequences.get(first.request_id)) is not None:
                 metrics.admitted(first)
+                admitted.progress.queue_s = first.queued_s
                 admitted.stream.admitted(first.queued_s, first.prefill_s)
         replays = self._replays
         for sequence, update in done.updates:

@@ -81,9 +81,12 @@ class EngineControl:
         """(rank, sequences) of every engine: of the request `name`, or all running ones."""
         return await self._ask_all(lambda number: GetRequests(number, name), RequestInfos)
 
-    async def abort_named(self, names: list[str], everything: bool = False) -> int:
-        """End these requests, or all, on all engines; returns how many sequences."""
-        answers = await self._ask_all(lambda number: AbortNamed(number, names, everything), Done)
+    async def abort_named(self, names: list[str], everything: bool = False, tenant: str | None = None) -> int:
+        """End these requests, or all, on all engines; returns how many sequences.
+
+        With `tenant` only those of its API key.
+        """
+        answers = await self._ask_all(lambda number: AbortNamed(number, names, everything, tenant), Done)
         return sum(answer.count for _, answer in answers)
 
     async def reset_prefix_cache(self) -> int:

@@ -48,7 +48,15 @@ class RunningSequence:
         """Its figures for the status page."""
         progress = self.progress
         return RunningRequest(
-            self.id, self.rank, progress.prompt_tokens, progress.tokens, progress.arrived_at
+            self.id,
+            self.rank,
+            progress.prompt_tokens,
+            progress.tokens,
+            progress.arrived_at,
+            name=self.name,
+            first_token_at=progress.first_token_at,
+            last_token_at=progress.last_token_at,
+            queue_s=progress.queue_s,
         )
 
     def resumed(self) -> AddRequest:

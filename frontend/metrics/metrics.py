@@ -52,6 +52,8 @@ class Progress:
     tokens: int = 0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    queue_s: float | None = None
+    """Seconds from the arrival at the engine to the admission; None: no token yet."""
 
 
 class RunningRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -65,6 +67,19 @@ class RunningRequest(msgspec.Struct, array_like=True, frozen=True):
     """Tokens generated so far."""
     arrived_at: float
     """Time of the monotonic clock, which all processes of a host share."""
+    name: str = ""
+    """The id of its request that the client knows."""
+    first_token_at: float = 0.0
+    """Time of the monotonic clock; 0: there is no token yet."""
+    last_token_at: float = 0.0
+    queue_s: float | None = None
+    """Seconds from the arrival at the engine to the admission; None: no token yet."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Mean rate since the first token; None before the second one."""
+        seconds = self.last_token_at - self.first_token_at
+        return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else None
 
 
 def _series(steps: tuple[float, ...], first: int, last: int) -> list[float]:

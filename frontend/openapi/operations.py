@@ -9,9 +9,9 @@ from frontend.api.messages.schema import COUNT, MESSAGES, CountResponse, Message
 from frontend.api.models.schema import ModelCard, ModelList
 from frontend.api.responses.schema import RESPONSES, Response
 from frontend.api.schemas.fields import Schema
-from frontend.api.schemas.request_info import RequestReport
+from frontend.api.schemas.request_info import AbortReport, RequestReport
 from frontend.api.tokenization.schema import DETOKENIZE, TOKENIZE, DetokenizeResponse, TokenizeResponse
-from frontend.status.records import State
+from frontend.status.records import RangeHistory, State
 
 __all__ = ["OPERATIONS", "Operation"]
 
@@ -127,6 +127,14 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(500, 503),
         parameters={"id": "The id of a response."},
     ),
+    Operation(
+        method="post",
+        path="/v1/requests/{id}/abort",
+        summary="End a request",
+        response=AbortReport,
+        errors=(403, 500, 503),
+        parameters={"id": "The id of a response that has not ended."},
+    ),
     _get("/version", "The version of the server"),
     _get("/server_info", "The running configuration"),
     _get("/metrics", "Prometheus metrics", content=TEXT),
@@ -144,5 +152,11 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters={"name": "The file."},
     ),
     _get("/status", "What the status page shows", response=State),
+    _get(
+        "/status/history/{range}",
+        "The points of its charts",
+        response=RangeHistory,
+        parameters={"range": "5m, 1h or 6h."},
+    ),
     _get("/status/events", "The same as a stream", content=EVENTS, errors=(503,)),
 )

@@ -16,6 +16,7 @@ _TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
 }
 _HEADERS = {
     "Cache-Control": "no-cache",  # kept, and asked for again with its ETag

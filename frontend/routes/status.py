@@ -1,4 +1,4 @@
-"""GET /status and /status/events: what the status page shows."""
+"""GET /status, /status/events and /status/history/{range}: what the status page shows."""
 
 import contextlib
 
@@ -16,8 +16,13 @@ routes = web.RouteTableDef()
 @routes.get("/status")
 async def status(request: web.Request) -> web.Response:
     """The whole state."""
-    body = await request.app[STATUS].state()
-    return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
+    return _json(await request.app[STATUS].state())
+
+
+@routes.get("/status/history/{range}")
+async def history(request: web.Request) -> web.Response:
+    """The points of the charts over 5m, 1h or 6h."""
+    return _json(request.app[STATUS].history(request.match_info["range"]))
 
 
 @routes.get("/status/events")
@@ -27,6 +32,10 @@ async def events(request: web.Request) -> web.StreamResponse:
     with feed.listening():
         async with contextlib.aclosing(feed.frames()) as frames:
             return await EventStream(request, _error).send(frames)
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 def _error(error: ApiError) -> bytes:

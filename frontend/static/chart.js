@@ -1,11 +1,12 @@
-// A line chart of the last minutes, drawn again with each tick.
+// A line chart of the last minutes or hours, drawn again with each tick.
 
 import { el, setText, svg } from "./dom.js";
 import * as format from "./format.js";
 import { HEIGHT, WIDTH, area, largest, line, nearest, niceTop, runs } from "./scale.js";
 
 const MIN_SPAN_S = 60;
-const MAX_SPAN_S = 300;
+// Points further apart than so many steps are not joined: the page or the server was away.
+const MAX_GAP = 4;
 const STEPS = { ArrowLeft: -1, ArrowRight: 1, PageUp: -30, PageDown: 30 };
 
 /**
@@ -70,24 +71,25 @@ export class Chart {
     );
   }
 
-  /** Show `history`, ascending and not empty; its last point is now. */
-  draw(history) {
+  /** Show `points`, ascending and not empty, `stepS` seconds apart, of `spanS` at most; the last one is now. */
+  draw({ points, spanS, stepS }) {
     const { series, show, least, title } = this.#options;
-    const to = history.at(-1).at;
-    const span = Math.min(Math.max(to - history[0].at, MIN_SPAN_S), MAX_SPAN_S);
-    this.#points = history.filter((point) => point.at >= to - span);
+    const now = points.at(-1);
+    const to = now.at;
+    const span = Math.min(Math.max(to - points[0].at, MIN_SPAN_S), spanS);
+    this.#points = points.filter((point) => point.at >= to - span);
     const top = niceTop(
       largest(this.#points.flatMap((point) => series.map(({ read }) => read(point)))),
       least,
     );
-    this.#range = { from: to - span, to, top };
+    this.#range = { from: to - span, to, top, gap: MAX_GAP * stepS };
     const joined = series.map(({ read }) => runs(this.#points, read, this.#range));
     joined.forEach((found, index) => this.lines[index].setAttribute("d", line(found)));
     this.fill.setAttribute("d", area(joined[0]));
     setText(this.top, show(top));
     setText(this.middle, show(top / 2));
-    setText(this.value, this.#text(series[0].read(history.at(-1))));
-    const values = series.map(({ label, read }) => `${label} ${this.#text(read(history.at(-1)))}`);
+    setText(this.value, this.#text(series[0].read(now)));
+    const values = series.map(({ label, read }) => `${label} ${this.#text(read(now))}`);
     this.plot.setAttribute("aria-label", `${title}: ${values.join(", ")}`);
     this.point(this.#cursor);
   }

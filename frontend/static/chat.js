@@ -1,28 +1,36 @@
-// The chat box: a conversation, streamed.
+// The chat box: conversations, streamed and kept.
 
 import { post } from "./api.js";
-import { blocksOf } from "./blocks.js";
-import { byId, el, resize, setText } from "./dom.js";
-import * as format from "./format.js";
-import { Reply, prettyArguments } from "./reply.js";
+import { ChatStore, browserStorage } from "./chats.js";
+import { Conversation } from "./conversation.js";
+import { byId, confirmed, el, resize, setText } from "./dom.js";
+import { ReplyView, errorMessage, footText, toolMessage, userMessage } from "./messages.js";
+import { Options } from "./options.js";
+import { Reply } from "./reply.js";
 import { eventsOf } from "./sse.js";
 
-const MAX_MESSAGES = 200;
-const CHAT_HINT = "Enter sends, Shift+Enter starts a line, Esc stops.";
+const CHAT_HINT = "Enter sends, Shift+Enter starts a line, Esc stops. Chats stay in this browser.";
 const COMPLETE_HINT = `This model has no chat template: it continues your text. ${CHAT_HINT}`;
+// Of the time, drawing may take one part in so many: a long block takes longer.
+const DRAWING_SHARE = 4;
 
 export class Chat {
-  #history = []; // messages as they are sent; replaced, never changed
+  #store = new ChatStore(browserStorage());
+  #chat = new Conversation();
   #running = null; // AbortController of the stream
   #layout = null;
   #frame = null; // of the next drawing
+  #notBefore = 0; // time of the next drawing
   #pendingCalls = []; // tool calls of the last reply, with the fields for their results
+  #isConnected = true;
 
   constructor() {
     this.list = byId("messages");
     this.prompt = byId("prompt");
     this.button = byId("send");
     this.empty = byId("chat-empty");
+    this.picker = byId("chats");
+    this.options = new Options(() => this.#keepOptions());
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.#running) this.#running.abort();
@@ -34,9 +42,13 @@ export class Chat {
       if (!this.#running) this.#send();
     });
     document.addEventListener("keydown", (event) => event.key === "Escape" && this.#running?.abort());
-    byId("clear").addEventListener("click", () => this.#clear());
-    for (const id of ["temperature", "max-tokens", "tools"])
-      byId(id).addEventListener("input", () => this.#showOptions());
+    byId("new-chat").addEventListener("click", () => {
+      this.#open(this.#newChat());
+      this.prompt.focus();
+    });
+    confirmed(byId("delete-chat"), () => this.#delete());
+    this.picker.addEventListener("change", () => this.#openKept(this.picker.value));
+    this.#openKept(this.#store.list()[0]?.id);
   }
 
   /** What the server is; without a chat template the box completes texts. */
@@ -44,230 +56,234 @@ export class Chat {
     if (this.#layout?.has_chat !== layout.has_chat) {
       setText(byId("chat-title"), layout.has_chat ? "Chat" : "Complete");
       setText(this.empty, layout.has_chat ? CHAT_HINT : COMPLETE_HINT);
-      for (const id of ["system", "tools"]) byId(id).disabled = !layout.has_chat;
+      this.options.hasChat = layout.has_chat;
     }
     this.#layout = layout;
   }
 
-  #clear() {
+  /** Whether the server can be reached: what is typed waits until then. */
+  set isConnected(isConnected) {
+    if (this.#isConnected === isConnected) return;
+    this.#isConnected = isConnected;
+    this.#showRunning();
+  }
+
+  // Conversations
+
+  #newChat() {
+    return new Conversation({ options: this.options.values });
+  }
+
+  #openKept(id) {
+    const kept = id === undefined ? null : this.#store.load(id);
+    this.#open(kept ? new Conversation(kept) : this.#newChat());
+  }
+
+  #open(chat) {
     this.#running?.abort();
-    this.#history = [];
-    this.#pendingCalls = [];
+    this.#chat = chat;
+    this.options.values = chat.options;
+    this.#showEntries();
+    this.#showPicker();
+  }
+
+  #delete() {
+    this.#store.remove(this.#chat.id);
+    this.#openKept(this.#store.list()[0]?.id);
+  }
+
+  #keepOptions() {
+    this.#chat.options = this.options.values;
+    if (this.#chat.entries.length) this.#keep(this.#chat);
+  }
+
+  #keep(chat) {
+    const isKept = this.#store.save(chat.kept);
+    byId("not-kept").hidden = isKept;
+    this.#showPicker();
+  }
+
+  #showPicker() {
+    const { id, title } = this.#chat;
+    const kept = this.#store.list();
+    const all = kept.some((each) => each.id === id) ? kept : [{ id, title }, ...kept];
+    resize(this.picker, all.length, () => el("option"));
+    all.forEach((each, index) => {
+      this.picker.children[index].value = each.id;
+      setText(this.picker.children[index], each.title);
+    });
+    this.picker.value = id;
+  }
+
+  #showEntries() {
     this.list.replaceChildren(this.empty);
-    this.empty.hidden = false;
-    this.prompt.focus();
+    this.#append(this.#chat.entries);
   }
 
-  #showOptions() {
-    const shown = [];
-    if (byId("temperature").value) shown.push(`temperature ${byId("temperature").value}`);
-    if (byId("max-tokens").value) shown.push(`${byId("max-tokens").value} tokens`);
-    if (byId("tools").value.trim()) shown.push("tools");
-    setText(byId("options-shown"), shown.join(", "));
+  #append(entries) {
+    this.empty.hidden = this.#chat.entries.length > 0;
+    this.#pendingCalls = [];
+    for (const entry of entries) this.#show(entry);
+    this.list.scrollTop = this.list.scrollHeight;
   }
 
-  async #send() {
-    const text = this.prompt.value;
+  #show(entry) {
+    if (entry.role === "user") this.list.append(userMessage(entry, (text) => this.#edit(entry, text)));
+    else if (entry.role === "tool") this.list.append(toolMessage(entry));
+    else
+      this.#finish(
+        this.#replyView(() => entry),
+        entry,
+      );
+  }
+
+  #finish(view, entry) {
+    view.finish(entry);
+    if (entry === this.#chat.entries.at(-1)) this.#pendingCalls = view.askForResults(entry.calls);
+  }
+
+  /** A view at the end of the list; `entryOf()` is the entry that it shows, once there is one. */
+  #replyView(entryOf) {
+    const view = new ReplyView(() => this.#regenerate(entryOf()));
+    this.list.append(view.element);
+    return view;
+  }
+
+  // Requests
+
+  #edit(entry, text) {
+    if (this.#running || !this.#canSend()) return;
+    this.#chat.cutAt(entry);
+    this.#chat.add({ role: "user", content: text });
+    this.#showEntries();
+    this.#respond();
+  }
+
+  #regenerate(entry) {
+    if (this.#running || !entry || !this.#canSend()) return;
+    this.#chat.cutAt(entry);
+    this.#showEntries();
+    this.#respond();
+  }
+
+  #send() {
+    const content = this.prompt.value;
     const results = this.#pendingCalls.map(({ call, field }) => ({
       role: "tool",
-      tool_call_id: call.id,
+      id: call.id,
+      name: call.name,
       content: field.value,
     }));
-    if (!text.trim() && !results.length) return;
-    const added = text.trim() ? [...results, { role: "user", content: text }] : results;
-    let body;
-    try {
-      body = this.#body(text, added);
-    } catch (error) {
-      this.#show("error", error.message);
-      return;
-    }
+    if ((!content.trim() && !results.length) || !this.#canSend()) return;
     this.prompt.value = "";
-    for (const { field } of this.#pendingCalls) field.disabled = true;
-    this.#pendingCalls = [];
-    if (text.trim()) this.#show("user", text);
-    const before = this.#history;
-    const { reply, view } = await this.#stream(body);
-    if (this.#history !== before || !(reply.content || reply.calls.length)) return; // cleared, or no reply
-    this.#history = [...before, ...added, reply.message].slice(-MAX_MESSAGES);
-    if (reply.finishReason === "tool_calls") this.#pendingCalls = view.askForResults(reply.calls);
+    for (const { field } of this.#pendingCalls) field.remove();
+    const added = content.trim() ? [...results, { role: "user", content }] : results;
+    this.#chat.add(...added);
+    this.#append(added);
+    this.#respond();
   }
 
-  /** The request with `added` messages. Throws an Error for tools that are no JSON array. */
-  #body(text, added) {
+  /** Whether a request can be made now; an error of the options is shown. */
+  #canSend() {
+    if (!this.#isConnected || !this.#layout) return false;
+    try {
+      this.options.fields(this.#layout.has_chat);
+      return true;
+    } catch (error) {
+      this.list.append(errorMessage(error.message));
+      this.list.scrollTop = this.list.scrollHeight;
+      return false;
+    }
+  }
+
+  #body() {
+    const { model, has_chat: hasChat } = this.#layout;
     const body = {
-      model: this.#layout.model,
+      model,
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true },
+      ...this.options.fields(hasChat),
     };
-    if (byId("temperature").value) body.temperature = Number(byId("temperature").value);
-    if (byId("max-tokens").value) body.max_tokens = Number(byId("max-tokens").value);
-    if (!this.#layout.has_chat) return { ...body, prompt: text };
-    const tools = byId("tools").value.trim();
-    if (tools) body.tools = parseTools(tools);
-    const system = byId("system").value.trim();
-    const first = system ? [{ role: "system", content: system }] : [];
-    return { ...body, messages: [...first, ...this.#history, ...added] };
+    if (hasChat) return { ...body, messages: this.#chat.messages(this.options.system) };
+    return { ...body, prompt: this.#chat.entries.findLast(({ role }) => role === "user")?.content ?? "" };
   }
 
-  async #stream(body) {
-    const [reply, view] = [new Reply(), new ReplyView(this.list)];
-    this.#running = new AbortController();
-    this.#showRunning(true);
+  /** Get the reply to the conversation so far. */
+  async #respond() {
+    const chat = this.#chat;
+    chat.options = this.options.values;
+    this.#keep(chat);
+    let entry = null;
+    const view = this.#replyView(() => entry);
+    this.list.scrollTop = this.list.scrollHeight;
+    const { reply, stopped } = await this.#stream(this.#body(), view);
+    const { content, reasoning, calls, error } = reply;
+    entry = { role: "assistant", content, reasoning, calls, foot: footText(reply, stopped), error };
+    chat.add(entry);
+    if (this.#store.load(chat.id) || chat === this.#chat) this.#keep(chat); // else it was deleted
+    if (chat !== this.#chat) return;
+    this.#keepAtEnd(() => this.#finish(view, entry));
+  }
+
+  async #stream(body, view) {
+    const reply = new Reply();
+    const running = new AbortController();
+    this.#running = running;
+    this.#showRunning();
     let stopped = false;
     try {
       const path = this.#layout.has_chat ? "v1/chat/completions" : "v1/completions";
-      const response = await post(path, body, this.#running.signal);
+      const response = await post(path, body, running.signal);
+      let isDone = false;
       for await (const { data } of eventsOf(response)) {
-        if (reply.add(data)) break;
+        if ((isDone = reply.add(data))) break;
         this.#drawSoon(view, reply);
       }
+      if (!isDone) reply.error = "the response ended before it was complete";
     } catch (error) {
-      stopped = error.name === "AbortError";
-      if (!stopped) reply.error = error.message;
+      stopped = running.signal.aborted;
+      if (!stopped) reply.error = reasonOf(error);
     }
-    this.#running = null;
-    cancelAnimationFrame(this.#frame);
-    this.#frame = null;
-    this.#showRunning(false);
-    this.#keepAtEnd(() => view.finish(reply, stopped));
-    return { reply, view };
+    if (this.#running === running) {
+      this.#running = null;
+      cancelAnimationFrame(this.#frame);
+      this.#frame = null;
+      this.#showRunning();
+    }
+    return { reply, stopped };
   }
 
-  /** Draw once a frame, however many chunks arrive. */
+  // Drawing
+
+  /** Draw once a frame at most, however many chunks arrive. */
   #drawSoon(view, reply) {
-    this.#frame ??= requestAnimationFrame(() => {
+    this.#frame ??= requestAnimationFrame((begun) => {
       this.#frame = null;
+      if (begun < this.#notBefore) return this.#drawSoon(view, reply);
       this.#keepAtEnd(() => view.draw(reply));
+      const end = performance.now();
+      this.#notBefore = end + (DRAWING_SHARE - 1) * (end - begun);
     });
   }
 
-  #showRunning(running) {
-    setText(this.button, running ? "Stop" : "Send");
-    this.button.classList.toggle("stop", running);
-    this.list.setAttribute("aria-busy", `${running}`);
-  }
-
-  #show(kind, text) {
-    this.#keepAtEnd(() => {
-      this.empty.hidden = true;
-      this.list.append(el("div", { class: `message ${kind}` }, text));
-    }, true);
-    while (this.list.children.length > MAX_MESSAGES) this.list.children[1].remove();
+  #showRunning() {
+    const isRunning = this.#running !== null;
+    setText(this.button, isRunning ? "Stop" : this.#isConnected ? "Send" : "Offline");
+    this.button.classList.toggle("stop", isRunning);
+    this.button.disabled = !isRunning && !this.#isConnected;
+    this.list.setAttribute("aria-busy", `${isRunning}`);
   }
 
   /** Change the list; if its end was visible, it is still. */
-  #keepAtEnd(change, always = false) {
+  #keepAtEnd(change) {
     const list = this.list;
-    const atEnd = always || list.scrollHeight - list.scrollTop - list.clientHeight < 40;
+    const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
     change();
     if (atEnd) list.scrollTop = list.scrollHeight;
   }
 }
 
-/** The elements of one reply. New text is appended, so that a long reply costs no more than a short one. */
-class ReplyView {
-  constructor(list) {
-    this.reasoning = el("div", { class: "reasoning-text" });
-    this.summary = el("summary", {}, "Thinking …");
-    this.details = el("details", { class: "reasoning", hidden: "" }, this.summary, this.reasoning);
-    this.content = el("div", { class: "content" });
-    this.calls = el("div", { class: "calls" });
-    this.foot = el("p", { class: "usage num" }, "…");
-    this.element = el(
-      "div",
-      { class: "message assistant", "aria-busy": "true" },
-      this.details,
-      this.content,
-      this.calls,
-      this.foot,
-    );
-    list.append(this.element);
-    list.scrollTop = list.scrollHeight;
-  }
-
-  draw(reply) {
-    this.#append(this.reasoning, reply.reasoning);
-    this.#append(this.content, reply.content);
-    this.details.hidden = !reply.reasoning;
-    if (reply.content || reply.calls.length) setText(this.summary, "Reasoning");
-    reply.calls.forEach((call, index) => this.#drawCall(call, index));
-    if (reply.usage) setText(this.foot, usageText(reply));
-  }
-
-  finish(reply, stopped) {
-    this.draw(reply);
-    this.element.setAttribute("aria-busy", "false");
-    if (reply.reasoning) setText(this.summary, "Reasoning");
-    for (const [index, call] of reply.calls.entries())
-      setText(this.calls.children[index].querySelector("pre"), prettyArguments(call.arguments));
-    const end = stopped
-      ? "stopped"
-      : { length: "cut at the limit", tool_calls: "tool call" }[reply.finishReason];
-    setText(this.foot, format.listed(reply.usage ? usageText(reply) : null, end));
-    if (reply.error) this.element.append(el("p", { class: "error", role: "alert" }, reply.error));
-  }
-
-  /** [{call, field}]: an input for the result of each call. */
-  askForResults(calls) {
-    return calls.map((call, index) => {
-      const field = el("input", {
-        class: "mono",
-        placeholder: "result, then Send",
-        "aria-label": `Result of ${call.name}`,
-      });
-      this.calls.children[index].append(field);
-      return { call, field };
-    });
-  }
-
-  /** Append what is new: blocks that are complete are not touched. */
-  #append(element, text) {
-    const blocks = blocksOf(text);
-    resize(element, blocks.length, (index) => el(blocks[index].code ? "pre" : "p"));
-    blocks.forEach((block, index) => {
-      let shown = element.children[index];
-      if (block.code !== (shown.localName === "pre")) {
-        const other = el(block.code ? "pre" : "p"); // its beginning did not look like a fence
-        shown.replaceWith(other);
-        shown = other;
-      }
-      const old = shown.textContent;
-      if (!block.text.startsWith(old)) setText(shown, block.text);
-      else if (block.text.length > old.length) shown.append(block.text.slice(old.length));
-    });
-  }
-
-  #drawCall(call, index) {
-    while (this.calls.children.length <= index) {
-      this.calls.append(
-        el("div", { class: "call" }, el("strong", { class: "mono" }), el("pre", { class: "mono" })),
-      );
-    }
-    const [name, text] = this.calls.children[index].children;
-    setText(name, call.name);
-    setText(text, call.arguments);
-  }
-}
-
-/** "12 (8 cached) + 84 tokens · first after 31 ms · 41 tokens/s" */
-function usageText({ usage }) {
-  const cached = usage.prompt_tokens_details?.cached_tokens;
-  const prompt = format.count(usage.prompt_tokens) + (cached ? ` (${format.count(cached)} cached)` : "");
-  return format.listed(
-    `${prompt} + ${format.counted(usage.completion_tokens, "token")}`,
-    usage.ttft_s ? `first after ${format.seconds(usage.ttft_s)}` : null,
-    usage.tpot_s ? `${format.short(1 / usage.tpot_s)} tokens/s` : null,
-  );
-}
-
-function parseTools(text) {
-  let tools;
-  try {
-    tools = JSON.parse(text);
-  } catch (error) {
-    throw new Error(`the tools are not JSON: ${error.message}`);
-  }
-  if (!Array.isArray(tools)) throw new Error("the tools are not a JSON array");
-  return tools;
+/** Browsers have names of their own for a connection that is lost. */
+function reasonOf(error) {
+  return error instanceof TypeError ? "the server cannot be reached: Regenerate tries again" : error.message;
 }

@@ -51,9 +51,15 @@ export function duration(value) {
   return `${total} s`;
 }
 
-/** "last 60 s", "last 5 min" */
+/** "last 60 s", "last 5 min", "last 6 h" */
 export function span(value) {
-  return value < 120 ? `last ${Math.round(value)} s` : `last ${Math.round(value / 60)} min`;
+  if (value < 120) return `last ${Math.round(value)} s`;
+  return value < 7200 ? `last ${Math.round(value / 60)} min` : `last ${Math.round(value / 360) / 10} h`;
+}
+
+/** 71.2, of bytes */
+export function gibibytes(bytes) {
+  return digits(bytes / 2 ** 30);
 }
 
 /** 14:03:59, of seconds since the epoch. */

@@ -6,7 +6,10 @@ import { Chat } from "./chat.js";
 import { byId, setText } from "./dom.js";
 import { drawRanks } from "./engines.js";
 import * as format from "./format.js";
-import { drawCondition, drawEvents, drawFigures, drawHeader, drawRequests } from "./panels.js";
+import { drawHost } from "./host.js";
+import { drawCondition, drawEvents, drawFigures, drawHeader } from "./panels.js";
+import { Ranges } from "./ranges.js";
+import { drawRequests } from "./requests.js";
 import { follow } from "./status.js";
 
 // One cursor for all charts: what happened at the same time is seen together.
@@ -38,31 +41,55 @@ const charts = [
   tokens("Prefill", "prefill"),
   latency("Time to first token", "ttft", 0.01),
   latency("Inter-token latency", "inter_token", 0.001),
+  latency("Time in the queue", "queue", 0.001),
+  new Chart({
+    title: "Requests",
+    unit: "requests/s",
+    show: format.short,
+    least: 1,
+    moved,
+    series: [
+      { label: "ended/s", kind: "decode", read: (point) => point.requests },
+      { label: "errors/s", kind: "bad", read: (point) => point.errors },
+    ],
+  }),
 ];
 const chat = new Chat();
+const ranges = new Ranges(drawCharts);
+let shown = null; // the status
+
+function drawCharts() {
+  if (!shown) return;
+  const range = ranges.of(shown.history);
+  for (const chart of charts) chart.draw(range);
+}
 
 function draw(status) {
+  shown = status;
   unlock();
   byId("main").classList.remove("stale");
   drawHeader(status);
   drawFigures(status);
-  for (const chart of charts) chart.draw(status.history);
+  drawCharts();
   drawRanks(status);
+  drawHost(status);
   drawRequests(status);
   drawEvents(status);
   chat.layout = status.layout;
+  chat.isConnected = true;
 }
 
 function lost(reason, wait) {
   byId("main").classList.add("stale");
   drawCondition("offline");
+  chat.isConnected = false;
   setText(byId("uptime"), `${reason}; next try in ${Math.ceil(wait)} s`);
 }
 
 function unlock() {
   byId("lock").hidden = true;
   byId("main").hidden = false;
-  byId("jump").hidden = false;
+  for (const id of ["jump", "jump-down"]) byId(id).hidden = false;
   byId("forget").hidden = !key.get();
 }
 
@@ -70,7 +97,7 @@ async function lock(error) {
   byId("lock").hidden = false;
   byId("main").hidden = true;
   byId("forget").hidden = true;
-  byId("jump").hidden = true;
+  for (const id of ["jump", "jump-down"]) byId(id).hidden = true;
   drawCondition("locked");
   setText(byId("lock-error"), key.get() ? error.message : "");
   key.forget();

@@ -1,4 +1,4 @@
-// Header, figures, requests and events, drawn from the status.
+// Header, figures and events, drawn from the status.
 
 import { byId, el, resize, setText } from "./dom.js";
 import * as format from "./format.js";
@@ -60,8 +60,19 @@ const FIGURES = [
     ],
   ],
   [
+    "Memory",
+    ({ tick: { memory } }) => {
+      const [name, { used, total }] = fullest(memory) ?? ["", { used: 0, total: 0 }];
+      return [format.percent(total ? used / total : null), name];
+    },
+  ],
+  [
     "Prefix hits",
     ({ tick }) => [format.percent(ratio(tick.ranks, "prefix_hits", "prefix_queries")), "of prompts"],
+  ],
+  [
+    "Requests/s",
+    ({ tick: { point } }) => [format.short(point.requests), `${format.short(point.errors)} errors/s`],
   ],
   [
     "Finished",
@@ -91,25 +102,6 @@ export function drawFigures(status) {
   });
 }
 
-export function drawRequests({ tick }) {
-  const rows = byId("requests");
-  resize(rows, tick.requests.length, () => el("tr", {}, ...Array.from({ length: 5 }, () => el("td"))));
-  tick.requests.forEach((request, index) => {
-    const generated = request.tokens ? format.count(request.tokens) : "waiting";
-    const cells = [
-      request.id,
-      `${request.rank}`,
-      format.count(request.prompt_tokens),
-      generated,
-      format.duration(request.age),
-    ];
-    cells.forEach((text, column) => setText(rows.children[index].children[column], text));
-  });
-  byId("requests-empty").hidden = tick.requests.length > 0;
-  const more = tick.num_requests > tick.requests.length ? `the oldest ${tick.requests.length} of ` : "";
-  setText(byId("requests-count"), tick.num_requests ? `${more}${format.count(tick.num_requests)}` : "");
-}
-
 export function drawEvents({ events }) {
   const parent = byId("events");
   resize(parent, events.length, () =>
@@ -121,6 +113,16 @@ export function drawEvents({ events }) {
     setText(when, format.time(event.at));
     setText(text, event.rank === null ? event.text : `rank ${event.rank} ${event.text}`);
   });
+}
+
+/** [name, {used, total}] of the fullest memory: of a GPU, if there is one. */
+function fullest(memory) {
+  if (!memory) return null;
+  const { gpus } = memory;
+  if (!gpus.length) return ["of the host", memory];
+  const share = ({ used, total }) => used / total;
+  const most = gpus.reduce((found, gpu) => (share(gpu) > share(found) ? gpu : found));
+  return [gpus.length > 1 ? `the fullest of ${gpus.length} GPUs` : "of the GPU", most];
 }
 
 function sum(values) {

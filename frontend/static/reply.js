@@ -34,19 +34,6 @@ export class Reply {
     }
     this.finishReason = choice.finish_reason ?? this.finishReason;
   }
-
-  /** The message for the history of the next request. */
-  get message() {
-    const message = { role: "assistant", content: this.content };
-    if (this.calls.length) {
-      message.tool_calls = this.calls.map(({ id, name, arguments: text }) => ({
-        id,
-        type: "function",
-        function: { name, arguments: text },
-      }));
-    }
-    return message;
-  }
 }
 
 /** Arguments with line breaks, if they are JSON. */

@@ -2,8 +2,6 @@
 
 export const WIDTH = 300;
 export const HEIGHT = 100;
-// Points further apart are not joined: the page or the server was away.
-const MAX_GAP_S = 4;
 
 /** The smallest of 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20 … that is at least `value` and `least`. */
 export function niceTop(value, least) {
@@ -21,8 +19,11 @@ export function largest(values) {
   return found;
 }
 
-/** Runs of [x, y] that are joined. `read(point)` is a number or null; `from` and `to` are times. */
-export function runs(points, read, { from, to, top }) {
+/**
+ * Runs of [x, y] that are joined. `read(point)` is a number or null; `from` and `to` are times.
+ * Points that are more than `gap` seconds apart are not joined.
+ */
+export function runs(points, read, { from, to, top, gap }) {
   const found = [];
   let last = -Infinity;
   for (const point of points) {
@@ -30,7 +31,7 @@ export function runs(points, read, { from, to, top }) {
     if (value === null || value === undefined || point.at < from || point.at > to) continue;
     const x = ((point.at - from) / (to - from)) * WIDTH;
     const y = HEIGHT - Math.min(value / top, 1) * HEIGHT;
-    if (point.at - last > MAX_GAP_S) found.push([]);
+    if (point.at - last > gap) found.push([]);
     found.at(-1).push([x, y]);
     last = point.at;
   }

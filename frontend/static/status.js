@@ -60,7 +60,7 @@ export async function follow({ changed, lost, locked }) {
       if (error instanceof ApiError && error.status === 401) return locked(error);
       lost(error instanceof ApiError ? error.message : "the server cannot be reached", wait);
     }
-    await new Promise((resolve) => setTimeout(resolve, wait * 1e3));
+    await pause(wait * 1e3);
   }
 }
 
@@ -85,6 +85,19 @@ async function listen(status, changed) {
     document.removeEventListener("visibilitychange", hide);
     abort.abort();
   }
+}
+
+/** So many milliseconds, or until the network of this computer has come back. */
+function pause(duration) {
+  return new Promise((resolve) => {
+    const done = () => {
+      clearTimeout(timer);
+      removeEventListener("online", done);
+      resolve();
+    };
+    const timer = setTimeout(done, duration);
+    addEventListener("online", done);
+  });
 }
 
 function visible() {

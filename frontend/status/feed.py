@@ -15,16 +15,17 @@ import msgspec
 
 from atom.shared.messages.launch import FrontendLaunch
 from atom.shared.utils.logger import get_logger
-from frontend.engine_client.client import ID_BITS, EngineClient
-from frontend.errors import UnavailableError
+from frontend.engine_client.client import EngineClient
+from frontend.errors import RequestError, UnavailableError
 from frontend.http.lifecycle import Lifecycle
 from frontend.metrics.metrics import RunningRequest
-from frontend.metrics.shared_metrics import SharedMetrics, Totals
+from frontend.metrics.shared_metrics import SharedMetrics
 from frontend.status.events import EventLog
-from frontend.status.latency import Window
+from frontend.status.history import RANGES, History
 from frontend.status.layout import layout_of
+from frontend.status.memory import MemoryWatch
 from frontend.status.ranks import Ranks
-from frontend.status.records import Event, Point, Rank, RequestRow, State, Tick
+from frontend.status.records import Event, RangeHistory, RequestRow, State, Tick
 
 __all__ = ["MAX_LISTENERS", "StatusFeed"]
 
@@ -34,9 +35,9 @@ _INTERVAL_S = 1.0
 _STATS_DEADLINE_S = 0.5
 _TOTALS_DEADLINE_S = 5.0
 _FIRST_TICK_S = 5.0
-_HISTORY = 300
 _EVENTS = 200
-_WINDOW = 15  # ticks
+_STORED_PREFIX = "resp_"
+_SHOWN_OF_HIDDEN = 12  # characters
 _encode = msgspec.json.Encoder().encode
 
 
@@ -60,9 +61,9 @@ class StatusFeed:
         self._lifecycle = lifecycle
         self._ranks = Ranks(client)
         self._log = EventLog()
-        self._ttft = Window(_WINDOW)
-        self._inter_token = Window(_WINDOW)
-        self._history: deque[Point] = deque(maxlen=_HISTORY)
+        self._memory = MemoryWatch(has_gpus=launch.config.device.device == "cuda")
+        self._hides_stored = launch.server.max_stored_response_bytes > 0 and launch.num_frontends == 1
+        self._history = History()
         self._events: deque[Event] = deque(maxlen=_EVENTS)
         self._number = 0  # of the last tick
         self._tick: Tick | None = None
@@ -113,8 +114,16 @@ class StatusFeed:
                 "the status is not known yet; the server's log may have the reason"
             ) from None
         if not self._state:
-            self._state = _encode(State(self._layout, self._tick, list(self._history), list(self._events)))
+            points = self._history.points("5m")
+            self._state = _encode(State(self._layout, self._tick, points, list(self._events)))
         return self._state
+
+    def history(self, name: str) -> bytes:
+        """A RangeHistory as JSON. Raises RequestError (404) for a range that is not kept."""
+        if name not in RANGES:
+            ranges = ", ".join(RANGES)
+            raise RequestError(f"there is no range {name!r:.50}: use one of {ranges}", "range", status=404)
+        return _encode(RangeHistory(name, RANGES[name], self._history.points(name)))
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events until `close`: `state`, then `tick` about every second."""
@@ -139,10 +148,9 @@ class StatusFeed:
         at = time.time()
         ranks = self._ranks.read(stats, now)
         events = self._log.changes(at, ranks, totals.metrics)
-        point = self._point(at, ranks, totals)
-        self._history.append(point)
-        self._events.extend(events)
         metrics = totals.metrics
+        point = self._history.add(at, ranks, metrics)
+        self._events.extend(events)
         limits = self._client.engines.limits
         finished: Counter[str] = Counter()
         for engine in metrics.engines.values():
@@ -154,24 +162,28 @@ class StatusFeed:
                 stopping=self._lifecycle.is_draining,
                 max_model_len=None if limits is None else limits.max_model_len,
                 ranks=ranks,
-                requests=[_row(request, now) for request in totals.oldest],
+                requests=[self._row(request, now) for request in totals.oldest],
                 num_requests=totals.live,
                 finished=finished,
                 refused=metrics.refused,
+                responses=metrics.responses,
+                memory=self._memory.latest(),
                 events=events,
             )
         )
 
-    def _point(self, at: float, ranks: list[Rank], totals: Totals) -> Point:
-        engines = totals.metrics.engines.values()
-        return Point(
-            at=at,
-            prefill=sum(rank.prefill for rank in ranks),
-            decode=sum(rank.decode for rank in ranks),
-            running=sum(rank.running for rank in ranks),
-            waiting=sum(rank.waiting for rank in ranks),
-            ttft=self._ttft.move([engine.time_to_first_token for engine in engines]),
-            inter_token=self._inter_token.move([engine.inter_token for engine in engines]),
+    def _row(self, request: RunningRequest, now: float) -> RequestRow:
+        # Who knows the id of a stored response can read it, with the same key: its client alone shall.
+        is_hidden = self._hides_stored and request.name.startswith(_STORED_PREFIX)
+        return RequestRow(
+            id=f"{request.name[:_SHOWN_OF_HIDDEN]}…" if is_hidden else request.name,
+            rank=request.rank,
+            prompt_tokens=request.prompt_tokens,
+            tokens=request.tokens,
+            age=now - request.arrived_at,
+            queue=request.queue_s,
+            rate=request.tokens_per_second,
+            is_hidden=is_hidden,
         )
 
     def _publish(self, tick: Tick) -> None:
@@ -185,11 +197,3 @@ class StatusFeed:
         waited = self._next
         self._next = asyncio.Event()
         waited.set()
-
-
-def _row(request: RunningRequest, now: float) -> RequestRow:
-    frontend = request.number >> ID_BITS
-    number = request.number & ((1 << ID_BITS) - 1)
-    return RequestRow(
-        f"{frontend}-{number}", request.rank, request.prompt_tokens, request.tokens, now - request.arrived_at
-    )

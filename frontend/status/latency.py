@@ -7,7 +7,7 @@ from itertools import accumulate
 from frontend.metrics.metrics import Histogram
 from frontend.status.records import Quantiles
 
-__all__ = ["Window", "quantiles"]
+__all__ = ["Window", "quantiles", "summed"]
 
 _FRACTIONS = (0.5, 0.9, 0.99)
 
@@ -18,16 +18,20 @@ class Window:
     def __init__(self, length: int):
         self._totals: deque[list[int]] = deque(maxlen=length + 1)
 
-    def move(self, histograms: Sequence[Histogram]) -> Quantiles | None:
-        """The percentiles of the values since `length` calls ago; `histograms` have the same bounds."""
-        total = list(map(sum, zip(*(histogram.counts for histogram in histograms), strict=True)))
+    def move(self, bounds: list[float], total: list[int]) -> Quantiles | None:
+        """The percentiles of the values since `length` calls ago; `total` are the counts of a histogram."""
         self._totals.append(total)
         if not total:
             return None
         before = self._totals[0] or [0] * len(total)  # there was no engine then
         # Counts fall where the figures of another frontend cannot be read.
         new = [max(now - then, 0) for now, then in zip(total, before, strict=True)]
-        return quantiles(histograms[0].bounds, new)
+        return quantiles(bounds, new)
+
+
+def summed(histograms: Sequence[Histogram]) -> list[int]:
+    """The counts of all `histograms`, which have the same bounds; empty without one."""
+    return list(map(sum, zip(*(histogram.counts for histogram in histograms), strict=True)))
 
 
 def quantiles(bounds: list[float], counts: list[int]) -> Quantiles | None:

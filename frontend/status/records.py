@@ -5,7 +5,19 @@ State is the whole, sent once; then comes a Tick every second.
 
 import msgspec
 
-__all__ = ["Event", "Layout", "Point", "Quantiles", "Rank", "RequestRow", "State", "Tick"]
+__all__ = [
+    "Event",
+    "Gpu",
+    "Layout",
+    "Memory",
+    "Point",
+    "Quantiles",
+    "RangeHistory",
+    "Rank",
+    "RequestRow",
+    "State",
+    "Tick",
+]
 
 Quantiles = tuple[float, float, float]
 """50th, 90th and 99th percentile, in seconds."""
@@ -71,27 +83,67 @@ class RequestRow(msgspec.Struct, frozen=True):
     """A sequence in progress."""
 
     id: str
+    """The id of its request, which GET /v1/requests/{id} knows; shortened where `is_hidden`."""
     rank: int
     prompt_tokens: int
     tokens: int
     """Tokens generated so far."""
     age: float
     """Seconds since its arrival."""
+    queue: float | None
+    """Seconds from its arrival at the engine to its admission; None before its first token."""
+    rate: float | None
+    """Mean tokens per second since its first token; None before the second one."""
+    is_hidden: bool
+    """Whether the id is kept from the page, since it would give access to a stored response."""
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """The memory of one GPU, in bytes."""
+
+    used: int
+    total: int
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """The memory of the host of this frontend, in bytes."""
+
+    used: int
+    """What is not available to programs."""
+    total: int
+    """The limit of the control group, where that is smaller than the host's memory."""
+    gpus: list[Gpu] = []
+    """All GPUs of the host that its driver shows to this process; empty where the engines run on the CPU."""
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One second of the charts."""
+    """One point of the charts: a second, or the mean of more of them."""
 
     at: float
     """Seconds since the epoch."""
     prefill: float
     """Tokens per second of all ranks."""
     decode: float
-    running: int
-    waiting: int
+    running: float
+    waiting: float
+    requests: float
+    """Sequences that ended per second, for any reason."""
+    errors: float
+    """HTTP responses per second with status 400 or above."""
     ttft: Quantiles | None
     """Time to first token, over the window of `latency`; None if there was none."""
     inter_token: Quantiles | None
+    queue: Quantiles | None
+    """Time in the waiting queue."""
+
+
+class RangeHistory(msgspec.Struct, frozen=True):
+    """The charts' points of a longer range."""
+
+    range: str
+    seconds_per_point: int
+    points: list[Point]
+    """The oldest first."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -122,6 +174,10 @@ class Tick(msgspec.Struct, frozen=True):
     finished: dict[str, int]
     """Finished sequences by reason, since the start of the server."""
     refused: int
+    responses: dict[int, int]
+    """HTTP responses by status, since the start of the server."""
+    memory: Memory | None
+    """None where it is not known (yet)."""
     events: list[Event]
     """Events of this second."""
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -104,8 +105,9 @@ async def changes(read: Callable[[], Awaitable[Any]], count: int, deadline_s: fl
     return seen
 
 
-def test_the_logic_of_the_modules(scripted: str) -> None:
-    source = (Path(__file__).parent / "logic.js").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["logic.js", "markdown.js"])
+def test_the_logic_of_the_modules(scripted: str, name: str) -> None:
+    source = (Path(__file__).parent / name).read_text(encoding="utf-8")
 
     async def check(page: Page) -> None:
         await page.open(scripted)
@@ -146,7 +148,7 @@ def test_reasoning_tool_calls_and_markup_are_shown_as_text(scripted: str) -> Non
         await page.until(SHOWN)
         await ask(page, "<b>hi</b>")
         await page.until(FINISHED)
-        assert await text_of(page, ".message.user") == "<b>hi</b>"
+        assert await text_of(page, ".message.user .text") == "<b>hi</b>"
         assert await text_of(page, ".assistant .content") == MARKUP
         assert await page.evaluate("document.querySelectorAll('.message :is(img, script, b)').length") == 0
         assert await text_of(page, ".reasoning-text") == "Only &lt;b&gt; thinks."
@@ -205,6 +207,145 @@ def test_the_chat_streams_and_stops_and_the_charts_move(server: Server) -> None:
     with_page(check)
 
 
+KEPT = "JSON.parse(localStorage.getItem('atom-chats'))"
+MESSAGES = "[...document.querySelectorAll('.message')].map(each => each.className.split(' ')[1]).join()"
+
+
+async def click(page: Page, selector: str, times: int = 1) -> None:
+    for _ in range(times):
+        await page.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
+
+
+def test_chats_are_kept_edited_made_again_and_deleted(server: Server) -> None:
+    async def check(page: Page) -> None:
+        await page.open(server.url)
+        await page.until(SHOWN)
+        await page.evaluate("document.querySelector('#max-tokens').value = 5")
+        await page.evaluate("document.querySelector('#system').value = 'Be brief.'")
+        await ask(page, "first chat")
+        await page.until(FINISHED)
+        await ask(page, "and more")
+        await page.until(f"document.querySelectorAll('.assistant').length === 2 && {FINISHED}")
+        await click(page, "#new-chat")
+        assert await page.evaluate(MESSAGES) == ""
+        await ask(page, "second chat")
+        await page.until(FINISHED)
+        assert await page.evaluate(f"{KEPT}.map(({{title}}) => title)") == ["second chat", "first chat"]
+        await page.open(f"{server.url}/?again")
+        await page.until(f"{SHOWN} && {FINISHED}")
+        assert await text_of(page, ".message.user .text") == "second chat"
+        choose = "picker => { picker.selectedIndex = 1; picker.dispatchEvent(new Event('change')); }"
+        await page.evaluate(f"({choose})(document.querySelector('#chats'))")
+        assert await page.evaluate(MESSAGES) == "user,assistant,user,assistant"
+        fields = "['max-tokens', 'system'].map(id => document.getElementById(id).value)"
+        assert await page.evaluate(fields) == ["5", "Be brief."]
+        await page.evaluate(f"{LAST}.dataset.old = 'yes'")
+        await page.evaluate(f"{LAST}.querySelector('.regenerate').click()")
+        await page.until(f"{FINISHED} && !{LAST}.dataset.old")
+        assert await page.evaluate(MESSAGES) == "user,assistant,user,assistant"
+        await page.evaluate("[...document.querySelectorAll('.user .link')].at(1).click()")
+        await page.evaluate("document.querySelector('.editor textarea').value = 'another beginning'")
+        await click(page, ".editor [type=submit]")
+        await page.until(f"document.querySelectorAll('.assistant').length === 1 && {FINISHED}")
+        assert await text_of(page, ".message.user .text") == "another beginning"
+        assert await page.evaluate(f"{KEPT}[0].title") == "another beginning"
+        await click(page, "#delete-chat")
+        assert await page.evaluate(f"{KEPT}.length") == 2
+        await click(page, "#delete-chat")
+        assert await page.evaluate(f"{KEPT}.map(({{title}}) => title)") == ["second chat"]
+        assert await text_of(page, ".message.user .text") == "second chat"
+
+    with_page(check)
+
+
+def test_a_reply_is_copied_and_a_failed_request_can_be_made_again(server: Server) -> None:
+    async def check(page: Page) -> None:
+        await page.open(server.url)
+        await page.until(SHOWN)
+        await page.evaluate("document.querySelector('#max-tokens').value = 5")
+        await page.evaluate("document.querySelector('#top-p').value = 7")
+        await ask(page, "hello")
+        await page.until(f"{FINISHED} && {LAST}.querySelector('.error').textContent.includes('top_p')")
+        await page.evaluate("document.querySelector('#top-p').value = 0.5")
+        await page.evaluate(f"{LAST}.querySelector('.regenerate').click()")
+        await page.until(f"{FINISHED} && {LAST}.querySelector('.error').textContent === ''")
+        assert await page.evaluate(MESSAGES) == "user,assistant"
+        await page.evaluate("navigator.clipboard.writeText = text => { window.copied = text; }")
+        await page.evaluate(f"[...{LAST}.querySelectorAll('.actions .link')][0].click()")
+        await page.until("window.copied !== undefined")
+        entry = "JSON.parse(localStorage.getItem('atom-chat-' + document.querySelector('#chats').value))"
+        assert await page.evaluate(f"window.copied === {entry}.entries.at(-1).content")
+
+    with_page(check)
+
+
+def test_a_request_is_explained_and_aborted_from_the_page(server: Server) -> None:
+    async def check(page: Page) -> None:
+        await page.open(server.url)
+        await page.until(SHOWN)
+        await page.evaluate("document.querySelector('#max-tokens').value = 4000")
+        await ask(page, "count")
+        await page.until("document.querySelector('#requests .id .link')")
+        name = await text_of(page, "#requests .id")
+        await page.until("document.querySelector('#requests').rows[0].cells[4].textContent !== '–'")
+        queue = await page.evaluate("document.querySelector('#requests').rows[0].cells[5].textContent")
+        assert queue.endswith("s")
+        await click(page, "#requests .id .link")
+        await page.until("document.querySelector('#report').open")
+        report = json.loads(await text_of(page, "#report-text"))
+        assert report["id"] == name and report["sequences"][0]["status"] == "decoding"
+        await click(page, "#report-close")
+        await click(page, "#requests .abort")
+        assert await text_of(page, "#requests .abort") == "Sure?" and not await page.evaluate(FINISHED)
+        await click(page, "#requests .abort")
+        await page.until(f"{FINISHED} && {LAST}.querySelector('.usage').textContent.includes('cut')")
+        await page.until("document.querySelectorAll('#requests tr').length === 0")
+
+    with_page(check)
+
+
+def test_longer_ranges_and_memory_are_shown(server: Server) -> None:
+    async def check(page: Page) -> None:
+        await page.open(server.url)
+        await page.until(SHOWN)
+        await page.until("document.querySelector('#memory').textContent.includes('GiB')")
+        await page.until("document.querySelector('#responses [data-kind=\"2\"]')")
+        asked = "performance.getEntriesByType('resource').filter(({name}) => name.endsWith('/1h')).length"
+        await click(page, "#ranges [value='1h']")
+        await page.until(f"{asked} === 1")
+        assert await text_of(page, "#range-error") == ""
+        line = "document.querySelector('.line.decode').getAttribute('d')"
+        await changes(lambda: page.evaluate(line), 3)
+        assert await page.evaluate(asked) <= 2  # not with each tick
+
+    with_page(check)
+
+
+def test_the_page_goes_on_when_the_server_is_back(tmp_path: Path) -> None:
+    directory = tmp_path / "core"
+    directory.mkdir()
+    checkpoint = tiny_tokenizer.checkpoint(directory)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def check(page: Page) -> None:
+        with FakeCore(directory, script) as core:
+            with running_frontend(core, checkpoint, port=port):
+                await page.open(f"http://127.0.0.1:{port}/")
+                await page.until(f"{SHOWN} && document.querySelector('#send').textContent === 'Send'")
+                await page.type("#prompt", "typed before")
+            await page.until("document.querySelector('#condition').textContent === 'offline'")
+            assert await page.evaluate("document.querySelector('#send').disabled")
+            await page.press("Enter")
+            assert await page.evaluate(MESSAGES) == ""
+            with running_frontend(core, checkpoint, port=port):
+                await page.until("document.querySelector('#condition').textContent === 'ready'")
+                assert not await page.evaluate("document.querySelector('#send').disabled")
+                assert await page.evaluate("document.querySelector('#prompt').value") == "typed before"
+
+    with_page(check)
+
+
 async def shift_since(page: Page, moment: float) -> float:
     """The browser's measure of layout shifts (CLS), from then on."""
     shift: float = await page.evaluate(
@@ -241,7 +382,7 @@ def picture(name: str) -> Path:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 820, 390])
+@pytest.mark.parametrize("width", [2560, 1280, 820, 390])
 def test_the_page_fits_and_is_legible(server: Server, width: int, dark: bool) -> None:
     name = f"{'dark' if dark else 'light'}-{width}"
 
@@ -252,6 +393,12 @@ def test_the_page_fits_and_is_legible(server: Server, width: int, dark: bool) ->
         await asyncio.sleep(1.5)
         await page.screenshot(picture(name), whole=True)
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        used = await page.evaluate("document.querySelector('#main').getBoundingClientRect().width")
+        assert used > 0.9 * width
+        tops = "['.chat', '#status'].map(name => document.querySelector(name).getBoundingClientRect().top)"
+        chat, status = await page.evaluate(tops)
+        assert chat < status if width < 720 else chat >= status
+        assert await page.evaluate(f"({CUT})()") == []
         assert await page.evaluate(f"({CONTRASTS})()") == []
         background = "getComputedStyle(document.documentElement).backgroundColor"
         first = await page.evaluate(background)
@@ -268,6 +415,12 @@ def is_control(node: dict[str, Any]) -> bool:
     roles = ("button", "textbox", "link", "spinbutton", "image", "region", "log", "table")
     return not node.get("ignored") and node.get("role", {}).get("value") in roles
 
+
+# Texts that their box cuts; ids may be cut, as a click shows them.
+CUT = """() => [...document.querySelectorAll('main *, header *')]
+  .filter((each) => getComputedStyle(each).overflowX === 'hidden' && each.scrollWidth > each.clientWidth + 1)
+  .filter((each) => each.checkVisibility() && !each.closest('.hidden, .id'))
+  .map((each) => `${each.className}: ${each.textContent}`)"""
 
 # Texts whose colour differs too little from their background (WCAG AA: 4.5).
 CONTRASTS = """() => {

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from atom.shared.messages.admin import AbortNamed, Done
 from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.engine import (
     Abort,
@@ -189,6 +190,21 @@ class FakeCore:
                 self.aborted.extend(request_ids)
                 for request_id in request_ids:
                     self._running.pop(request_id, None)
+            case AbortNamed(number, names, everything, tenant):
+                count = self._abort_named(socket, names if not everything else None, tenant)
+                socket.send_multipart([peer, encode(Done(number, count))])
+
+    def _abort_named(self, socket: zmq.Socket[bytes], names: list[str] | None, tenant: str | None) -> int:
+        found = [
+            (request_id, running)
+            for request_id, running in self._running.items()
+            if (names is None or running.request.name in names) and tenant in (None, running.request.tenant)
+        ]
+        for request_id, running in found:
+            del self._running[request_id]
+            ends = [Finished(request_id, FinishReason.ABORTED)]
+            socket.send_multipart([running.peer, encode(TokenDeltas(self.steps, [], b"", finished=ends))])
+        return len(found)
 
     def _stats(self) -> CoreStats:
         return CoreStats(self.steps, len(self._running), 0, 0, 100, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -96,6 +96,7 @@ def running_frontend(
     tls: ssl.SSLContext | None = None,
     model: ModelConfig | None = None,
     max_replays: int = 3,
+    port: int = 0,
     **fields: Any,
 ) -> Iterator[Client]:
     """The app in front of the engines `core`; ready to serve unless `wait` is false.
@@ -105,7 +106,7 @@ def running_frontend(
     the client; `fields` are further ones of FrontendLaunch.
     """
     cores = [core] if isinstance(core, FakeCore) else core
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]

@@ -87,6 +87,8 @@ class AbortNamed(msgspec.Struct, tag=31, array_like=True, frozen=True, gc=False)
     number: int
     names: list[str]
     all: bool = False
+    tenant: str | None = None
+    """Only requests that were sent with the API key of this tenant; None: of any."""
 
 
 class ResetPrefixCache(msgspec.Struct, tag=32, array_like=True, frozen=True, gc=False):

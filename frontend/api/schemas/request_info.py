@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["CacheMiss", "RequestList", "RequestReport", "SequenceReport"]
+__all__ = ["AbortReport", "CacheMiss", "RequestList", "RequestReport", "SequenceReport"]
 
 
 class CacheMiss(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +43,14 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["request"] = "request"
     sequences: list[SequenceReport]
+
+
+class AbortReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that was ended on demand."""
+
+    id: str
+    object: Literal["request.abort"] = "request.abort"
+    aborted_sequences: int
 
 
 class RequestList(msgspec.Struct, frozen=True, kw_only=True):

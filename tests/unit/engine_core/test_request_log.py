@@ -183,6 +183,18 @@ def test_named_requests_of_all_frontends_are_aborted() -> None:
     assert (to, message) == (b"asker", RequestInfos(9, 0, []))
 
 
+def test_a_client_aborts_only_requests_of_its_own_key() -> None:
+    core = driver()
+    for number, tenant in enumerate(["one", "two", "one"]):
+        core.add(number, PROMPT, 5, name="same", tenant=tenant)
+    core.send()
+    (*_, (_, done)) = responses(core.core, b"asker", AbortNamed(7, ["same"], tenant="one"))
+    assert done == Done(7, 2)
+    assert core.core.requests("same")[0] == 3 and core.core.num_live == 1
+    (*_, (_, done)) = responses(core.core, b"asker", AbortNamed(8, ["same"], tenant=""))
+    assert done == Done(8, 0)
+
+
 def is_end(message: object) -> bool:
     return isinstance(message, TokenDeltas)
 

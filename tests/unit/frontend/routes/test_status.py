@@ -1,6 +1,7 @@
 """The status page's files and its data over HTTP."""
 
 import asyncio
+import hashlib
 import http.client
 import json
 import re
@@ -23,7 +24,7 @@ from frontend.metrics.metrics import Metrics, Progress, RunningRequest
 from frontend.metrics.shared_metrics import MAX_SHOWN, SharedMetrics
 from frontend.status.events import EventLog
 from frontend.status.feed import MAX_LISTENERS, StatusFeed
-from frontend.status.latency import Window, quantiles
+from frontend.status.latency import Window, quantiles, summed
 from frontend.status.records import Rank
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
@@ -127,12 +128,19 @@ def test_a_file_that_is_not_there_is_an_error_object(client: Client) -> None:
 
 def test_the_files_load_nothing_from_elsewhere_and_insert_no_markup() -> None:
     assert re.findall(r"(?:src|href|from|import|url)\s*[=(]?\s*[\"']?(?:https?:)?//", TEXT) == []
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|localStorage.*key", TEXT
-    )
+    markup = r"innerHTML|outerHTML|insertAdjacentHTML|DOMParser|document\.write"
+    assert not re.search(rf"{markup}|\beval\(|new Function|localStorage.*key", TEXT)
 
 
-@pytest.mark.parametrize("path", ["/status", "/status/events"])
+def test_the_vendored_library_is_the_recorded_one() -> None:
+    record = (ROOT / "frontend/static/markdown-it.LICENSE.txt").read_text(encoding="utf-8")
+    library = (ROOT / "frontend/static/markdown-it.js").read_bytes()
+    assert hashlib.sha256(library).hexdigest() == re.findall(r"^sha256 (\w+)$", record, re.MULTILINE)[0]
+    version = re.findall(rb"^/\*! markdown-it ([\d.]+) ", library)[0].decode()
+    assert f"npm package markdown-it {version}, unchanged" in record
+
+
+@pytest.mark.parametrize("path", ["/status", "/status/events", "/status/history/1h"])
 def test_the_data_needs_the_key(client: Client, path: str) -> None:
     status, body, _ = client.exchange("GET", path)
     assert status == 401 and json.loads(body)["error"]["code"] == "invalid_api_key"
@@ -146,6 +154,23 @@ def test_the_whole_state(client: Client) -> None:
     assert [(rank["state"], rank["kv_total"]) for rank in tick["ranks"]] == [("ready", 100)] * 2
     assert found["history"][-1] == tick["point"]
     assert {(event["kind"], event["rank"]) for event in found["events"]} >= {("ready", 0), ("ready", 1)}
+
+
+def test_longer_ranges_are_kept(client: Client) -> None:
+    for name, seconds in (("5m", 1), ("1h", 12), ("6h", 72)):
+        status, body, headers = client.exchange("GET", f"/status/history/{name}", headers=AUTHORIZED)
+        found = json.loads(body)
+        assert (status, headers["cache-control"], found["range"]) == (200, "no-store", name)
+        assert found["seconds_per_point"] == seconds and len(found["points"]) <= 300
+    status, body, _ = client.exchange("GET", "/status/history/2h", headers=AUTHORIZED)
+    assert status == 404 and "use one of 5m, 1h, 6h" in json.loads(body)["error"]["message"]
+
+
+def test_memory_and_responses_by_status_are_shown(client: Client) -> None:
+    assert client.exchange("GET", "/unknown", headers=AUTHORIZED)[0] == 404
+    found = until(client, lambda found: found["tick"]["memory"] and "404" in found["tick"]["responses"])
+    memory = found["tick"]["memory"]
+    assert 0 < memory["used"] < memory["total"]
 
 
 def test_requests_latencies_and_refusals_are_shown(client: Client, cores: list[FakeCore]) -> None:
@@ -162,7 +187,9 @@ def test_requests_latencies_and_refusals_are_shown(client: Client, cores: list[F
         tick = found["tick"]
         row = tick["requests"][0]
         assert 0 <= row["age"] <= time.monotonic() - begun and row["prompt_tokens"] > 0
-        assert re.fullmatch(r"0-\d+", row["id"]) and row["rank"] in (0, 1)
+        assert row["rank"] in (0, 1) and row["queue"] is not None and not row["is_hidden"]
+        assert row["rate"] is None or row["rate"] > 0
+        assert row["id"] in {request.name for core in cores for request in core.requests}
         assert (tick["num_requests"], sum(rank["running"] for rank in tick["ranks"])) == (2, 2)
         assert tick["point"]["ttft"] and sorted(tick["point"]["ttft"]) == tick["point"]["ttft"]
         assert tick["finished"]["length"] >= 1
@@ -211,11 +238,12 @@ def test_any_frontend_shows_the_requests_and_latencies_of_all(cores: list[FakeCo
         running_frontend(cores[:1], checkpoint, index=1, **shared) as second,
         socket.create_connection(("127.0.0.1", second.port), timeout=DEADLINE_S) as endless,
     ):
-        data = json.dumps({"prompt": "go on", "max_tokens": 1000, "stream": True})
+        fields = {"prompt": "go on", "max_tokens": 1000, "stream": True, "request_id": "of-the-second"}
+        data = json.dumps(fields)
         head = f"Host: x\r\nContent-Length: {len(data)}"
         endless.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{data}".encode())
         found = until(first, lambda found: [row["tokens"] for row in found["tick"]["requests"]] == [len(IDS)])
-        assert found["tick"]["requests"][0]["id"].startswith("1-")
+        assert found["tick"]["requests"][0]["id"] == "cmpl-of-the-second"
         assert (found["tick"]["num_requests"], found["layout"]["num_frontends"]) == (1, 2)
         assert found["tick"]["point"]["ttft"]
 
@@ -302,14 +330,15 @@ def test_quantiles_are_interpolated_inside_their_buckets() -> None:
 def test_a_window_forgets() -> None:
     histogram = Metrics().engine(0).time_to_first_token
     histogram.observe(0.015)
+    bounds, counts = histogram.bounds, summed([histogram])
     fresh, restarted = Window(2), Window(2)
-    assert fresh.move([]) is None
-    assert restarted.move([histogram]) is None  # counted before the first look
-    seen = [fresh.move([histogram]) for _ in range(3)]
+    assert fresh.move([], summed([])) is None
+    assert restarted.move(bounds, counts) is None  # counted before the first look
+    seen = [fresh.move(bounds, counts) for _ in range(3)]
     assert seen[0] is not None and 0.01 < seen[0][0] < 0.02
     assert seen[0] == seen[1] and seen[2] is None
     fallen = Metrics().engine(0).time_to_first_token
-    assert fresh.move([fallen]) is None  # the figures of another frontend are missing
+    assert fresh.move(bounds, summed([fallen])) is None  # the figures of another frontend are missing
 
 
 def test_an_event_for_each_change() -> None:
