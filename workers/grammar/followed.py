@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atom.shared.messages.codec import Decoder, encode
-from atom.shared.messages.grammar import FollowOutput, ForgetOutput, MaskReady, RowGrammar
+from atom.shared.messages.grammar import FollowOutput, FollowOutputs, ForgetOutput, MasksReady, RowGrammar
 from workers.grammar.frame_socket import FrameSocket
 from workers.grammar.output_matcher import Words
 
@@ -57,8 +57,9 @@ class FollowedGrammar:
         self._free = list(range(num_slots))[::-1]
         self._outputs: OrderedDict[int, Output] = OrderedDict()  # the longest unused first
         self._by_slot: dict[int, Output] = {}
-        self._decoder: Decoder[MaskReady] = Decoder(MaskReady)
-        self._serial = 0
+        self._decoder: Decoder[MasksReady] = Decoder(MasksReady)
+        self._serial = 1  # of the next message
+        self._unsent: list[FollowOutput] = []
         self._is_dropped = False
 
     @property
@@ -90,7 +91,11 @@ class FollowedGrammar:
         self._send(output, ids, None)
 
     def flush(self) -> None:
-        """Send what was accepted."""
+        """Send what was begun and accepted."""
+        if self._unsent:
+            self._frames.send(encode(FollowOutputs(self._serial, self._unsent)))
+            self._unsent = []
+            self._serial += 1
         self._frames.flush()
 
     def release(self, output: Output, row: int) -> None:
@@ -107,10 +112,11 @@ class FollowedGrammar:
         self._frames.flush()
         for frame in self._frames.receive():
             ready = self._decoder.decode(frame)
-            output = self._by_slot.get(ready.slot)
-            if output is not None and output.serial >= ready.serial > output.done:
-                output.done = ready.serial
-                output.failure = ready.failure
+            for slot in ready.slots:
+                output = self._by_slot.get(slot)
+                if output is not None and output.serial >= ready.serial > output.done:
+                    output.done = ready.serial
+                    output.failure = ready.failures.get(slot, "")
 
     def copy_mask(self, output: Output, words_W: Words) -> None:
         """Copy the mask of an output that is ready."""
@@ -128,12 +134,12 @@ class FollowedGrammar:
         return output
 
     def _send(self, output: Output, ids: list[int], begin: RowGrammar | None) -> None:
-        self._serial += 1
         output.serial = self._serial
         output.num_ids += len(ids)
-        self._frames.send(encode(FollowOutput(output.slot, self._serial, ids, begin)))
+        self._unsent.append(FollowOutput(output.slot, ids, begin))
 
     def _forget(self, output: Output) -> None:
+        self.flush()
         self._free.append(output.slot)
         del self._by_slot[output.slot]
         self._frames.send(encode(ForgetOutput(output.slot)))

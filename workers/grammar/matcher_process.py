@@ -3,7 +3,7 @@
 Each grammar has a fork (`workers.grammar.forks`), which shares memory with the worker: a mask for each slot.
 
     fork <- StartMatcher, -> MatcherStarted, then
-         <- FollowOutput, -> MaskReady when the slot's mask is written
+         <- FollowOutputs, -> MasksReady when the slots' masks are written
          <- ForgetOutput
 
 The kernel ends a fork that needs more CPU time for a message than it may: to accept a token, and to find
@@ -13,6 +13,7 @@ has noticed.
 
 import mmap
 import os
+import select
 import signal
 import socket
 import zlib
@@ -22,10 +23,10 @@ import numpy as np
 
 from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.grammar import (
-    FollowOutput,
+    FollowOutputs,
     ForgetOutput,
     GrammarMatcherLaunch,
-    MaskReady,
+    MasksReady,
     MatcherStarted,
     StartMatcher,
 )
@@ -34,7 +35,7 @@ from atom.shared.utils.logger import setup_logging
 from atom.shared.utils.process import read_launch
 from workers.grammar.forks import ForkLimits, serve_forks
 from workers.grammar.frame_socket import read_frame, write_frame
-from workers.grammar.output_matcher import OutputMatcher, Words
+from workers.grammar.output_matcher import OutputMatcher, Words, fill_masks
 
 if TYPE_CHECKING:
     import xgrammar
@@ -43,10 +44,11 @@ if TYPE_CHECKING:
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 MAX_CPU_S = 0.5
-"""CPU time of a fork for one message, besides `_ID_S` for each id after the first."""
+"""CPU time of a fork for the ids of a step, besides `_ID_S` for each."""
 MAX_MEMORY = 512 << 20
 """Bytes of a fork, besides those it shares: its grammar, and what the outputs so far need."""
 _ID_S = 5e-5
+_PIECE = 256  # ids of a resumed output, about a millisecond
 _MAX_FORKS = 1024
 _MAX_TEXT_BYTES = 128 << 20
 
@@ -72,21 +74,80 @@ def _serve(connection: socket.socket, descriptors: list[int], info: "xgrammar.To
         write_frame(connection, encode(MatcherStarted(reason)))
         return
     write_frame(connection, encode(MatcherStarted()))
-    matchers: dict[int, OutputMatcher] = {}
-    decoder: Decoder[FollowOutput | ForgetOutput] = Decoder(FollowOutput | ForgetOutput)
-    while frame := read_frame(connection):
-        message = decoder.decode(frame)
-        if isinstance(message, ForgetOutput):
-            matchers.pop(message.slot, None)
-            continue
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S + _ID_S * len(message.ids))  # ends the process
-        if message.begin is not None:
-            matchers[message.slot] = OutputMatcher(compiled, message.begin)
-        matcher = matchers[message.slot]
-        matcher.accept(message.ids)
-        matcher.fill(words_SW, message.slot)
+    _Follower(connection, compiled, words_SW).run()
+
+
+class _Follower:
+    """The outputs of a grammar.
+
+    A resumed output has many ids at once. They are accepted in pieces, and others do not wait for them.
+    """
+
+    def __init__(self, connection: socket.socket, compiled: "xgrammar.CompiledGrammar", words_SW: Words):
+        import xgrammar
+
+        self._connection = connection
+        self._compiled = compiled
+        self._words_SW = words_SW
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=1)
+        self._matchers: dict[int, OutputMatcher] = {}
+        self._resumed: dict[int, tuple[int, list[int]]] = {}
+        """By slot, the message that resumed it and its ids that are left."""
+
+    def run(self) -> None:
+        """Returns when the worker has closed the socket."""
+        decoder: Decoder[FollowOutputs | ForgetOutput] = Decoder(FollowOutputs | ForgetOutput)
+        while True:
+            if self._resumed and not select.select([self._connection], [], [], 0)[0]:
+                self._resume()
+                continue
+            frame = read_frame(self._connection)
+            if not frame:
+                return
+            message = decoder.decode(frame)
+            if isinstance(message, FollowOutputs):
+                self._follow(message)
+            else:
+                self._matchers.pop(message.slot, None)
+                self._resumed.pop(message.slot, None)
+
+    def _follow(self, message: FollowOutputs) -> None:
+        ready = []
+        _allow_cpu_time(len(message.outputs))
+        for output in message.outputs:
+            if output.begin is not None:
+                self._matchers[output.slot] = OutputMatcher(self._compiled, output.begin)
+                self._resumed.pop(output.slot, None)
+            _, left = self._resumed.get(output.slot, (0, []))
+            if left or len(output.ids) > _PIECE:
+                self._resumed[output.slot] = message.serial, left + output.ids
+                continue
+            self._matchers[output.slot].accept(output.ids)
+            ready.append(output.slot)
+        self._send_masks(message.serial, ready)
+
+    def _resume(self) -> None:
+        """Accept the next piece of an output."""
+        slot, (serial, ids) = next(iter(self._resumed.items()))
+        _allow_cpu_time(_PIECE)
+        self._matchers[slot].accept(ids[:_PIECE])
+        if len(ids) > _PIECE:
+            self._resumed[slot] = serial, ids[_PIECE:]
+        else:
+            del self._resumed[slot]
+            self._send_masks(serial, [slot])
+
+    def _send_masks(self, serial: int, slots: list[int]) -> None:
+        matchers = {slot: self._matchers[slot] for slot in slots}
+        fill_masks(matchers, self._words_SW, self._batch)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write_frame(connection, encode(MaskReady(message.slot, message.serial, matcher.failure)))
+        failures = {slot: matcher.failure for slot, matcher in matchers.items() if matcher.failure}
+        write_frame(self._connection, encode(MasksReady(serial, slots, failures)))
+
+
+def _allow_cpu_time(num_ids: int) -> None:
+    """The kernel ends the process if it needs more from now on, until the timer is set to 0."""
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S + _ID_S * num_ids)
 
 
 def _loaded(compressed: bytes, info: "xgrammar.TokenizerInfo") -> "xgrammar.CompiledGrammar":

@@ -1,6 +1,6 @@
-"""Follows one output by its grammar: first perhaps reasoning, then text of the grammar."""
+"""Follows outputs by their grammar: first perhaps reasoning, then text of the grammar."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,22 +31,12 @@ class OutputMatcher:
         self._grammar = grammar
         self._in_reasoning = grammar.in_reasoning
         self._at_start = True
-        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=grammar.stop_ids)
+        self.matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=grammar.stop_ids)
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """The output goes on with these ids."""
         for token_id in token_ids:
             self._accept(token_id)
-
-    def fill(self, words_GW: Words, index: int) -> None:
-        """Write the ids that may come next to row `index`: every id where the grammar says nothing."""
-        if self._in_reasoning or self.failure or self._matcher.is_terminated():
-            words_GW[index] = ALL_IDS
-            return
-        self._matcher.fill_next_token_bitmask(words_GW, index)
-        if self._at_start and self._grammar.reasoning_begin >= 0:
-            word, bit = divmod(self._grammar.reasoning_begin, WORD_BITS)
-            words_GW[index].view(np.uint32)[word] |= np.uint32(1 << bit)
 
     def _accept(self, token_id: int) -> None:
         grammar = self._grammar
@@ -57,8 +47,34 @@ class OutputMatcher:
         elif at_start and token_id == grammar.reasoning_begin:
             self._in_reasoning = True
         # A terminated matcher takes no id: the core has not seen the end yet, and drops what is sampled.
-        elif not (self.failure or self._matcher.is_terminated() or self._matcher.accept_token(token_id)):
+        elif not (self.failure or self.matcher.is_terminated() or self.matcher.accept_token(token_id)):
             self.failure = (
                 "no token that the grammar allows could be sampled: logit_bias, bad_words, "
                 "allowed_token_ids or min_tokens exclude all of them"
             )
+
+    @property
+    def constrains(self) -> bool:
+        """Whether the grammar says which ids may come next; if not, every id may."""
+        return not (self._in_reasoning or self.failure or self.matcher.is_terminated())
+
+    @property
+    def other_id(self) -> int:
+        """An id that may come next besides those of the grammar; -1: none."""
+        return self._grammar.reasoning_begin if self._at_start else -1
+
+
+def fill_masks(
+    matchers: Mapping[int, OutputMatcher], words_SW: Words, batch: "xgrammar.BatchGrammarMatcher"
+) -> None:
+    """Write the ids that may come next, of each slot's matcher."""
+    constrained = {slot: matcher for slot, matcher in matchers.items() if matcher.constrains}
+    for slot in matchers.keys() - constrained.keys():
+        words_SW[slot] = ALL_IDS
+    if constrained:
+        each = [matcher.matcher for matcher in constrained.values()]
+        batch.batch_fill_next_token_bitmask(each, words_SW, list(constrained))
+    for slot, matcher in constrained.items():
+        if (other := matcher.other_id) >= 0:
+            word, bit = divmod(other, WORD_BITS)
+            words_SW[slot].view(np.uint32)[word] |= np.uint32(1 << bit)

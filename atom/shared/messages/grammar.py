@@ -118,15 +118,21 @@ class MatcherStarted(msgspec.Struct, array_like=True, frozen=True, gc=False):
     error: str = ""
 
 
-class FollowOutput(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
-    """From a worker to the process of a grammar: the output of a slot goes on with `ids`."""
+class FollowOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The output of a slot goes on with `ids`."""
 
     slot: int
-    serial: int
-    """Number of this message, for `MaskReady`."""
     ids: list[int]
     begin: RowGrammar | None = None
     """Forget the slot's output before, and begin this one."""
+
+
+class FollowOutputs(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
+    """From a worker to the process of a grammar: these outputs go on, each slot at most once."""
+
+    serial: int
+    """Number of this message, for `MasksReady`."""
+    outputs: list[FollowOutput]
 
 
 class ForgetOutput(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
@@ -135,10 +141,10 @@ class ForgetOutput(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False
     slot: int
 
 
-class MaskReady(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """From the process of a grammar: the mask of a slot is that after message `serial`."""
+class MasksReady(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """From the process of a grammar: the masks of these slots are those after message `serial`."""
 
-    slot: int
     serial: int
-    failure: str = ""
-    """Why the output cannot go on; its masks allow every id from then on."""
+    slots: list[int]
+    failures: dict[int, str] = {}
+    """Why outputs cannot go on, by slot; their masks allow every id from then on."""

@@ -252,7 +252,7 @@ def test_a_row_without_its_mask_is_late_and_delays_no_other(
     made = matchers(checkpoint, library)
     (a,) = letters(checkpoint, "a")
     y, e = letters(checkpoint, "ye")
-    made.set_row(new_row(0, RowGrammar(SLOW, [EOS]), [a] * 40))
+    made.set_row(new_row(0, RowGrammar(SLOW, [EOS]), [a] * 70))
     made.set_row(new_row(1, RowGrammar(KEY, [EOS])))
     assert y in allowed(made, 1)[0]
     bits = np.unpackbits(made.masks([0, 1]).numpy().view(np.uint8), axis=1, bitorder="little")
@@ -297,3 +297,16 @@ def test_ambiguous_grammars_are_refused(checkpoint: Checkpoint) -> None:
         assert "too ambiguous" in made.error, made.error
     made = compiled(GrammarSource("json_object", ""), compiler)
     assert not made.error and 0 < made.token_us < 1e6 * MAX_TOKEN_S
+
+
+def test_a_long_output_is_resumed_in_pieces(checkpoint: Checkpoint, library: GrammarLibrary) -> None:
+    made = matchers(checkpoint, library)
+    think, end = 2, 3
+    y, e, s = letters(checkpoint, "yes")
+    inside = RowGrammar(KEY, [EOS], in_reasoning=True, reasoning_end=end)
+    made.set_row(new_row(0, inside, [s] * 5000 + [end, y], number=-5))
+    made.set_row(new_row(1, RowGrammar(KEY, [EOS])))
+    assert y in allowed(made, 1)[0] and think not in allowed(made, 1)[0]
+    assert allowed(made, 0) == [{e}]
+    made.set_row(new_row(0, inside, [s] * 5000 + [end, y, e], number=-5))
+    assert allowed(made, 0) == [{s}]
