@@ -64,12 +64,20 @@ class TemplateReading:
     def __init__(self, render: Render):
         self._render = render
         self._forms: dict[str, ContentForm] = {}
+        self._shown: dict[str, bool] = {}
 
     def form(self, role: str) -> ContentForm:
         """The form of the contents of messages with this role."""
         if role not in self._forms:
             self._forms[role] = self._find_form(role)
         return self._forms[role]
+
+    def shows(self, role: str) -> bool:
+        """Whether the template takes messages of this role, and writes their texts."""
+        if role not in self._shown:
+            prompt = self._first_prompt(role, self.form(role).of(_FIRST))
+            self._shown[role] = prompt is not None and _FIRST in prompt
+        return self._shown[role]
 
     def reads_tools(self) -> bool | None:
         """Whether tools are part of the prompt; None if the template refuses the probes."""
@@ -97,9 +105,10 @@ class TemplateReading:
         return self._first_prompt(role, [first]), self._first_prompt(role, [first, second])
 
     def _first_prompt(self, role: str, content: str | list[dict[str, Any]]) -> str | None:
-        """The first prompt that can be made; None: the template refuses all probes."""
+        """The first prompt with the text, else the first one; None: the template refuses all probes."""
         prompts = (self._prompt(messages, None) for messages in self._conversations(role, content))
-        return next((prompt for prompt in prompts if prompt is not None), None)
+        made = [prompt for prompt in prompts if prompt is not None]
+        return next((prompt for prompt in made if _FIRST in prompt), made[0] if made else None)
 
     def _prompt(self, messages: Messages, tools: list[dict[str, Any]] | None) -> str | None:
         try:

@@ -50,6 +50,7 @@ class HarmonyFormat:
     """The tag ids of one vocabulary."""
 
     parses_calls = True
+    describes_tools = False
     separates_reasoning = True
     efforts = ("low", "medium", "high")
 
