@@ -37,7 +37,7 @@ def template_files(directory: Path, tokenizer_config: Mapping[str, Any], cache_d
         texts = _embedded(directory, tokenizer_config)
         paths = {name: _as_file(text, cache_dir) for name, text in texts.items()}
     if len(paths) == 1:
-        return TemplateFiles(*paths.values(), tool_use=None)
+        return TemplateFiles(next(iter(paths.values())), None)
     return TemplateFiles(paths.get(_DEFAULT), paths.get(_TOOL_USE))
 
 

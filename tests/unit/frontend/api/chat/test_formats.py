@@ -55,9 +55,9 @@ def serving(directory: Path, tool_template: str | None = None, **flags: Any) -> 
             [*tokenizer.encode(CALLS, add_special_tokens=False), 1], FinishReason.EOS, 1, per_step=9
         )
 
-    with FakeCore(directory, script, max_model_len=50_000) as core:
-        with running_frontend(core, checkpoint, ServerConfig(**flags)) as client:
-            yield Served(directory, core, client, tokenizer)
+    core = FakeCore(directory, script, max_model_len=50_000)
+    with core, running_frontend(core, checkpoint, ServerConfig(**flags)) as client:
+        yield Served(core, client, tokenizer)
 
 
 @pytest.fixture(scope="module")
