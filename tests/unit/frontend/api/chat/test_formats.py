@@ -11,6 +11,15 @@ import pytest
 
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.engine import AddRequest, FinishReason, unpack_ids
+from frontend.api.chat.conversation import Conversation
+from frontend.api.chat.formats import ChatFormat, ChatFormats
+from frontend.api.chat.prompts import ChatPrompts
+from frontend.api.chat.schema import Message
+from frontend.api.schemas.tools import Function
+from frontend.text.chat_encoder import ChatEncoder
+from frontend.text.chat_template import ChatTemplate
+from frontend.text.input_processor import InputProcessor
+from frontend.text.reply_formats.choose import choose_format
 from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
@@ -18,8 +27,7 @@ from tests.helpers.http_server import Client, running_frontend
 from tests.helpers.tool_model import ARGUMENTS, CALLS, TEMPLATE, USER, WEATHER
 
 CHAT = "/v1/chat/completions"
-REQUIRED = {"tool_choice": "required"}
-NAMED = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 class Served:
@@ -99,12 +107,20 @@ def test_tools_that_may_not_be_called_are_not_described(generic: Served) -> None
     assert message["content"] == CALLS and "You may call" not in generic.prompt()
 
 
-@pytest.mark.parametrize("choice", [REQUIRED, NAMED])
-def test_generic_calls_are_enforced(generic: Served, choice: dict[str, Any]) -> None:
-    assert arguments(generic.chat(tools=[WEATHER], **choice)) == ARGUMENTS
-    assert generic.core.requests[-1].grammar is not None
-    generic.chat(tools=[WEATHER])
-    assert generic.core.requests[-1].grammar is None
+@pytest.mark.parametrize(("choice", "enforced"), [("required", True), (NAMED, True), ("auto", False)])
+def test_generic_calls_are_enforced(tmp_path: Path, choice: Any, enforced: bool) -> None:
+    checkpoint = tiny_tokenizer.checkpoint(tmp_path)
+    inputs = InputProcessor(checkpoint, Tokenizer.from_checkpoint(checkpoint), 2048, "fcfs")
+    template = ChatTemplate.from_checkpoint(checkpoint)
+    assert template is not None
+    format = ChatFormat(ChatEncoder(template, inputs), choose_format("any", inputs.tokenizer, template))
+    prompts = ChatPrompts(ChatFormats(format, format), lenient=False)
+    function = Function(name="get_weather", parameters={"type": "object"})
+    turns = [("", Message(role="user", content="hi"))]
+    prompt = prompts.prompt(Conversation(turns=turns, functions=[function], tool_choice=choice), [])
+    assert (prompt.constraint is not None) is enforced
+    if prompt.constraint is not None:
+        assert "<tool_call>" in prompt.constraint.source.text
 
 
 def test_who_tells_of_tools_is_said(
