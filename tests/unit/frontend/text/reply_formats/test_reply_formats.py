@@ -70,10 +70,7 @@ def test_calls_that_were_cut_off_are_not_lost(writer: str, shape: str) -> None:
         if calls:
             assert cut_content == content, text[:at]
         elif at > len(content):
-            assert (
-                cut_content.strip()
-                == without_sections(without_part(text[:at], family, *HEADS.get(family, ()))).strip()
-            )
+            assert cut_content.strip() == without_cut(text[:at], family).strip()
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -180,10 +177,7 @@ def test_cuts_make_no_difference_to_any_text(
     assert parse(family, pieces, **options) == whole
     assert parse(family, text, **options) == whole
     if not whole[2] and reasoning is None and family is not None and not complete:
-        kept, expected = (
-            without_sections(whole[0]),
-            without_sections(without_part(text, family, *HEADS.get(family, ()))),
-        )
+        kept, expected = without_sections(whole[0]), without_cut(text, family)
         assert "".join(kept.split()) == "".join(expected.split())
 
 
