@@ -122,8 +122,11 @@ class _Channels:
         return ReplyDelta(text)
 
     def finish(self, text: str, complete: bool) -> ReplyDelta:
-        if self._header is not None:  # a call whose name is not known is content
-            return ReplyDelta(self._header.strip() + text if self._function(self._header) else "")
+        if (
+            self._header is not None
+        ):  # a call whose name is not known is content, but for a cut one after another
+            is_shown = self._function(self._header) and (complete or not self.called)
+            return ReplyDelta(self._header.strip() + text if is_shown else "")
         last = self._in_body(text)
         if complete:
             last.calls += self._end_call()
