@@ -63,4 +63,4 @@ class ChatFormats:
 
 
 def _used_tools(turns: Sequence[Turn]) -> bool:
-    return any(message.tool_calls or message.tool_call_id for _, message in turns)
+    return any(message.tool_calls or message.role == "tool" for _, message in turns)

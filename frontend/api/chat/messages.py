@@ -28,6 +28,8 @@ _SYSTEM = "system"
 _DEVELOPER = "developer"
 _COMMON_ROLES = frozenset({_SYSTEM, "user", ASSISTANT})
 _TOOL_ROLES = frozenset({"tool", "function"})
+# Of further roles a template may expect them at some place that no probe has.
+_PROBED_ROLES = _COMMON_ROLES | _TOOL_ROLES
 _TEXT = "text"
 _REFUSAL = "refusal"
 # Refused where the template does not read them. Names and reasoning are not among them: clients send names
@@ -104,7 +106,7 @@ def _check_shown(
 ) -> None:
     """Raises RequestError for the text of a role whose texts the template leaves out."""
     role = fields["role"]
-    if role not in _COMMON_ROLES | _TOOL_ROLES or not text_of(fields["content"]):
+    if role not in _PROBED_ROLES or not fields["content"]:
         return
     if template.reading.form(role) is ContentForm.NONE:
         problem = f"is not shown to the model: its chat template leaves out messages of the role {role!r}"
