@@ -8,6 +8,19 @@ from frontend.text.detokenizer import Detokenizer
 from frontend.text.reply_formats.base import ReplyDelta, ReplyOptions, merge_calls
 from frontend.text.reply_formats.choose import REASONING, TOOL_CALLS, TextFormat
 from tests.helpers import tiny_tokenizer
+from tests.helpers.tool_calls import (
+    CALL,
+    END,
+    K_CALL,
+    K_CALL_END,
+    K_END,
+    K_SECTION,
+    K_SEP,
+    SECTION,
+    SECTION_END,
+    SEP,
+    J,
+)
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 PLAIN = tiny_tokenizer.build()
@@ -179,3 +192,34 @@ def without_part(text: str, family: str, *more: str) -> str:
     markers = (*TOOL_CALLS[family].MARKERS, *more)
     parts = {marker[:length] for marker in markers for length in range(1, len(marker))}
     return text[: len(text) - max((len(part) for part in parts if text.endswith(part)), default=0)]
+
+
+FRAGMENTS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "<function=",
+        "</function>",
+        "<parameter=days>",
+        "\n",
+    ),
+    *("</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>"),
+    *(
+        SECTION,
+        SECTION_END,
+        CALL,
+        SEP,
+        END,
+        K_SECTION,
+        K_END,
+        K_CALL,
+        K_SEP,
+        K_CALL_END,
+        "```json",
+        "```",
+    ),
+    *("<|python_tag|>", "{", "}", "[", "]", '"', "\\", ";", ",", J, '{"name": "f", "arguments": ', "f"),
+    *('"name"', ": ", "function", "functions.f:0", "text", "你", "🦊", "<", "</", "days", "1", " "),
+]
+"""Pieces of replies of all families."""

@@ -123,7 +123,7 @@ class _Channels:
 
     def finish(self, text: str, complete: bool) -> ReplyDelta:
         if self._header is not None:
-            # A call whose name is not known is content; after another call, the part of a cut one is left out.
+            # A call whose name is not known is content; after another call, what was cut is left out.
             is_shown = self._function(self._header) and (complete or not self.called)
             return ReplyDelta(self._header.strip() + text if is_shown else "")
         last = self._in_body(text)

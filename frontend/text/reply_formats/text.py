@@ -215,13 +215,16 @@ class TextParser:
             self._at_start = False
         if self._openers is not None and self._drafts is None:
             self._drafts = self._new_drafts()
+        num_unread = len(self._buffer)
         text, marker = self._take(_markers((self._think.end,)))
         self._out.reasoning += text if self._drafts is None else self._drafts.read(text)
         if marker is not None:
             self._out.reasoning += "" if self._drafts is None else self._drafts.drop()
             self._state = self._after
             return True
-        return self._ended and self._drafts is not None and self._end_drafts(self._drafts)
+        if self._ended and self._drafts is not None:
+            return self._end_drafts(self._drafts, was_cut=len(text) < num_unread)
+        return False
 
     def _new_drafts(self) -> Drafts:
         parser = type(self)(self._options, None, {})
@@ -229,10 +232,10 @@ class TextParser:
         parser._state = parser._content
         return Drafts(parser)
 
-    def _end_drafts(self, drafts: Drafts) -> bool:
-        """At the end of a reply that did not close its reasoning."""
+    def _end_drafts(self, drafts: Drafts, was_cut: bool) -> bool:
+        """At the end of a reply that did not close its reasoning, or `was_cut` within the closing marker."""
         text, calls = drafts.end(self._complete)
-        if not self._complete:
+        if not self._complete and not was_cut:
             text = text[: len(text) - _markers(self.MARKERS).held(text)]
         self._out.reasoning += text
         self._buffer = calls

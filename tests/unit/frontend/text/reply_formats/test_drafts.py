@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from frontend.text.reply_formats.choose import TOOL_CALLS
-from tests.helpers.replies import SHAPES, WRITERS, Shape, everywhere, parse, without_part
+from tests.helpers.replies import FRAGMENTS, SHAPES, WRITERS, Shape, everywhere, parse, without_part
 from tests.helpers.tool_calls import K_CALL, K_SECTION
 
 # A call in the reasoning begins with a marker, which Llama's calls need not have.
@@ -101,3 +103,34 @@ def test_reasoning_is_not_held_for_longer_than_needed() -> None:
         pieces = ["So I write ", mention, " here. ", *["And so on.\n"] * 200]
         content, reasoning, _ = parse(family, pieces, complete=False, reasoning="qwen3", thinking=True)
         assert (content, reasoning) == ("", "".join(pieces))
+
+
+THOUGHTS = st.lists(
+    st.sampled_from(
+        [
+            *(each for each in FRAGMENTS if "think" not in each),
+            *(write(shape) for _, write in WRITERS.values() for shape in (DRAFT, REAL)),
+        ]
+    ),
+    max_size=8,
+).map("".join)
+
+
+@settings(deadline=None, max_examples=300)
+@given(thought=THOUGHTS, family=st.sampled_from(sorted(TOOL_CALLS)), in_characters=st.booleans())
+def test_nothing_in_a_closed_thought_is_a_reply(thought: str, family: str, in_characters: bool) -> None:
+    text = f"why: {thought}</think>so"
+    pieces = [*text] if in_characters else [text]
+    assert parse(family, pieces, reasoning="qwen3", thinking=True) == ("so", f"why: {thought}", [])
+
+
+@settings(deadline=None, max_examples=300)
+@given(thought=THOUGHTS, family=st.sampled_from(sorted(TOOL_CALLS)), in_characters=st.booleans())
+def test_nothing_in_a_thought_that_is_cut_off_is_a_reply(
+    thought: str, family: str, in_characters: bool
+) -> None:
+    text = f"why: {thought}"
+    pieces = [*text] if in_characters else [text]
+    content, reasoning, calls = parse(family, pieces, complete=False, reasoning="qwen3", thinking=True)
+    assert (content, calls) == ("", [])
+    assert reasoning == without_part(text, family, "</think>")

@@ -15,20 +15,25 @@ from hypothesis import strategies as st
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.choose import REASONING, TOOL_CALLS, TextFormat
 from frontend.text.reply_formats.text import MAX_HELD
-from tests.helpers.replies import SHAPES, TOOLS, WRITERS, Shape, everywhere, parse, without_part
+from tests.helpers.replies import (
+    FRAGMENTS,
+    SHAPES,
+    TOOLS,
+    WRITERS,
+    Shape,
+    everywhere,
+    parse,
+    without_part,
+)
 from tests.helpers.tool_calls import (
     CALL,
-    END,
     K_CALL,
-    K_CALL_END,
     K_END,
     K_SECTION,
-    K_SEP,
     SECTION,
     SECTION_END,
     SEP,
     UNUSUAL,
-    J,
 )
 
 
@@ -126,41 +131,9 @@ def test_reasoning(
     assert found == (content, thought, [])
 
 
-FRAGMENTS = st.sampled_from(
-    [
-        *(
-            "<tool_call>",
-            "</tool_call>",
-            "<function=f>",
-            "<function=",
-            "</function>",
-            "<parameter=days>",
-            "\n",
-        ),
-        *("</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>"),
-        *(
-            SECTION,
-            SECTION_END,
-            CALL,
-            SEP,
-            END,
-            K_SECTION,
-            K_END,
-            K_CALL,
-            K_SEP,
-            K_CALL_END,
-            "```json",
-            "```",
-        ),
-        *("<|python_tag|>", "{", "}", "[", "]", '"', "\\", ";", ",", J, '{"name": "f", "arguments": ', "f"),
-        *('"name"', ": ", "function", "functions.f:0", "text", "你", "🦊", "<", "</", "days", "1", " "),
-    ]
-)
-
-
 @settings(deadline=None, max_examples=300)
 @given(
-    parts=st.lists(FRAGMENTS, max_size=16),
+    parts=st.lists(st.sampled_from(FRAGMENTS), max_size=16),
     cuts=st.lists(st.integers(0, 200), max_size=10),
     family=st.sampled_from([None, *sorted(TOOL_CALLS)]),
     reasoning=st.sampled_from([None, *sorted(REASONING)]),
