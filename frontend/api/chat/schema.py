@@ -44,6 +44,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """A conversation; `prompt` is another name of `messages`."""
 
     messages: list[msgspec.Raw] | None = None
+    """The `name` of a message changes nothing unless the chat template reads it."""
     prompt: list[msgspec.Raw] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
