@@ -12,10 +12,11 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.launch import FrontendLaunch
 from atom.shared.messages.supervisor import Engines
-from atom.shared.utils.logger import set_log_level
+from atom.shared.utils.logger import get_logger, set_log_level
 from frontend import keys
 from frontend.admin import create_admin_app
 from frontend.api.chat.endpoint import ChatEndpoint
+from frontend.api.chat.formats import GENERIC, ChatFormat, ChatFormats
 from frontend.api.chat.prompts import ChatPrompts
 from frontend.api.completions.endpoint import CompletionEndpoint
 from frontend.api.generation.generation import Generation, ServingOptions
@@ -157,7 +158,8 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         app[keys.METRICS],
         inputs.set_max_model_len,
     )
-    models_service = ModelService(config.names, inputs)
+    formats = _chat_formats(launch, inputs)
+    models_service = ModelService(config.names, inputs, None if formats is None else formats.tool_form)
     options = ServingOptions(
         checkpoint.default_sampling,
         has_tokenizer=tokenizer is not None,
@@ -171,7 +173,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     tracing = None if endpoint is None else Tracing(endpoint)
     app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, grammars, tracing)
     app.cleanup_ctx.append(lambda _: _close_tracing(tracing))
-    prompts = _chat_prompts(launch, inputs)
+    prompts = ChatPrompts(formats, server.lenient_fields)
     chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)
     app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionEndpoint(
@@ -193,21 +195,32 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     app.cleanup_ctx.append(lambda _: _shut_down(executor, grammars))
 
 
-def _chat_prompts(launch: FrontendLaunch, inputs: InputProcessor) -> ChatPrompts:
-    checkpoint = launch.checkpoint
+def _chat_formats(launch: FrontendLaunch, inputs: InputProcessor) -> ChatFormats | None:
+    template = ChatTemplate.from_checkpoint(launch.checkpoint)
+    if template is None:
+        return None
+    plain = _chat_format(template, launch, inputs)
+    for_tools = ChatTemplate.tools_from_checkpoint(launch.checkpoint)
+    formats = ChatFormats(plain, plain if for_tools is None else _chat_format(for_tools, launch, inputs))
+    if formats.tool_form == GENERIC and (launch.index, launch.life) == (0, 0):
+        get_logger().info(
+            "the chat template reads no tools: a system message describes those of a request, in a generic "
+            "format (--tool-call-parser none refuses tools)"
+        )
+    return formats
+
+
+def _chat_format(template: ChatTemplate, launch: FrontendLaunch, inputs: InputProcessor) -> ChatFormat:
     server = launch.server
-    template = ChatTemplate.from_checkpoint(checkpoint)
     reply_format = choose_format(
-        checkpoint.model_type,
+        launch.checkpoint.model_type,
         inputs.tokenizer,
-        None if template is None else template.source,
+        template,
         server.tool_call_parser,
         server.reasoning_parser,
     )
-    encoder = None
-    if template is not None:
-        encoder = ChatEncoder(template, inputs, server.allow_control_tokens_in_content)
-    return ChatPrompts(encoder, reply_format, server.lenient_fields)
+    encoder = ChatEncoder(template, inputs, server.allow_control_tokens_in_content)
+    return ChatFormat(encoder, reply_format)
 
 
 def _encoder(inputs: InputProcessor, server: ServerConfig, default_max_tokens: int) -> PromptEncoder:

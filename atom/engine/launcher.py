@@ -121,7 +121,7 @@ class Launcher:
         host.prepare(prepare)
         self._bars.close()
         if template is not None:
-            host.checkpoint = replace(host.checkpoint, chat_template_file=template)
+            host.checkpoint = replace(host.checkpoint, chat_template_file=template, tool_template_file=None)
         host.resolve(self._notes(host.checkpoint))
         self.config = host.config
         if self.config.device.device == "cpu":
@@ -367,7 +367,7 @@ def _template_file(given: str | None) -> str | None:
 
     path = Path(given).expanduser().resolve()
     try:
-        ChatTemplate(path.read_text(encoding="utf-8"), {})
+        ChatTemplate.from_file(path, {})
     except OSError as error:
         raise ConfigError(f"--chat-template {given}: {error.strerror}") from None
     except ValueError as error:

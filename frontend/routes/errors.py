@@ -20,6 +20,9 @@ __all__ = [
 
 _ANTHROPIC = "/v1/messages"
 _REQUEST_ID = "X-Request-Id"
+_VERSION = "/v1"
+# Longer paths are not compared with the routes.
+_MAX_PATH = 256
 
 
 @web.middleware
@@ -29,6 +32,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return await handler(request)
     except ApiError as error:
         return error_response(error, request.path)
+    except web.HTTPNotFound:
+        return error_response(await _unknown_path(request), request.path)
     except web.HTTPException as error:
         return http_exception_response(error, request.path)
     except Exception:
@@ -52,8 +57,6 @@ def error_response(error: ApiError, path: str = "") -> web.Response:
 def http_exception_response(error: web.HTTPException, path: str) -> web.Response:
     """The response for an exception raised by aiohttp itself."""
     match error:
-        case web.HTTPNotFound():
-            return error_response(RequestError(f"unknown path {path}", status=404), path)
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             response = error_response(
@@ -62,6 +65,21 @@ def http_exception_response(error: web.HTTPException, path: str) -> web.Response
             response.headers["Allow"] = allowed
             return response
     return error_response(RequestError(error.reason, status=error.status), path)
+
+
+async def _unknown_path(request: web.Request) -> RequestError:
+    """Names the path that was meant: clients have base URLs with a slash at the end, or without /v1."""
+    path = "/" + "/".join(filter(None, request.path.split("/")))
+    found = [each for each in (path, _VERSION + path) if await _is_served(request, each)]
+    hint = f": use {found[0]}" if found else ""
+    return RequestError(f"unknown path {request.path}{hint}", status=404)
+
+
+async def _is_served(request: web.Request, path: str) -> bool:
+    if path == request.path or len(path) > _MAX_PATH:
+        return False
+    match = await request.app.router.resolve(request.clone(rel_url=path))
+    return not isinstance(match.http_exception, web.HTTPNotFound)
 
 
 def client_request_id(request: web.BaseRequest) -> str | None:

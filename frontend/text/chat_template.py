@@ -1,11 +1,13 @@
 """Renders a conversation with the checkpoint's Jinja chat template.
 
+Contents are given as text or as parts of type text; the template gets them in the form that it reads.
 Templates are never taken from requests, and run in Jinja's sandbox.
 """
 
 import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from atom.shared.config.checkpoint import Checkpoint
 from frontend.errors import RequestError
+from frontend.text.template_reading import ContentForm, TemplateReading
 from frontend.text.template_source import TemplateSource
 
 __all__ = ["ChatTemplate"]
@@ -54,11 +57,39 @@ class ChatTemplate:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> "ChatTemplate | None":
-        """None for a checkpoint without a template."""
+        """None for a checkpoint without a template. Raises ValueError for an unusable one."""
         if checkpoint.chat_template_file is None:
             return None
-        source = Path(checkpoint.chat_template_file).read_text(encoding="utf-8")
-        return cls(source, checkpoint.template_tokens)
+        return cls.from_file(Path(checkpoint.chat_template_file), checkpoint.template_tokens)
+
+    @classmethod
+    def tools_from_checkpoint(cls, checkpoint: Checkpoint) -> "ChatTemplate | None":
+        """The template for conversations with tools; None if there is no such one."""
+        if checkpoint.tool_template_file is None:
+            return None
+        return cls.from_file(Path(checkpoint.tool_template_file), checkpoint.template_tokens)
+
+    @classmethod
+    def from_file(cls, path: Path, tokens: Mapping[str, str]) -> "ChatTemplate":
+        """Raises OSError, and ValueError for a template that does not compile or loses the user's text."""
+        template = cls(path.read_text(encoding="utf-8"), tokens)
+        if template.reading.form("user") is ContentForm.NONE:
+            raise ValueError(
+                f"the chat template {path} leaves out the text of user messages, whether it is a string or "
+                "a list of parts: mend it, or set another one with --chat-template"
+            )
+        return template
+
+    @cached_property
+    def reading(self) -> TemplateReading:
+        """What the template reads, without the client's variables."""
+        return TemplateReading(lambda messages, tools: self._render(messages, {}, True, tools))
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the template tells the model of tools."""
+        found = self.reading.reads_tools() if self.source.reads_variable("tools") else False
+        return True if found is None else found
 
     def render(
         self,
@@ -78,6 +109,22 @@ class ChatTemplate:
             raise RequestError(
                 f"chat template options: {', '.join(taken or unread)} {problem}", param="chat_template_kwargs"
             )
+        return self._render([self._in_form(each) for each in messages], options, add_generation_prompt, tools)
+
+    def _in_form(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its content in the form that the template reads."""
+        content = message.get("content")
+        if content is None:
+            return message
+        return {**message, "content": self.reading.form(message["role"]).of(content)}
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None,
+    ) -> str:
         variables = {**self._tokens, **options, "messages": messages}
         try:
             return self._template.render(
@@ -96,7 +143,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt text up to the end of the last message's content, which the model continues."""
         last = messages[-1]
-        marked = [*messages[:-1], {**last, "content": f"{last['content']}{_MARK} "}]
+        marked = [*messages[:-1], {**last, "content": _marked(last["content"])}]
         before, mark, after = self.render(marked, options, False, tools).rpartition(_MARK)
         if not mark:
             raise RequestError(
@@ -136,6 +183,13 @@ def _tojson(value: Any, **layout: Any) -> str:
     # Jinja's own filter escapes for HTML and ASCII; models are not trained on that.
     layout.setdefault("ensure_ascii", False)
     return json.dumps(value, **layout)
+
+
+def _marked(content: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
+    """`content` with a mark at its end."""
+    if isinstance(content, list):
+        return [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_MARK} "}]
+    return f"{content}{_MARK} "
 
 
 def _raise(message: str) -> NoReturn:

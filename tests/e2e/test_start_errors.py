@@ -148,6 +148,8 @@ def test_broken_chat_template(good: Path, tmp_path: Path) -> None:
     assert "No such file" in failure(*flags, status=ExitStatus.USAGE)
     template.write_text("\n{% for message in messages %}")
     assert "--chat-template" in failure(*flags, status=ExitStatus.USAGE)
+    template.write_text("{% for message in messages %}{{ message.text }}{% endfor %}")
+    assert "leaves out the text of user messages" in failure(*flags, status=ExitStatus.USAGE)
 
 
 def test_a_path_too_long_for_sockets(good: Path, tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ transformers 5 writes.
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ from typing import Any
 import msgspec
 
 from atom.shared.config.checkpoint import Checkpoint
+from workers.checkpoint.atomic_file import write_atomically
+from workers.checkpoint.chat_templates import template_files
 from workers.checkpoint.checkpoint_files import tensors_in
 from workers.checkpoint.config_values import check_values, id_list
 from workers.checkpoint.families import keeps_states
@@ -74,6 +74,7 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
     tokenizer_config = read_json(directory / "tokenizer_config.json", missing_is_empty=True)
     tokenizer = _tokenizer_file(directory, cache_dir)
     tokens = _template_tokens(directory, tokenizer_config)
+    templates = template_files(directory, tokenizer_config, cache_dir)
     return Checkpoint(
         directory=str(directory),
         architecture=config["architectures"][0],
@@ -87,10 +88,11 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
         ignored_defaults=_ignored_defaults(generation),
         added_settings=added_settings(directory, overrides),
         tokenizer_file=str(tokenizer) if tokenizer else None,
-        chat_template_file=_chat_template_file(directory, tokenizer_config, cache_dir),
+        chat_template_file=templates.default,
         template_tokens=tokens,
         keeps_states=keeps_states(config["model_type"]),
         add_bos_token=_add_bos(tokenizer, tokenizer_config, tokens),
+        tool_template_file=templates.tool_use,
     )
 
 
@@ -213,33 +215,6 @@ def _token_text(token: str | dict[str, str] | None) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _chat_template_file(directory: Path, tokenizer_config: Mapping[str, Any], cache_dir: Path) -> str | None:
-    own_file = directory / "chat_template.jinja"
-    if own_file.exists():
-        return str(own_file)
-    embedded = tokenizer_config.get("chat_template")
-    if embedded is None:
-        embedded = read_json(directory / "chat_template.json", missing_is_empty=True).get("chat_template")
-    text = _default_template(embedded)
-    if text is None:
-        return None
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = cache_dir / "templates" / f"{digest}.jinja"
-    if not path.exists():
-        _write_atomically(path, text)
-    return str(path)
-
-
-def _default_template(embedded: str | list[dict[str, str]] | None) -> str | None:
-    """The template, or of several named ones the default."""
-    if not isinstance(embedded, list):
-        return embedded
-    by_name = {entry["name"]: entry["template"] for entry in embedded}
-    if "default" in by_name or len(by_name) != 1:
-        return by_name.get("default")
-    return next(iter(by_name.values()))
-
-
 def _tokenizer_file(directory: Path, cache_dir: Path) -> Path | None:
     path = directory / "tokenizer.json"
     if path.exists():
@@ -264,7 +239,7 @@ def _converted_tokenizer(directory: Path, sources: list[Path], cache_dir: Path) 
         raise ValueError(
             f"{directory} has no tokenizer.json, and its {sources[0].name} cannot be converted: {first_line}"
         ) from error
-    _write_atomically(path, text)
+    write_atomically(path, text)
     return path
 
 
@@ -274,12 +249,3 @@ def _add_bos(tokenizer: Path | None, config: Mapping[str, Any], tokens: Mapping[
         return False
     parsed = msgspec.json.decode(tokenizer.read_bytes(), type=_TokenizerJson)
     return tokens["bos_token"] not in json.dumps(parsed.post_processor, ensure_ascii=False)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write the complete file, also if another process writes it at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    Path(temporary).replace(path)

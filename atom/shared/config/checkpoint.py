@@ -39,3 +39,5 @@ class Checkpoint:
     """Whether the model has recurrent layers, which rules out prefix caching."""
     add_bos_token: bool = False
     """Whether the frontend adds the BOS token, because tokenizer.json's post-processor does not."""
+    tool_template_file: str | None = None
+    """The chat template for conversations with tools, if the checkpoint names one besides its default."""

@@ -60,6 +60,7 @@ class ServerConfig:
         Literal[
             "deepseek_v3",
             "deepseek_v31",
+            "generic",
             "glm45",
             "glm47",
             "hermes",
@@ -72,7 +73,8 @@ class ServerConfig:
         ]
         | None
     ) = None
-    """Format of the model's tool calls, by vLLM's names. If unset, the chat template tells."""
+    """Format of the model's tool calls, by vLLM's names. If unset, the chat template tells, and for one that
+    reads no tools it is `generic`: a system message describes them."""
     reasoning_parser: (
         Literal["deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "none", "openai_gptoss", "qwen3"] | None
     ) = None

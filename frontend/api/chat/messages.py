@@ -6,22 +6,35 @@ from typing import Any
 
 import msgspec
 
-from frontend.api.chat.schema import MESSAGE, Message, check_part
+from frontend.api.chat.schema import MESSAGE, Message, check_parts
 from frontend.api.schemas.structure import check_structure
 from frontend.errors import RequestError
+from frontend.text.chat_template import ChatTemplate
+from frontend.text.template_reading import ContentForm, text_of
 from frontend.text.template_source import TemplateSource
 
-__all__ = ["ASSISTANT", "Turn", "decode_messages", "template_messages"]
+__all__ = [
+    "ASSISTANT",
+    "Turn",
+    "decode_messages",
+    "message_text",
+    "parsed_function",
+    "template_call",
+    "template_messages",
+]
 
 ASSISTANT = "assistant"
 _SYSTEM = "system"
 _DEVELOPER = "developer"
 _COMMON_ROLES = frozenset({_SYSTEM, "user", ASSISTANT})
 _TOOL_ROLES = frozenset({"tool", "function"})
-# Refused where the template does not read them. Reasoning is not among them:
-# clients send it back with every reply, and templates leave out that of earlier turns by design.
-_OPTIONAL_FIELDS = ("name", "tool_calls", "tool_call_id")
-
+# Of further roles a template may expect them at some place that no probe has.
+_PROBED_ROLES = _COMMON_ROLES | _TOOL_ROLES
+_TEXT = "text"
+_REFUSAL = "refusal"
+# Refused where the template does not read them. Names and reasoning are not among them: clients send names
+# with every message, and reasoning back with every reply; templates leave out earlier reasoning by design.
+_OPTIONAL_FIELDS = ("tool_calls", "tool_call_id")
 
 Turn = tuple[str, Message]
 """The field of a message in the request's body, a prefix of names in errors, and the message."""
@@ -34,18 +47,22 @@ def decode_messages(raw_messages: Sequence[msgspec.Raw], lenient: bool, warnings
         where = f"messages[{index}]."
         message, left_out = MESSAGE.decode(bytes(raw), lenient, where)
         warnings += left_out
+        if isinstance(message.content, list):
+            warnings += check_parts(message.content, f"{where}content", lenient)
         turns.append((where, message))
     return turns
 
 
 def template_messages(
-    turns: Sequence[Turn], source: TemplateSource, lenient: bool, warnings: list[str]
+    turns: Sequence[Turn], template: ChatTemplate, lenient: bool, warnings: list[str]
 ) -> list[dict[str, Any]]:
     """The messages for a template. Raises RequestError naming the field at fault."""
+    source = template.source
     messages = []
     calls: list[Any] = []
     for where, message in turns:
         message.role = _role(message.role, source, where)
+        message.tool_calls = message.tool_calls or None
         if message.tool_calls:
             calls = [call.get("id") for call in message.tool_calls]
         elif message.tool_call_id is not None and calls and calls[0] == message.tool_call_id:
@@ -53,7 +70,9 @@ def template_messages(
             if not source.reads("tool_call_id"):
                 message.tool_call_id = None
         _drop_unread(message, source, lenient, where, warnings)
-        messages.append(_for_template(message, source, where))
+        fields = _for_template(message, source, where)
+        _check_shown(fields, template, lenient, where, warnings)
+        messages.append(fields)
     return messages
 
 
@@ -73,25 +92,41 @@ def _role(role: str, source: TemplateSource, where: str) -> str:
 def _drop_unread(
     message: Message, source: TemplateSource, lenient: bool, where: str, warnings: list[str]
 ) -> None:
+    if not source.reads("name"):
+        message.name = None
     for name in _OPTIONAL_FIELDS:
         if not getattr(message, name) or source.reads(name):
             continue
-        problem = f"'{where}{name}' is not read by this model's chat template"
-        if not lenient:
-            raise RequestError(
-                f"{problem}: leave it out", param=f"{where}{name}", code="unsupported_parameter"
-            )
-        warnings.append(f"{problem} and was left out")
+        _leave_out(f"{where}{name}", "is not read by this model's chat template", lenient, warnings)
         setattr(message, name, None)
 
 
+def _check_shown(
+    fields: dict[str, Any], template: ChatTemplate, lenient: bool, where: str, warnings: list[str]
+) -> None:
+    """Raises RequestError for the text of a role whose texts the template leaves out."""
+    role = fields["role"]
+    if role not in _PROBED_ROLES or not fields["content"]:
+        return
+    if template.reading.form(role) is ContentForm.NONE:
+        problem = f"is not shown to the model: its chat template leaves out messages of the role {role!r}"
+        _leave_out(f"{where}content", problem, lenient, warnings)
+
+
+def _leave_out(field: str, problem: str, lenient: bool, warnings: list[str]) -> None:
+    if not lenient:
+        raise RequestError(f"'{field}' {problem}: leave it out", param=field, code="unsupported_parameter")
+    warnings.append(f"'{field}' {problem} and was left out")
+
+
 def _for_template(message: Message, source: TemplateSource, where: str) -> dict[str, Any]:
-    """The message as templates expect it: content as text, null fields left out."""
+    """The message as templates expect it: content as text or several parts, null fields left out."""
     fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
-    fields["content"] = _plain_text(message, where)
+    fields.pop("refusal", None)
+    fields["content"] = _content(message, where)
     if message.tool_calls is not None:
         fields["tool_calls"] = [
-            _template_call(call, source, f"{where}tool_calls[{index}]")
+            template_call(call, source, f"{where}tool_calls[{index}]")
             for index, call in enumerate(message.tool_calls)
         ]
         if not fields["content"] and source.tests_content_for_none:
@@ -111,46 +146,62 @@ def _name_reasoning(fields: dict[str, Any], source: TemplateSource) -> None:
         fields["thinking"] = reasoning
 
 
-def _plain_text(message: Message, where: str) -> str:
+def message_text(message: Message, where: str) -> str:
+    """The text of a message. Raises RequestError for one without, and for parts of other types."""
+    return text_of(_content(message, where))
+
+
+def _content(message: Message, where: str) -> str | list[dict[str, Any]]:
     content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if message.tool_calls or message.role == ASSISTANT:
-            return ""
+    if isinstance(content, list):
+        is_reply = message.role == ASSISTANT
+        parts = [_text_part(part, f"{where}content[{i}]", is_reply) for i, part in enumerate(content)]
+        return parts if len(parts) > 1 else text_of(parts)
+    if not content and message.refusal:
+        return message.refusal
+    if content is None and not message.tool_calls and message.role != ASSISTANT:
         raise RequestError(f"'{where}content' is missing", param=f"{where}content")
-    return "\n".join(_part_text(part, f"{where}content[{index}]") for index, part in enumerate(content))
+    return content or ""
 
 
-def _part_text(part: dict[str, Any], where: str) -> str:
+def _text_part(part: dict[str, Any], where: str, is_reply: bool) -> dict[str, Any]:
+    """A part of type text; a refusal of the assistant is text."""
     kind = part.get("type")
-    text = part.get("text")
-    if kind != "text":
+    if kind != _TEXT and not (kind == _REFUSAL and is_reply):
         raise RequestError(
             f"'{where}' has type {kind!r:.40}; this model takes parts of type 'text' only", param=where
         )
+    text = part.get(kind)
     if not isinstance(text, str):
-        raise RequestError(f"'{where}.text' must be a string", param=f"{where}.text")
-    check_part(part, where)
-    return text
+        raise RequestError(f"'{where}.{kind}' must be a string", param=f"{where}.{kind}")
+    return {"type": _TEXT, "text": text}
 
 
-def _template_call(call: dict[str, Any], source: TemplateSource, where: str) -> dict[str, Any]:
+def template_call(call: dict[str, Any], source: TemplateSource, where: str) -> dict[str, Any]:
     """`call` with its arguments in the form that the template takes; OpenAI's form is JSON text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(
-            f"'{where}.function' must be an object with a name and arguments", param=f"{where}.function"
-        )
+    parsed = parsed_function(call, where)
+    arguments = parsed["arguments"]
+    function = call["function"]
     given = function.get("arguments")
-    field = f"{where}.function.arguments"
-    arguments = _parsed(given, field) if isinstance(given, str) else {} if given is None else given
     if source.joins_arguments:
         is_text = isinstance(given, str) and given.strip()
         arguments = given if is_text else json.dumps(arguments, ensure_ascii=False)
     elif source.needs_argument_fields and not isinstance(arguments, dict):
         arguments = {"arguments": arguments}
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def parsed_function(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """The name and the parsed arguments of a call. Raises RequestError for another object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f"'{where}.function' must be an object with a name and arguments", param=f"{where}.function"
+        )
+    given = function.get("arguments")
+    if isinstance(given, str):
+        given = _parsed(given, f"{where}.function.arguments")
+    return {"name": function["name"], "arguments": {} if given is None else given}
 
 
 def _parsed(text: str, field: str) -> Any:

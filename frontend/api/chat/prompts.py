@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from frontend.api.chat.conversation import Conversation
+from frontend.api.chat.formats import GENERIC, ChatFormat, ChatFormats
+from frontend.api.chat.generic_tools import with_tools, without_calls
 from frontend.api.chat.messages import ASSISTANT, template_messages
 from frontend.api.chat.template_options import template_options
 from frontend.api.chat.tools import Tools, read_tools
 from frontend.api.generation.prompts import Prompt
 from frontend.errors import RequestError
-from frontend.text.chat_encoder import ChatEncoder, EncodedChat
+from frontend.text.chat_encoder import EncodedChat
 from frontend.text.reply_formats.base import ReplyFormat, ReplyOptions, ReplyParser
+from frontend.text.template_reading import text_of
 
 __all__ = ["ChatPrompts"]
 
@@ -18,27 +22,27 @@ __all__ = ["ChatPrompts"]
 class ChatPrompts:
     """Makes the prompts of all chat endpoints."""
 
-    def __init__(self, encoder: ChatEncoder | None, reply_format: ReplyFormat | None, lenient: bool):
-        self._encoder = encoder
-        self._format = reply_format
+    def __init__(self, formats: ChatFormats | None, lenient: bool):
+        """`formats` is None for a model without a chat template."""
+        self._formats = formats
         self._lenient = lenient
 
     def prompt(self, conversation: Conversation, warnings: list[str], excess: int = 0) -> Prompt:
         """The prompt; `excess` as in `InputProcessor.encode`. Runs in any thread. Raises RequestError."""
-        encoder = self._encoder
-        if encoder is None:
+        if self._formats is None:
             raise RequestError(
                 "this model has no chat template: put chat_template.jinja into its directory, "
                 "or use /v1/completions",
                 param="messages",
             )
-        template = encoder.template
-        lenient = self._lenient
+        chosen = self._formats.choose(conversation)
         try:
-            messages = template_messages(conversation.turns, template.source, lenient, warnings)
-            options = template_options(conversation, template, self._format, lenient, warnings)
-            tools = read_tools(conversation, template.source, self._format, lenient, warnings)
-            encoded = encoder.encode(
+            tools = read_tools(conversation, chosen, self._lenient, warnings)
+            messages = self._messages(conversation, chosen, tools, warnings)
+            options = template_options(
+                conversation, chosen.encoder.template, chosen.reply, self._lenient, warnings
+            )
+            encoded = chosen.encoder.encode(
                 messages,
                 options,
                 tools=tools.shown,
@@ -52,32 +56,40 @@ class ChatPrompts:
                 "the messages, tools or template options are nested too deeply", "messages"
             ) from None
         last = messages[-1]
-        echo = (last["content"] or "") if last["role"] == ASSISTANT else ""
-        reasoning = None if self._format is None else self._format.reasoning_ids(encoded.ids, encoded.end)
+        reply_format = chosen.reply
         return Prompt(
             encoded.ids,
-            echo,
-            reply=self._reply(conversation, tools, encoded),
-            reasoning=reasoning,
+            text_of(last["content"]) if last["role"] == ASSISTANT else "",
+            reply=_reply(reply_format, conversation, tools, encoded),
+            reasoning=None if reply_format is None else reply_format.reasoning_ids(encoded.ids, encoded.end),
             constraint=tools.constraint,
             optional_calls=tools.optional_calls,
-            frame=None if self._format is None else self._format.frame,
+            frame=None if reply_format is None else reply_format.frame,
         )
 
-    def _reply(
-        self, conversation: Conversation, tools: Tools, encoded: EncodedChat
-    ) -> Callable[[], ReplyParser] | None:
-        """Makes the parsers of the replies; None if all text is content.
+    def _messages(
+        self, conversation: Conversation, chosen: ChatFormat, tools: Tools, warnings: list[str]
+    ) -> list[dict[str, Any]]:
+        template = chosen.encoder.template
+        turns = conversation.turns
+        if chosen.tool_form == GENERIC:
+            turns = with_tools(without_calls(turns), tools.described, template)
+        return template_messages(turns, template, self._lenient, warnings)
 
-        With special tokens included and no tools, the text is returned as the model wrote it.
-        """
-        reply_format = self._format
-        if reply_format is None or (conversation.raw_text and not tools.are_called):
-            return None
-        options = ReplyOptions(
-            tools.schemas if tools.are_called else None,
-            thinking=reply_format.ends_thinking(encoded.ids, encoded.end),
-            parallel=conversation.parallel,
-            enforced=tools.constraint is not None,
-        )
-        return partial(reply_format.parser, options) if reply_format.is_needed(options) else None
+
+def _reply(
+    reply_format: ReplyFormat | None, conversation: Conversation, tools: Tools, encoded: EncodedChat
+) -> Callable[[], ReplyParser] | None:
+    """Makes the parsers of the replies; None if all text is content.
+
+    With special tokens included and no tools, the text is returned as the model wrote it.
+    """
+    if reply_format is None or (conversation.raw_text and not tools.are_called):
+        return None
+    options = ReplyOptions(
+        tools.schemas if tools.are_called else None,
+        thinking=reply_format.ends_thinking(encoded.ids, encoded.end),
+        parallel=conversation.parallel,
+        enforced=tools.constraint is not None,
+    )
+    return partial(reply_format.parser, options) if reply_format.is_needed(options) else None

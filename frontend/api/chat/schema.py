@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -29,17 +30,21 @@ __all__ = [
     "Message",
     "Reply",
     "ToolCall",
-    "check_part",
+    "check_parts",
 ]
 
-_PART_FIELDS = frozenset({"type", "text", "annotations", "cache_control"})
-"""Fields of text parts; the last two cannot change the output."""
+_HARMLESS = frozenset({"type", "annotations", "cache_control"})
+_PART_FIELDS = {"text": _HARMLESS | {"text"}, "refusal": _HARMLESS | {"refusal"}}
+"""Fields of content parts, by their types."""
+# So many names of unknown fields in the parts of a message.
+_MAX_REPORTED = 8
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
     """A conversation; `prompt` is another name of `messages`."""
 
     messages: list[msgspec.Raw] | None = None
+    """The `name` of a message changes nothing unless the chat template reads it."""
     prompt: list[msgspec.Raw] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -72,17 +77,24 @@ class Message(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
+    """Text of an assistant in place of content."""
 
 
-def check_part(part: dict[str, Any], where: str) -> None:
-    """Raises RequestError for a text part at `where` with a field that has no effect."""
-    for name, value in part.items():
-        if value is not None and name not in _PART_FIELDS:
-            raise RequestError(
-                f"'{where}.{name}' is not a field of this server: leave it out",
-                param=f"{where}.{name}",
-                code="unsupported_parameter",
-            )
+def check_parts(parts: Sequence[Mapping[str, Any]], where: str, lenient: bool) -> list[str]:
+    """Warnings about fields of `parts` that have no effect. Raises RequestError unless `lenient`."""
+    unknown: dict[str, str] = {}
+    for index, part in enumerate(parts):
+        kind = part.get("type")
+        known = _PART_FIELDS.get(kind) if isinstance(kind, str) else None
+        for name in part.keys() - known if known is not None else ():
+            if part[name] is not None and name not in unknown and len(unknown) < _MAX_REPORTED:
+                unknown[name] = f"{where}[{index}].{name}"
+    problems = [(field, f"'{field}' is not a field of this server") for field in sorted(unknown.values())]
+    if problems and not lenient:
+        field, problem = problems[0]
+        raise RequestError(f"{problem}: leave it out", param=field, code="unsupported_parameter")
+    return [f"{problem} and was left out, also in further parts" for _, problem in problems]
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
@@ -195,5 +207,5 @@ MESSAGE = Schema(
     Message,
     neutral={"audio": (), "function_call": (), "partial": (False,), "prefix": (False,), "weight": (1,)},
     # Parts of earlier replies that clients send back; templates do not read them.
-    harmless=frozenset({"annotations", "id", "refusal"}),
+    harmless=frozenset({"annotations", "id"}),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from frontend.api.chat.conversation import Conversation
+from frontend.api.chat.formats import ChatFormat
 from frontend.api.chat.tool_choice import (
     NAMED,
     NONE,
@@ -21,8 +22,6 @@ from frontend.api.generation.tag_parts import Format
 from frontend.api.schemas.tools import TOOL, Function
 from frontend.errors import RequestError
 from frontend.text.constraint import Constraint
-from frontend.text.reply_formats.base import ReplyFormat
-from frontend.text.template_source import TemplateSource
 
 __all__ = ["NO_TOOLS", "Tools", "check_name", "check_tools", "decode_functions", "read_tools"]
 
@@ -39,6 +38,8 @@ class Tools:
 
     shown: list[dict[str, Any]] | None = None
     """For the chat template; None: no tools."""
+    described: Sequence[dict[str, Any]] = ()
+    """For a system message, where the template reads no tools."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The parameter schema of each function."""
     are_called: bool = False
@@ -54,8 +55,7 @@ NO_TOOLS = Tools()
 
 def read_tools(
     conversation: Conversation,
-    source: TemplateSource,
-    reply_format: ReplyFormat | None,
+    chosen: ChatFormat,
     lenient: bool,
     warnings: list[str],
 ) -> Tools:
@@ -65,9 +65,10 @@ def read_tools(
     if not functions:
         _check_offered(choice, functions)
         return NO_TOOLS
-    if problem := _problem(source, reply_format):
+    if problem := chosen.tool_problem:
         return _left_out("tools", problem, lenient, warnings)
     _check_offered(choice, functions)
+    reply_format = chosen.reply
     assert reply_format is not None, "calls of its format are parsed"
     offered = functions, reply_format.call_text, conversation.parallel, reply_format.frame
     constraint = call_constraint(choice, *offered)
@@ -76,8 +77,11 @@ def read_tools(
         _left_out("tool_choice", problem, lenient, warnings)
     if constraint is None and choice.mode != NONE and any(function.strict for function in functions):
         warnings.append("'strict' of tools is not enforced: arguments may differ from their schema")
+    tools = [{"type": _FUNCTION, "function": _shown(function)} for function in functions]
     return Tools(
-        [{"type": _FUNCTION, "function": _shown(function)} for function in functions],
+        None if reply_format.describes_tools else tools,
+        # Models that know no tools would call them all the same.
+        tools if reply_format.describes_tools and choice.mode != NONE else [],
         {function.name: function.parameters or {} for function in functions},
         are_called=choice.mode != NONE,
         constraint=constraint,
@@ -104,15 +108,6 @@ def _check_offered(choice: ToolChoice, functions: Sequence[Function]) -> None:
         raise RequestError(
             f"'tool_choice' names {choice.name[:80]!r}, which is not among the tools", param="tool_choice"
         )
-
-
-def _problem(source: TemplateSource, reply_format: ReplyFormat | None) -> str:
-    """Why this model cannot be given tools; empty if it can."""
-    if not source.reads_variable("tools"):
-        return "this model's chat template does not read tools: --chat-template sets another one"
-    if reply_format is None or not reply_format.parses_calls:
-        return "the format of this model's tool calls is not known: --tool-call-parser names it"
-    return ""
 
 
 def _left_out(name: str, problem: str, lenient: bool, warnings: list[str]) -> Tools:

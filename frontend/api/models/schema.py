@@ -4,7 +4,10 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["ModelCard", "ModelList"]
+__all__ = ["ModelCard", "ModelList", "ToolForm"]
+
+ToolForm = Literal["template", "generic"]
+"""Who tells the model of tools: its chat template, or a system message in a generic format."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +21,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     """The first of the model's names, which an adapter would have as its `parent`."""
     parent: None = None
+    tools: ToolForm | None = None
+    """Null: tools are refused."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

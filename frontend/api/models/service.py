@@ -9,7 +9,7 @@ import msgspec
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.utils.version import atom_version
-from frontend.api.models.schema import ModelCard, ModelList
+from frontend.api.models.schema import ModelCard, ModelList, ToolForm
 from frontend.errors import RequestError
 from frontend.text.input_processor import InputProcessor
 
@@ -25,9 +25,10 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> str:
 class ModelService:
     """GET /v1/models and /v1/models/{id}."""
 
-    def __init__(self, names: Sequence[str], inputs: InputProcessor):
+    def __init__(self, names: Sequence[str], inputs: InputProcessor, tools: ToolForm | None):
         """All `names` are the same model; no adapters are served."""
         self._names = names
+        self._tools = tools
         self._inputs = inputs
         self._created = int(time.time())
 
@@ -56,5 +57,9 @@ class ModelService:
         """The model `name`. Raises RequestError with status 404 for any other."""
         self.check(name)
         return ModelCard(
-            id=name, created=self._created, max_model_len=self._inputs.max_model_len, root=self.name
+            id=name,
+            created=self._created,
+            max_model_len=self._inputs.max_model_len,
+            root=self.name,
+            tools=self._tools,
         )

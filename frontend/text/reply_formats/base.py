@@ -143,6 +143,10 @@ class ReplyFormat(Protocol):
         """Whether tool calls can be parsed."""
 
     @property
+    def describes_tools(self) -> bool:
+        """Whether a system message tells the model of tools and this format, in place of its template."""
+
+    @property
     def call_text(self) -> CallText | None:
         """How calls are written; None where it cannot be enforced."""
 

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+from frontend.text.chat_template import ChatTemplate
 from frontend.text.reply_formats.base import CallText, ReasoningIds, ReplyFormat, ReplyOptions, ReplyParser
 from frontend.text.reply_formats.deepseek import DeepSeek, DeepSeekV3
+from frontend.text.reply_formats.generic import Generic
 from frontend.text.reply_formats.glm import Glm
 from frontend.text.reply_formats.harmony import HarmonyFormat
 from frontend.text.reply_formats.hermes import Hermes
@@ -11,7 +13,6 @@ from frontend.text.reply_formats.kimi_k2 import KimiK2
 from frontend.text.reply_formats.llama3_json import Llama3Json
 from frontend.text.reply_formats.qwen3_coder import Qwen3Coder
 from frontend.text.reply_formats.text import TextParser, Think
-from frontend.text.template_source import TemplateSource
 from frontend.text.tokenizer import Tokenizer
 
 __all__ = ["REASONING", "TOOL_CALLS", "TextFormat", "choose_format"]
@@ -24,6 +25,7 @@ _OPENAI_REASONING = "openai_gptoss"
 TOOL_CALLS: dict[str, type[TextParser]] = {
     "deepseek_v3": DeepSeekV3,
     "deepseek_v31": DeepSeek,
+    "generic": Generic,
     "glm45": Glm,
     "glm47": Glm,
     "hermes": Hermes,
@@ -32,7 +34,7 @@ TOOL_CALLS: dict[str, type[TextParser]] = {
     "qwen3_coder": Qwen3Coder,
     "qwen3_xml": Qwen3Coder,
 }
-"""vLLM's names; besides these, "openai" is Harmony, and "none" parses no tool calls."""
+"""vLLM's names, and "generic"; besides these, "openai" is Harmony, and "none" parses no tool calls."""
 
 REASONING: dict[str, Think] = {
     "deepseek_r1": Think(implicit=True),
@@ -72,6 +74,10 @@ class TextFormat:
     @property
     def parses_calls(self) -> bool:
         return self._calls is not None
+
+    @property
+    def describes_tools(self) -> bool:
+        return self._calls is Generic
 
     @property
     def call_text(self) -> CallText | None:
@@ -131,7 +137,7 @@ class TextFormat:
 def choose_format(
     model_type: str,
     tokenizer: Tokenizer | None,
-    template: TemplateSource | None,
+    template: ChatTemplate | None,
     tool_calls: str | None = None,
     reasoning: str | None = None,
 ) -> ReplyFormat | None:
@@ -160,14 +166,19 @@ def _is_harmony(model_type: str, tool_calls: str | None, reasoning: str | None) 
     return bool(harmony) or (not given and model_type == _HARMONY)
 
 
-def _calls_of(template: TemplateSource | None) -> type[TextParser] | None:
-    if template is None or not template.reads_variable("tools"):
+def _calls_of(template: ChatTemplate | None) -> type[TextParser] | None:
+    if template is None:
         return None
-    return next((calls for signs, calls in _SIGNS if all(map(template.writes, signs))), None)
+    if not template.reads_tools:
+        return Generic
+    return next((calls for signs, calls in _SIGNS if all(map(template.source.writes, signs))), None)
 
 
-def _think_of(template: TemplateSource | None) -> Think | None:
+def _think_of(template: ChatTemplate | None) -> Think | None:
     think = Think()
-    if template is None or not (template.writes(think.end) or template.searches(think.end)):
+    if template is None:
         return None
-    return think
+    source = template.source
+    # Some templates only begin the reasoning, at the end of the prompt.
+    is_named = source.writes(think.begin) or source.writes(think.end) or source.searches(think.end)
+    return think if is_named else None

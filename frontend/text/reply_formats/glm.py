@@ -74,7 +74,7 @@ class Glm(XmlCalls):
 
     def _after_function(self, marker: str) -> None:
         if marker == _OPEN:
-            self._opened(marker)
+            self._open(marker)
         else:
             self._state = self._content
 
@@ -109,6 +109,6 @@ class Glm(XmlCalls):
         self._state = self._in_value
 
     def _not_a_parameter(self, raw: str, marker: str | None) -> None:
-        self._write(raw)
+        self._write_markup(raw)
         self._buffer = (marker or "") + self._buffer
         self._state = self._between

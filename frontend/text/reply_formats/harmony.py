@@ -50,6 +50,7 @@ class HarmonyFormat:
     """The tag ids of one vocabulary."""
 
     parses_calls = True
+    describes_tools = False
     separates_reasoning = True
     efforts = ("low", "medium", "high")
 
@@ -121,8 +122,10 @@ class _Channels:
         return ReplyDelta(text)
 
     def finish(self, text: str, complete: bool) -> ReplyDelta:
-        if self._header is not None:  # a call whose name is not known is content
-            return ReplyDelta(self._header.strip() + text if self._function(self._header) else "")
+        if self._header is not None:
+            # A call whose name is not known is content; after another call, what was cut is left out.
+            is_shown = self._function(self._header) and (complete or not self.called)
+            return ReplyDelta(self._header.strip() + text if is_shown else "")
         last = self._in_body(text)
         if complete:
             last.calls += self._end_call()

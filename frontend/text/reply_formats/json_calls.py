@@ -86,6 +86,8 @@ class JsonCalls(TextParser):
             self._buffer = self._buffer[found.end() :]
             self._state = self._arguments
             return True
+        if (text := self._buffer.lstrip()) and not text.startswith("{"):
+            return self._give_up()
         over = found is not None or self._ended or len(self._buffer) > MAX_HEADER
         if over or self.CLOSERS.find(self._buffer) is not None:
             self._state = self._whole
@@ -153,12 +155,9 @@ class JsonCalls(TextParser):
         return True
 
     def _give_up(self) -> bool:
-        """The header is not one of a call: it is content."""
+        """The header is not one of a call: it is content, in which a call may begin."""
         self._reject(self._opener)
-        text = self._buffer
-        self._buffer = ""
-        self._write(text)
-        return False
+        return True
 
     def _accepts(self, name: str) -> bool:
         """Whether a call of this function can be meant."""
@@ -168,7 +167,7 @@ class JsonCalls(TextParser):
         """Set the state that follows a call."""
         self._end()
         if marker is not None and marker in self.OPENERS:
-            self._opened(marker)
+            self._open(marker)
         else:
             self._state = self._content
 

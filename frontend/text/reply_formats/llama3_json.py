@@ -33,7 +33,7 @@ class Llama3Json(JsonCalls):
         if self._openers is not None and not text and not self._ended and len(self._buffer) <= MAX_HEADER:
             return False
         if self._openers is not None and text.startswith("{"):
-            self._opened("")
+            self._open("")
         else:
             self._state = self._content
         return True
@@ -62,7 +62,7 @@ class Llama3Json(JsonCalls):
         self._end()
         self._buffer = rest
         if rest.startswith("{"):
-            self._opened("")
+            self._open("")
         else:
             self._state = self._content
         return True

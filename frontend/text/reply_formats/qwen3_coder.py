@@ -30,7 +30,7 @@ class Qwen3Coder(XmlCalls):
     """Parses one reply."""
 
     OPENERS = (_OPEN, _FUNCTION)
-    MARKERS = (_OPEN, _CLOSE)
+    MARKERS = (_OPEN, _CLOSE, _FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END)
     UNKNOWN = STRING
     PARAMETER = _PARAMETER
     BETWEEN = Markers(_PARAMETER, _FUNCTION_END, _CLOSE, _OPEN, _FUNCTION)
@@ -86,7 +86,7 @@ class Qwen3Coder(XmlCalls):
         elif marker == _CLOSE:
             self._state = self._content
         else:
-            self._opened(marker)
+            self._open(marker)
 
     def _key(self) -> bool:
         text, marker = self._take(_NAME_ENDS)
@@ -98,7 +98,7 @@ class Qwen3Coder(XmlCalls):
             self._state = self._value_begin
         else:
             self._buffer = (marker or "") + self._buffer
-            self._write(_PARAMETER + self._head)
+            self._write_markup(_PARAMETER + self._head)
             self._state = self._between
         return True
 

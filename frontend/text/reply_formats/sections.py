@@ -39,7 +39,7 @@ class SectionCalls(TextParser):
         if marker is None:
             return False
         if marker == self.CALL:
-            self._opened(marker)
+            self._open(marker)
         else:
             self._state = self._content
         return True
@@ -86,7 +86,7 @@ class SectionCalls(TextParser):
             return False
         self._end()
         if marker == self.CALL:
-            self._opened(marker)
+            self._open(marker)
         else:
             self._state = self._content if marker == self.SECTION_END else self._section
         return True

@@ -5,7 +5,8 @@
 A state is a method that consumes text from the buffer and returns whether to go on. The buffer keeps only
 what may be the beginning of a marker, or a short header. Families add the states of their tool calls.
 A call that does not follow the format becomes content, as the model wrote it, or raw arguments if its name
-was sent already.
+was sent already. Calls in the reasoning are in `drafts`. Where a reply is cut off within a marker, or after a
+call within the tags of another one, that part is left out.
 """
 
 import re
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from frontend.text.reply_formats.base import CallDelta, CallText, ReplyDelta, ReplyOptions, new_call_id
+from frontend.text.reply_formats.drafts import Drafts
 
 __all__ = ["MAX_HEADER", "MAX_HELD", "Markers", "TextParser", "Think"]
 
@@ -41,7 +43,7 @@ class Markers:
         low = max(len(text) - self._longest + 1, 0)
         for at in sorted(self._starts(text, low)):
             tail = text[at:]
-            if any(marker.startswith(tail) for marker in self.texts):
+            if any(marker.startswith(tail) and marker != tail for marker in self.texts):
                 return len(tail)
         return 0
 
@@ -67,7 +69,7 @@ class TextParser:
     """Parses one reply. This class knows no tool calls: subclasses do."""
 
     OPENERS: ClassVar[tuple[str, ...]] = ()
-    """Markers that begin a tool call. The first one also ends the reasoning."""
+    """Markers that begin a tool call; in the reasoning only the first one does."""
     CALL_TEXT: ClassVar[CallText | None] = None
     MARKERS: ClassVar[tuple[str, ...]] = ()
     """All markers of tool calls: of these, special tokens are kept."""
@@ -88,6 +90,15 @@ class TextParser:
         parses = options.tools is not None and self.OPENERS
         self._openers = _markers(self.OPENERS) if parses else None
         self._at_start = True
+        self._drafts: Drafts | None = None
+        """Calls in the reasoning."""
+        self._num_read = 0
+        """Characters so far."""
+        self.calls_at: int | None = None
+        """Where the calls begin with which the text ends so far; None: it ends with other text."""
+        self._num_ended = 0
+        """How many of these calls are whole."""
+        self._in_call = False
         self._state: Callable[[], bool] = self._first_state()
 
     @property
@@ -95,8 +106,20 @@ class TextParser:
         """Whether the reply has a tool call so far."""
         return self._index >= 0
 
+    @property
+    def num_parsed(self) -> int:
+        """Characters so far, but for those that may begin a marker."""
+        return self._num_read - len(self._buffer)
+
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether the text ends with a whole call."""
+        return self.calls_at is not None and self._num_ended > 0 and not self._in_call
+
     def feed(self, token_id: int, text: str) -> ReplyDelta:
-        self._buffer += text or self._special.get(token_id, "")
+        text = text or self._special.get(token_id, "")
+        self._buffer += text
+        self._num_read += len(text)
         return self._run()
 
     def finish(self, text: str, complete: bool) -> ReplyDelta:
@@ -134,30 +157,49 @@ class TextParser:
             text = self._buffer[: found.start()]
             self._buffer = self._buffer[found.end() :]
             return text, found[0]
-        end = len(self._buffer) - (0 if self._ended else markers.held(self._buffer))
+        end = len(self._buffer) - self._marker_part(markers)
         text = self._buffer[:end]
-        self._buffer = self._buffer[end:]
+        self._buffer = "" if self._ended else self._buffer[end:]
         return text, None
+
+    def _marker_part(self, markers: Markers) -> int:
+        """How many characters at the end of the buffer are the beginning of a marker.
+
+        At the end of a reply it is none, unless the reply was cut off.
+        """
+        if not self._ended:
+            return markers.held(self._buffer)
+        if self._complete:
+            return 0
+        others = _markers(self.MARKERS).held(self._buffer) if self._openers is not None else 0
+        return max(markers.held(self._buffer), others)
 
     def _skip(self, marker: str) -> bool | None:
         """Consume `marker` if the buffer begins with it; None: too early to say."""
         if self._buffer.startswith(marker):
             self._buffer = self._buffer[len(marker) :]
             return True
-        return None if not self._ended and marker.startswith(self._buffer) else False
+        if not marker.startswith(self._buffer):
+            return False
+        if self._ended and not self._complete:
+            self._buffer = ""
+        return False if self._ended else None
 
     # Reasoning
 
     def _before(self) -> bool:
-        """At the beginning of a reply, which may begin with reasoning."""
-        assert self._think is not None
-        start = self._think.begin
+        """At the beginning of a reply, which may begin with reasoning, or end what the prompt began."""
+        think = self._think
+        assert think is not None
         text = self._buffer.lstrip()
-        if text.startswith(start):
+        may_begin = any(marker.startswith(text) for marker in (think.begin, think.end))
+        if text.startswith((think.begin, think.end)):
             self._buffer = text
-        elif not self._ended and start.startswith(text) and len(self._buffer) < MAX_HEADER:
+        elif may_begin and not self._ended and len(self._buffer) < MAX_HEADER:
             return False
-        elif not self._think.implicit:
+        elif not think.implicit:
+            if text and may_begin and not self._complete and self._ended:
+                self._buffer = ""
             self._state = self._first_content
             return True
         self._state = self._reasoning
@@ -171,16 +213,34 @@ class TextParser:
             if found is not False:
                 return bool(found)
             self._at_start = False
-        openers = () if self._openers is None else self.OPENERS[:1]
-        text, marker = self._take(_markers((self._think.end, *openers)))
-        self._out.reasoning += text
-        if marker is None:
-            return False
-        if marker == self._think.end:
+        if self._openers is not None and self._drafts is None:
+            self._drafts = self._new_drafts()
+        num_unread = len(self._buffer)
+        text, marker = self._take(_markers((self._think.end,)))
+        self._out.reasoning += text if self._drafts is None else self._drafts.read(text)
+        if marker is not None:
+            self._out.reasoning += "" if self._drafts is None else self._drafts.drop()
             self._state = self._after
-        else:
-            self._opened(marker)
-        return True
+            return True
+        if self._ended and self._drafts is not None:
+            return self._end_drafts(self._drafts, was_cut=len(text) < num_unread)
+        return False
+
+    def _new_drafts(self) -> Drafts:
+        parser = type(self)(self._options, None, {})
+        parser._openers = _markers(self.OPENERS[:1])
+        parser._state = parser._content
+        return Drafts(parser)
+
+    def _end_drafts(self, drafts: Drafts, was_cut: bool) -> bool:
+        """At the end of a reply that did not close its reasoning, or `was_cut` within the closing marker."""
+        text, calls = drafts.end(self._complete)
+        if not self._complete and not was_cut:
+            text = text[: len(text) - _markers(self.MARKERS).held(text)]
+        self._out.reasoning += text
+        self._buffer = calls
+        self._state = self._content
+        return bool(calls)
 
     def _after(self) -> bool:
         """After the reasoning: newlines and further closing markers are no content."""
@@ -208,8 +268,16 @@ class TextParser:
         self._write(text)
         if marker is None:
             return False
-        self._opened(marker)
+        self._open(marker)
         return True
+
+    def _open(self, marker: str) -> None:
+        """A tool call begins with `marker`, which was read just now."""
+        if self.calls_at is None:
+            self.calls_at = self.num_parsed - len(marker)
+            self._num_ended = 0
+            self._in_call = False
+        self._opened(marker)
 
     def _opened(self, marker: str) -> None:
         """Set the state that follows the first marker of a tool call."""
@@ -217,6 +285,8 @@ class TextParser:
 
     def _write(self, text: str) -> None:
         """Append content. Tool calls drop white space before them if there is nothing else."""
+        if text and not text.isspace():
+            self.calls_at = None
         if not self._has_text:
             self._blank += text
             if not self._blank or (self._blank.isspace() and len(self._blank) <= MAX_HEADER):
@@ -228,8 +298,13 @@ class TextParser:
 
     def _reject(self, raw: str) -> None:
         """Turn a malformed call into content."""
-        self._write(raw)
+        self._write_markup(raw)
         self._state = self._content
+
+    def _write_markup(self, raw: str) -> None:
+        """Append content that looks like a part of a call: at a cut after a call it is one."""
+        if self._complete or not self._ended or not self.called:
+            self._write(raw)
 
     # Tool calls
 
@@ -239,6 +314,7 @@ class TextParser:
         self._has_text = False
         self._index += 1
         self._has_arguments = False
+        self._in_call = True
         if self._shows_call:
             self._out.calls.append(CallDelta(self._index, call_id or new_call_id(), name))
 
@@ -257,6 +333,8 @@ class TextParser:
 
     def _end(self) -> None:
         """End the current call; without arguments they are an empty object."""
+        self._in_call = False
+        self._num_ended += 1
         self._blank = ""
         self._has_text = False
         if not self._has_arguments:

@@ -317,11 +317,20 @@ def test_what_a_reply_with_calls_must_be() -> None:
     assert free is call_constraint(ToolChoice("none"), functions, text, parallel=True) is None
 
 
-def test_a_model_without_tools_refuses_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parser", ["none", "hermes"])
+def test_tools_that_cannot_be_offered_are_refused(tmp_path: Path, parser: Any) -> None:
     core = FakeCore(tmp_path, lambda _: Script([70]))
-    with core, running_frontend(core, tiny_tokenizer.checkpoint(tmp_path)) as client:
+    server = ServerConfig(tool_call_parser=parser)
+    with core, running_frontend(core, tiny_tokenizer.checkpoint(tmp_path), server) as client:
         status, response = client.post(PATH, **ASKED)
         assert (status, response["error"]["param"]) == (400, "tools")
+        assert "--tool-call-parser generic" in response["error"]["message"]
+        assert client.call("GET", "/v1/models")[1]["data"][0]["tools"] is None
+
+
+def test_a_model_without_reasoning(tmp_path: Path) -> None:
+    core = FakeCore(tmp_path, lambda _: Script([70]))
+    with core, running_frontend(core, tiny_tokenizer.checkpoint(tmp_path)) as client:
         assert client.post(PATH, messages=[USER], chat_template_kwargs={"enable_thinking": False})[0] == 200
         assert client.post(PATH, messages=[USER], reasoning_effort="none")[0] == 200
         assert client.post(PATH, messages=[USER], reasoning_effort="high")[0] == 400

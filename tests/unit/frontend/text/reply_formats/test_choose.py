@@ -3,15 +3,14 @@
 import typing
 from typing import Any
 
-import jinja2
 import pytest
 
 from atom.shared.config.server import ServerConfig
-from frontend.api.chat.messages import _template_call
+from frontend.api.chat.messages import template_call
+from frontend.text.chat_template import ChatTemplate
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.choose import REASONING, TOOL_CALLS, TextFormat, choose_format
 from frontend.text.reply_formats.harmony import HarmonyFormat
-from frontend.text.template_source import TemplateSource
 from tests.helpers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer.tokenizer()
@@ -56,19 +55,20 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
 }
 
 
-def source(text: str) -> TemplateSource:
-    return TemplateSource(jinja2.Environment().parse(text))
+def template_of(text: str) -> ChatTemplate:
+    return ChatTemplate(text, {})
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_are_found_by_their_templates(name: str) -> None:
     parser, call, form = FAMILIES[name]
-    template = source(looped(call))
+    template = template_of(looped(call))
     found = choose_format("any", TOKENIZER, template)
     assert isinstance(found, TextFormat) and found._calls is TOOL_CALLS[parser]
     assert not found.separates_reasoning and not found.is_needed(ReplyOptions())
+    source = template.source
     assert form == (
-        "text" if template.joins_arguments else "fields" if template.needs_argument_fields else "object"
+        "text" if source.joins_arguments else "fields" if source.needs_argument_fields else "object"
     )
 
 
@@ -92,30 +92,43 @@ def test_families_are_found_by_their_templates(name: str) -> None:
 def test_arguments_of_the_history_have_the_form_that_the_template_takes(
     name: str, arguments: Any, given: Any
 ) -> None:
-    template = source(looped(FAMILIES[name][1]))
-    call = _template_call({"function": {"name": "f", "arguments": arguments}}, template, "x")
+    template = template_of(looped(FAMILIES[name][1]))
+    call = template_call({"function": {"name": "f", "arguments": arguments}}, template.source, "x")
     assert call["function"]["arguments"] == given
 
 
-def test_a_template_that_does_not_read_tools_has_no_calls() -> None:
-    assert choose_format("any", TOKENIZER, source("<tool_call>{{ messages }}")) is None
+def test_tools_are_described_where_the_template_does_not_read_them() -> None:
+    for text in ("<tool_call>{{ messages }}", "{% if tools %}Use your tools.{% endif %}"):
+        found = choose_format("any", TOKENIZER, template_of(text))
+        assert isinstance(found, TextFormat) and found.describes_tools and found.parses_calls
+        assert not found.is_needed(ReplyOptions()) and found.is_needed(ReplyOptions(tools={}))
+    assert choose_format("any", TOKENIZER, template_of("{{ tools }}")) is None  # of an unknown format
     assert choose_format("any", TOKENIZER, None) is None
     assert choose_format("gpt_oss", None, None) is None
 
 
-def test_reasoning_is_found_where_the_template_writes_or_searches_it() -> None:
-    for text in ("{{ messages }}</think>", "{% if '</think>' in messages[0].content %}{% endif %}"):
-        found = choose_format("any", TOKENIZER, source(text))
-        assert found is not None and found.separates_reasoning and not found.parses_calls
-        assert found.ends_thinking([], "user: hi\n<think>\n")
-        assert not found.ends_thinking([], "user: <think> hi")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages }}{{ tools }}</think>",
+        "{{ tools }}{% if '</think>' in messages[0].content %}{% endif %}",
+        "{{ tools }}{{ messages }}{% if add_generation_prompt %}<think>\n{% endif %}",
+    ],
+)
+def test_reasoning_is_found_where_the_template_names_a_tag(text: str) -> None:
+    found = choose_format("any", TOKENIZER, template_of(text))
+    assert found is not None and found.separates_reasoning and not found.parses_calls
+    assert found.ends_thinking([], "user: hi\n<think>\n")
+    assert not found.ends_thinking([], "user: <think> hi")
 
 
 def test_the_command_line_overrides_the_template() -> None:
-    template = source(looped("<tool_call></think>"))
+    template = template_of(looped("<tool_call></think>"))
     assert choose_format("any", TOKENIZER, template, "none", "none") is None
     found = choose_format("any", TOKENIZER, template, "glm45")
     assert isinstance(found, TextFormat) and found._calls is TOOL_CALLS["glm45"] and found.separates_reasoning
+    described = choose_format("any", TOKENIZER, template, "generic")
+    assert described is not None and described.describes_tools
     assert isinstance(choose_format("any", TOKENIZER, None, "openai", "openai_gptoss"), HarmonyFormat)
     assert isinstance(choose_format("gpt_oss", TOKENIZER, None, reasoning="qwen3"), TextFormat)
     with pytest.raises(ValueError, match="do not go together"):

@@ -127,6 +127,13 @@ def test_cut_replies_are_beginnings(replies: Replies) -> None:
             assert given.name == "get_weather" and ARGUMENTS.startswith(given.arguments.rstrip("\ufffd"))
 
 
+def test_the_name_of_a_further_call_that_is_cut_off_is_left_out(replies: Replies) -> None:
+    first = [*call("f", "{}"), *NEXT]
+    for stop in range(1, len(call("get_weather")) - 3):
+        found = replies.parse(ids_of([*first, *call("get_weather")[:stop]]), 1, ReplyOptions(TOOLS))
+        assert (found.text, [given.name for given in found.calls]) == ("", ["f"])
+
+
 def test_without_tools_and_one_call_only(replies: Replies) -> None:
     ids = ids_of([*call("get_weather")[:-1], END, *NEXT, *call("f", "{}")])
     found = replies.parse(ids, 1, ReplyOptions())

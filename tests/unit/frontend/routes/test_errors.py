@@ -1,0 +1,45 @@
+"""Unknown paths, and the path that was meant."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers import tiny_tokenizer
+from tests.helpers.fake_core import FakeCore, Script
+from tests.helpers.http_server import Client, running_frontend
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    directory = tmp_path_factory.mktemp("errors")
+    core = FakeCore(directory, lambda _: Script([70]))
+    with core, running_frontend(core, tiny_tokenizer.checkpoint(directory)) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("//v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1//chat/completions", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/chat/completions/?a=b", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/responses", "/v1/responses"),
+        ("/messages", "/v1/messages"),
+        ("/models", "/v1/models"),
+        ("/models/a/b", "/v1/models/a/b"),
+        ("/health/", "/health"),
+        ("/v1/nothing", None),
+        ("/nothing", None),
+        ("/" + "x" * 4000, None),
+        ("/%2f%2e%2e/%00", None),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_the_path_that_was_meant_is_named(client: Client, method: str, path: str, meant: str | None) -> None:
+    status, response = client.call(method, path, {} if method == "POST" else None)
+    message = response["error"]["message"]
+    assert status == 404 and message.startswith("unknown path /")
+    assert message.partition(": use ")[2] == (meant or "")
