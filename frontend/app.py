@@ -149,6 +149,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         launch.config.speculative.method == "ngram",
     )
     settings = _client_settings(launch, limits)
+    is_alone = launch.num_frontends == 1 or not launch.control
     client = EngineClient(
         launch.engines,
         settings,
@@ -156,6 +157,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         OutputProcessor(tokenizer),
         app[keys.METRICS],
         inputs.set_max_model_len,
+        None if is_alone else app[keys.SUPERVISOR].want_trial,
     )
     models_service = ModelService(config.names, inputs)
     options = ServingOptions(
@@ -285,7 +287,7 @@ async def _engine_links(app: web.Application) -> AsyncIterator[None]:
             return
 
         def update(message: Engines) -> None:
-            client.set_engines(message.engines, message.ended)
+            client.set_engines(message.engines, message.ended, message.trial)
             _apply(app, message.state)
 
         async with _running(app[keys.SUPERVISOR].follow(update)):

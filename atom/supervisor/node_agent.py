@@ -39,7 +39,7 @@ from atom.shared.messages.nodes import (
     ToNode,
     Welcome,
 )
-from atom.shared.messages.supervisor import Engines
+from atom.shared.messages.supervisor import Engines, WantTrial
 from atom.shared.utils.endpoint import LINK_SILENCE_MS, connect
 from atom.shared.utils.logger import get_logger, set_log_level
 from atom.shared.utils.net import ListenPort
@@ -315,9 +315,8 @@ class NodeAgent:
             for process in [each for each, child in life.children.items() if not child.is_alive]:
                 self._report_end(name, life, process)
         if self._control is not None:
-            state = self._control.receive(self._engines)
-            if state is not None:
-                self._send(SetState(state))
+            for wanted in self._control.receive(self._engines):
+                self._send(wanted if isinstance(wanted, WantTrial) else SetState(wanted.state))
 
     def _report_end(self, name: str, life: _Life, process: str) -> None:
         """Send Exited once, with a delay while last messages of the process may be on their way."""

@@ -16,7 +16,7 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.nodes import NodeInfo
-from atom.shared.messages.supervisor import Engines, Progress
+from atom.shared.messages.supervisor import Engines, Progress, SetServerState, WantTrial
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.logger import get_logger, set_log_level
 from atom.shared.utils.net import ListenPort
@@ -33,6 +33,7 @@ from atom.supervisor.node_links import NodeLinks, NodeSettings, RemotePort
 from atom.supervisor.node_placement import NodePlacement
 from atom.supervisor.placement import NodePorts, Placement
 from atom.supervisor.prepare import prepare
+from atom.supervisor.trials import Trials
 
 STALL_NOTICE_S = 60.0
 JOIN_NOTICE_S = 10.0
@@ -81,6 +82,7 @@ class Supervisor:
         self._frontends: list[Frontend] = []
         self._phase = _Phase.STARTING
         self._server_state = ServerState()
+        self._trials = Trials()
         self.fault: Failure | None = None
         """The first failure since the supervisor is stopping."""
         self.failure = ""
@@ -251,11 +253,13 @@ class Supervisor:
         for life in lives:
             life.receive()
         if self._control is not None:
-            state = self._control.receive(self._engine_state())
-            if state is not None:
-                self._set_state(state)
-        while self._links is not None and self._links.states:
-            self._set_state(self._links.states.popleft())
+            for wanted in self._control.receive(self._engine_state()):
+                self._change(wanted)
+        while self._links is not None and self._links.wanted:
+            self._change(self._links.wanted.popleft())
+        for index, frontend in enumerate(self._frontends):
+            if not frontend.is_alive:
+                self._change(WantTrial(index, 0))
 
     def _failed(self, domain: Domain, failure: Failure) -> None:
         if self._phase is _Phase.STARTING:
@@ -273,7 +277,7 @@ class Supervisor:
 
     def _engine_state(self) -> Engines:
         ended = [ended for group in self._engines for ended in group.ended]
-        return Engines(self.engines, ended, self._server_state)
+        return Engines(self.engines, ended, self._server_state, self._trials.current)
 
     @property
     def engine_state(self) -> Engines:
@@ -284,6 +288,13 @@ class Supervisor:
     def is_ready(self) -> bool:
         """Whether everything that was started is ready."""
         return all(domain.is_ready for domain in self._domains())
+
+    def _change(self, wanted: SetServerState | WantTrial) -> None:
+        """Do what a frontend wants."""
+        if isinstance(wanted, SetServerState):
+            self._set_state(wanted.state)
+        elif self._trials.want(wanted):
+            self._publish()
 
     def _set_state(self, state: ServerState) -> None:
         get_logger().warning("an administrator has set: %s", state)

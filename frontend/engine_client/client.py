@@ -31,7 +31,7 @@ from atom.shared.messages.engine import (
 )
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.profile import ProfileResult
-from atom.shared.messages.supervisor import EngineEnded
+from atom.shared.messages.supervisor import EngineEnded, Trial
 from atom.shared.utils.logger import get_logger
 from frontend.engine_client.admission import Admission, AdmissionSlot
 from frontend.engine_client.client_settings import ClientSettings
@@ -43,6 +43,7 @@ from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.replay import MayRun, Replays
 from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Deadline, Stream, StreamOptions
+from frontend.engine_client.trial_turn import TrialTurn
 from frontend.errors import (
     ApiError,
     DeadlineError,
@@ -66,6 +67,7 @@ class EngineClient:
 
     `admission` bounds the sequences in progress. `control` asks engines for other things than requests.
     `on_ready` is called with the smallest max_model_len of the engines whenever one has become ready.
+    `want_trial` is for the `TrialTurn` of this frontend, if the engines have several.
 
     While a core is silent, its streams wait; after the hang timeout they fail. The client reconnects then,
     and after every end of a connection, until `set_engines` leaves that life out.
@@ -79,6 +81,7 @@ class EngineClient:
         output: OutputProcessor,
         metrics: Metrics,
         on_ready: Callable[[int], None] = lambda max_model_len: None,
+        want_trial: Callable[[int], None] | None = None,
     ):
         self.settings = settings
         self.engines = EngineSet(settings, self._process, self._lost, self._closed)
@@ -95,7 +98,7 @@ class EngineClient:
         self._replays = Replays(
             settings.max_replays,
             together=settings.engines_end_together,
-            alone=settings.num_frontends == 1,
+            turn=TrialTurn(settings.index, want_trial),
         )
         self._ending_life = -1
         """Life of the engines that are about to end because another one of that life has."""
@@ -137,11 +140,19 @@ class EngineClient:
 
     # Engines
 
-    def set_engines(self, engines: Collection[EngineAddress], ended: Collection[EngineEnded] = ()) -> None:
+    def set_engines(
+        self,
+        engines: Collection[EngineAddress],
+        ended: Collection[EngineEnded] = (),
+        trial: Trial | None = None,
+    ) -> None:
         """Open the links of new lives, and close those of lives that are not among `engines`.
 
-        Sequences on the closed ones run again, or fail with the reason in `ended`.
+        Sequences on the closed ones run again, or fail with the reason in `ended`. `trial`: the frontend
+        that may try requests.
         """
+        self._replays.turn.set_current(trial or Trial())
+        self._replays.wake()
         self.engines.change_to(engines, ended)
         self._fail_hopeless()
 

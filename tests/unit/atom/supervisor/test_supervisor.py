@@ -13,7 +13,15 @@ from atom.shared.config.parallel import ParallelConfig
 from atom.shared.config.reliability import ReliabilityConfig
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.codec import Decoder, encode
-from atom.shared.messages.supervisor import Engines, GetEngines, Ready, SetServerState, control_identity
+from atom.shared.messages.supervisor import (
+    Engines,
+    GetEngines,
+    Ready,
+    SetServerState,
+    Trial,
+    WantTrial,
+    control_identity,
+)
 from atom.shared.messages.worker import FromWorker, WorkerFailed
 from atom.shared.utils.exit_status import ExitStatus
 from atom.supervisor import StartError, Supervisor
@@ -191,6 +199,36 @@ def test_frontends_learn_of_ends_and_new_lives(supervisor: Supervisor) -> None:
         assert state.ended == [ended] and state.state == ServerState()
         frontend.send(encode(SetServerState(ServerState("debug", True))))
         assert next_state().state == supervisor._engine_state().state == ServerState("debug", True)
+
+
+def test_one_frontend_at_a_time_tries_requests(supervisor: Supervisor) -> None:
+    """The turn of one that ends, or that comes back, passes on."""
+    add_engines(supervisor, (SLEEP,))
+    control = f"ipc://{supervisor.run_dir}/control"
+    supervisor._control = Control(supervisor._context, control)
+    decoder = Decoder[Engines](Engines)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as first, context.socket(zmq.DEALER) as second:
+
+        def trial_is(frontend: zmq.Socket[bytes], *wanted: int) -> None:
+            check_until(supervisor, lambda: frontend.poll(0))
+            assert decoder.decode(frontend.recv()).trial == Trial(*wanted)
+
+        for index, frontend in enumerate((first, second)):
+            frontend.setsockopt(zmq.IDENTITY, control_identity(index))
+            frontend.connect(control)
+            frontend.send(encode(GetEngines(index)))
+            trial_is(frontend)
+        first.send(encode(WantTrial(0, 1)))
+        for frontend in (first, second):
+            trial_is(frontend, 0, 1)
+        second.send(encode(WantTrial(1, 1)))
+        check_until(supervisor, lambda: supervisor._trials._waiting)
+        first.send(encode(WantTrial(0, 0)))
+        for frontend in (first, second):
+            trial_is(frontend, 1, 1)
+        second.send(encode(GetEngines(1)))
+        trial_is(second, 1, 1)
+        trial_is(first)
 
 
 def test_a_frontend_that_is_gone_does_not_disturb(supervisor: Supervisor) -> None:
