@@ -5,15 +5,20 @@ can crash, hang or exhaust nothing but its fork: the kernel ends it by its limit
 
     parent -> control socket: the end of a new socket, for each source
     fork   <- that socket: GrammarSource,  -> CompiledGrammar; closed without one if the fork was ended
+    parent -> that socket: closed before the answer, if no request needs the grammar any more: ends the fork
 
 xgrammar imports torch and transformers, which take seconds: the first source waits for that.
 """
 
 import array
+import contextlib
+import fcntl
 import os
 import resource
+import select
 import signal
 import socket
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from atom.shared.messages.codec import Decoder, encode
@@ -83,10 +88,25 @@ def _serve_and_exit(connection: socket.socket, compiler: "xgrammar.GrammarCompil
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with connection.makefile("rwb") as stream:
             source = Decoder[GrammarSource](GrammarSource).decode(stream.read())
-            stream.write(encode(compiled(source, compiler)))
+            with _ended_by_its_peer(connection):
+                found = compiled(source, compiler)
+            stream.write(encode(found))
         status = 0
     finally:
         os._exit(status)
+
+
+@contextlib.contextmanager
+def _ended_by_its_peer(connection: socket.socket) -> Iterator[None]:
+    """A block during which the kernel kills this process if the other end of `connection` is closed."""
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
+    poller = select.poll()
+    poller.register(connection, 0)
+    if poller.poll(0):  # it was closed before
+        os.kill(os.getpid(), signal.SIGIO)
+    yield
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
 def _data_bytes() -> int:

@@ -147,7 +147,7 @@ class Generation:
         self, endpoint: Endpoint, parsed: ParsedRequest, size: int, caller: Caller, started: float
     ) -> GenerateRequest:
         checked = await self._executor.run(size + parsed.earlier_bytes, lambda: self._check(parsed, caller))
-        grammar = None if checked.constraint is None else await self._grammar(checked, started)
+        grammar = None if checked.constraint is None else await self._grammar(checked, caller, started)
         self._client.check_ready(checked.data_parallel_rank)
         n = checked.params[0].n
         # The ids of one request are consecutive, since only the event loop allocates them.
@@ -340,7 +340,7 @@ class Generation:
         )
         return [_with_max_tokens(params, limit) for limit in limits]
 
-    async def _grammar(self, checked: _Checked, started: float) -> Grammar:
+    async def _grammar(self, checked: _Checked, caller: Caller, started: float) -> Grammar:
         """The compiled grammar of the outputs.
 
         Raises RequestError for a constraint that cannot be met, DeadlineError if compiling takes too long.
@@ -351,7 +351,7 @@ class Generation:
         left_s = None if timeout_s is None else started + timeout_s - time.monotonic()
         try:
             async with asyncio.timeout(left_s):
-                compiled = await self._grammars.compile(checked.constraint)
+                compiled = await self._grammars.compile(checked.constraint, caller.tenant)
         except TimeoutError:
             assert timeout_s is not None
             raise DeadlineError(timeout_s) from None

@@ -23,7 +23,7 @@ from frontend.api.schemas.fields import Schema
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.api.schemas.structured_output import StructuredOutputs
 from frontend.errors import RequestError
-from frontend.text.grammar_process import GrammarProcess
+from frontend.text.grammar_process import Compilation, GrammarProcess
 from frontend.text.input_processor import InputProcessor
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
@@ -270,7 +270,9 @@ def _grammar(ran: Ran) -> tuple[str, str]:
     return source.kind, source.text
 
 
-def _not_compiled(_: GrammarProcess, source: GrammarSource) -> tuple[CompiledGrammar, bool]:
+def _not_compiled(
+    _: GrammarProcess, source: GrammarSource, compilation: Compilation
+) -> tuple[CompiledGrammar, bool]:
     return CompiledGrammar(encode(source), memory=1), True
 
 
