@@ -1,7 +1,8 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
-    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile, SetLogLevel, questions
-                        out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult, answers
+    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile, SetLogLevel, GrammarBytes, questions
+                        out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult,
+                             GetGrammar, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
                              GrammarLoaded
                         out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel,
@@ -35,7 +36,7 @@ from atom.shared.messages.engine import (
     ToCore,
     TokenDeltas,
 )
-from atom.shared.messages.grammar import GrammarLoaded
+from atom.shared.messages.grammar import GrammarBytes, GrammarLoaded
 from atom.shared.messages.launch import CoreLaunch
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
@@ -243,6 +244,9 @@ class CoreProcess:
                 self._process_frontend_message(core, ready, identity, message)
             for grammar_message in core.grammar_messages():
                 self._workers.send(grammar_message)
+            while questions := core.grammar_questions():  # a frontend that is gone leaves them to others
+                for identity, question in questions:
+                    self._frontends.send(core, identity, question)
             while (batch := core.schedule()) is not None:
                 self._workers.send(batch)
                 self._trace.mark("sent", batch.step)
@@ -293,6 +297,9 @@ class CoreProcess:
                     self._frontends.send(core, identity, refusal)
             case Abort(request_ids, reason):
                 core.abort(request_ids, reason)
+            case GrammarBytes():
+                for to, deltas in core.grammar_provided(message).items():
+                    self._frontends.send(core, to, deltas)
             case GetStats():
                 self._frontends.send(core, identity, core.stats())
             case SetLogLevel(level):

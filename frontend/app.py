@@ -26,7 +26,7 @@ from frontend.api.responses.endpoint import ResponsesEndpoint
 from frontend.api.responses.response_store import ResponseStore
 from frontend.api.tokenization.service import TokenizationService
 from frontend.engine_client.client import EngineClient
-from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.client_settings import ClientHooks, ClientSettings
 from frontend.engine_client.dp_router import router_for
 from frontend.engine_client.output_memory import default_output_memory
 from frontend.engine_client.supervisor_link import SupervisorLink
@@ -150,14 +150,18 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     )
     settings = _client_settings(launch, limits)
     is_alone = launch.num_frontends == 1 or not launch.control
+    grammars = GrammarCompiler(GrammarProcess(checkpoint))
     client = EngineClient(
         launch.engines,
         settings,
         router_for(launch.config, settings.num_ranks, launch.index),
         OutputProcessor(tokenizer),
         app[keys.METRICS],
-        inputs.set_max_model_len,
-        None if is_alone else app[keys.SUPERVISOR].want_trial,
+        ClientHooks(
+            inputs.set_max_model_len,
+            None if is_alone else app[keys.SUPERVISOR].want_trial,
+            grammars.live.compiled,
+        ),
     )
     models_service = ModelService(config.names, inputs)
     options = ServingOptions(
@@ -168,7 +172,6 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     executor = TextExecutor()
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
-    grammars = GrammarCompiler(GrammarProcess(checkpoint))
     endpoint = server.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing(endpoint)
     app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, grammars, tracing)

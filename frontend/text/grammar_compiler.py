@@ -1,23 +1,21 @@
 """Compiled grammars of a frontend: a bounded cache, and the requests that wait for one."""
 
 import asyncio
-import threading
-import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
-from atom.shared.messages.grammar import CompiledGrammar, Grammar, RowGrammar
-from frontend.errors import OverloadedError, RequestError, UnavailableError
+from atom.shared.messages.grammar import CompiledGrammar
+from frontend.errors import RequestError, UnavailableError
 from frontend.text.compile_queue import CompileJob, CompileQueue
 from frontend.text.constraint import Constraint
 from frontend.text.grammar_process import MAX_PARALLEL, CompileError, GrammarProcess
+from frontend.text.live_grammars import LiveGrammars
 
 __all__ = ["GrammarCompiler"]
 
 _MAX_CACHED = 256
 _MAX_CACHED_BYTES = 64 * 1024 * 1024
 _MAX_LIVE_BYTES = 512 * 1024 * 1024
-_RETRY_AFTER_S = 5
 
 
 class GrammarCompiler:
@@ -30,9 +28,7 @@ class GrammarCompiler:
         self._cached_bytes = 0
         self._queue = CompileQueue()
         self._running: set[asyncio.Task[None]] = set()
-        self._live: dict[bytes, int] = {}  # requests that hold a grammar, by its key
-        self._live_bytes = 0
-        self._live_lock = threading.Lock()
+        self.live = LiveGrammars(_MAX_LIVE_BYTES)
 
     async def compile(self, constraint: Constraint, tenant: str = "") -> CompiledGrammar:
         """The compiled grammar for a request of `tenant`; tenants take turns.
@@ -48,22 +44,6 @@ class GrammarCompiler:
         if compiled.error:
             raise RequestError(f"'{constraint.field}': {compiled.error}", param=constraint.field)
         return compiled
-
-    def grammar(self, row: RowGrammar, compiled: CompiledGrammar) -> Grammar:
-        """The grammar of a request, which may be held until the request ends. Raises OverloadedError."""
-        key = row.key
-        size = len(compiled.compiled)
-        with self._live_lock:
-            if key not in self._live and self._live_bytes + size > _MAX_LIVE_BYTES:
-                raise OverloadedError(
-                    f"the grammars of running requests take {self._live_bytes} bytes; try again later",
-                    _RETRY_AFTER_S,
-                )
-            self._live_bytes += 0 if key in self._live else size
-            self._live[key] = self._live.get(key, 0) + 1
-        grammar = Grammar(row, compiled.compiled, compiled.memory)
-        weakref.finalize(grammar, self._release, key, size).atexit = False
-        return grammar
 
     def close(self) -> None:
         """End the compile process."""
@@ -115,10 +95,3 @@ class GrammarCompiler:
         while len(self._cache) > _MAX_CACHED or self._cached_bytes > _MAX_CACHED_BYTES:
             _, oldest = self._cache.popitem(last=False)
             self._cached_bytes -= len(oldest.compiled)
-
-    def _release(self, key: bytes, size: int) -> None:
-        with self._live_lock:
-            self._live[key] -= 1
-            if not self._live[key]:
-                del self._live[key]
-                self._live_bytes -= size

@@ -355,7 +355,7 @@ class Generation:
         except TimeoutError:
             assert timeout_s is not None
             raise DeadlineError(timeout_s) from None
-        return self._grammars.grammar(row, compiled)
+        return self._grammars.live.grammar(row, compiled)
 
     def _requests(self, checked: _Checked, ids: list[int], grammar: Grammar | None) -> list[AddRequest]:
         """The engine's requests: `n` consecutive `ids` for each prompt."""
