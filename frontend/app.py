@@ -34,6 +34,7 @@ from frontend.http.auth import ApiKeys
 from frontend.http.body_memory import BodyMemory
 from frontend.http.connections import Listener
 from frontend.http.cors import CorsPolicy
+from frontend.http.expect import expect_middleware
 from frontend.http.lifecycle import Lifecycle
 from frontend.http.limits import HttpLimits
 from frontend.http.loop_lag import watch_loop
@@ -99,7 +100,9 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     Raises ValueError for unusable API keys, CORS or TLS settings, tokenizer or template files.
     """
     limits = limits or HttpLimits(max_body_bytes=_max_body_bytes(launch))
-    app = web.Application(middlewares=[error_middleware, cors_middleware, access_middleware])
+    app = web.Application(
+        middlewares=[error_middleware, cors_middleware, access_middleware, expect_middleware]
+    )
     app[keys.LAUNCH] = launch
     app[keys.LIMITS] = limits
     app[keys.BODY_MEMORY] = BodyMemory(max(limits.max_body_memory, 2 * limits.max_body_bytes))
