@@ -31,22 +31,23 @@ _LAST_RESPONSES_S = 2.0
 
 
 def main() -> None:
-    """Exit status: 0 after SIGTERM, 1 when the server cannot start."""
+    """Exit status: 0 after SIGTERM, 1 if requests have failed since then or the server cannot start."""
     launch = read_launch(FrontendLaunch)
     setup_logging(launch.name)
     try:
-        uvloop.run(serve(launch))
+        status = uvloop.run(serve(launch))
     except (OSError, ValueError, MemoryError) as error:
         # A ValueError is about the checkpoint's tokenizer or template.
         status = ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.RESOURCES
         _report(launch.supervisor, Dead(launch.name, out_of_memory(error) or str(error), status))
         sys.exit(1)
+    sys.exit(status)
 
 
-async def serve(launch: FrontendLaunch) -> None:
+async def serve(launch: FrontendLaunch) -> ExitStatus:
     """Serve requests until SIGTERM; then running requests get the shutdown timeout to finish.
 
-    A second SIGTERM ends them at once.
+    A second SIGTERM ends them at once. Returns whether one has failed since the first, for lack of an engine.
     """
     stop = _StopSignal()
     app = create_app(launch)
@@ -58,8 +59,11 @@ async def serve(launch: FrontendLaunch) -> None:
         heartbeats = asyncio.create_task(_send_heartbeats(launch))
         await stop.first.wait()
         ready.cancel()
+        failed_before = app[keys.CLIENT].num_failed
         await _drain(app, stop, launch.server.shutdown_timeout)
         heartbeats.cancel()
+        has_failed = app[keys.CLIENT].num_failed > failed_before
+        return ExitStatus.FAILURE if has_failed else ExitStatus.DONE
     finally:
         await runner.cleanup()
 

@@ -84,7 +84,8 @@ class Supervisor:
         self._server_state = ServerState()
         self._trials = Trials()
         self.fault: Failure | None = None
-        """The first failure since the supervisor is stopping."""
+        """Why requests were cut off or failed since the supervisor is stopping; None if none were."""
+        self._last_engine_failure: Failure | None = None
         self.failure = ""
         """Why the server ends, for the other nodes; empty for a regular end."""
 
@@ -265,9 +266,14 @@ class Supervisor:
         if self._phase is _Phase.STARTING:
             raise StartError(failure.text, failure.status)
         domain.fail(failure, restart=self._phase is _Phase.SERVING)
-        if self._phase is _Phase.STOPPING:
-            self.fault = self.fault or failure
         self._publish()
+        if self._phase is _Phase.STOPPING:
+            # Whether requests fail for lack of an engine is what the frontends say at their ends.
+            if isinstance(domain, Frontend):
+                self.fault = self.fault or failure
+            else:
+                self._last_engine_failure = failure
+            return
         for domains in (self._engines, self._frontends):
             if domains and all(each.is_over for each in domains):
                 raise StartError(failure.text)
@@ -325,7 +331,8 @@ class Supervisor:
     def stop_frontends(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
         """Stop the frontends after their running requests, at most `timeout_s`, or once `hurry()` is true.
 
-        Raises StartError when no engine is left meanwhile.
+        `fault` says then why requests were cut off, if any were. A request that is told that the server
+        stops is not.
         """
         self._stop_restarting()
         for frontend in self._frontends:
@@ -339,6 +346,9 @@ class Supervisor:
         while self.has_frontends and time.monotonic() < deadline:
             time.sleep(_END_POLL_S)
         for frontend in self._frontends:
+            if reason := frontend.unclean_end():
+                failed = Failure(reason, f"{frontend.label}: {reason}")
+                self.fault = self.fault or self._last_engine_failure or failed
             frontend.close()
 
     def _stop_restarting(self) -> None:

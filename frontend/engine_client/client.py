@@ -100,6 +100,8 @@ class EngineClient:
         )
         self._ending_life = -1
         """Life of the engines that are about to end because another one of that life has."""
+        self.num_failed = 0
+        """Sequences that have failed as an engine has ended."""
         self._ready = asyncio.Event()
 
     def __len__(self) -> int:
@@ -272,6 +274,7 @@ class EngineClient:
                     self._metrics.engine(rank or 0).failed(
                         sum(len(each.request_ids) for each in requests[position:])
                     )
+                    self.num_failed += 1
                     stream.fail(error)
                     return
                 ready = []
@@ -404,6 +407,7 @@ class EngineClient:
         streams = set()
         for sequence in sequences:
             streams.add(sequence.stream)
+            self.num_failed += 1
             self._metrics.engine(sequence.rank).failed(1)
             self._end(sequence)
         for stream in streams:
