@@ -47,7 +47,7 @@ _END_POLL_S = 0.02
 class _Phase(Enum):
     """Phase of the server; the value says what a failure leads to."""
 
-    STARTING = "a StartError"
+    STARTING = "a StartError, or a restart if others serve"
     SERVING = "a restart"
     STOPPING = "the end of its domain"
 
@@ -57,7 +57,7 @@ class Supervisor:
 
     Use as a context manager, or call `close`. `on_progress` receives the progress of loading. `on_turn`
     is called several times a second while the supervisor prepares, starts, watches and stops its children.
-    Until `restart_failed`, every failure is a StartError.
+    Until `restart_failed`, a failure is a StartError, unless an engine and a frontend serve already.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Supervisor:
         return self._settings
 
     def wait_ready(self) -> None:
-        """Wait until everything that was started is ready; raises StartError when a part of it fails."""
+        """Wait until everything that was started is ready. Raises StartError when a part fails for good."""
         notice_at = time.monotonic() + STALL_NOTICE_S
         while waiting := [domain.label for domain in self._domains() if not domain.is_ready]:
             self.check()
@@ -220,8 +220,8 @@ class Supervisor:
     def check(self, wait_s: float = _POLL_S) -> None:
         """Process the children's messages for up to `wait_s`, end failed domains and start due ones.
 
-        Raises StartError when a domain has failed before `restart_failed`, and when no engine or no
-        frontend is left.
+        Raises StartError when a domain has failed before `restart_failed` and is not retried, and when no
+        engine or no frontend is left.
         """
         self._receive(wait_s)
         self._on_turn()
@@ -263,9 +263,12 @@ class Supervisor:
                 self._change(WantTrial(index, 0))
 
     def _failed(self, domain: Domain, failure: Failure) -> None:
-        if self._phase is _Phase.STARTING:
+        is_starting = self._phase is _Phase.STARTING
+        if is_starting and not self._is_retried(failure):
             raise StartError(failure.text, failure.status)
-        domain.fail(failure, restart=self._phase is _Phase.SERVING)
+        domain.fail(failure, restart=self._phase is not _Phase.STOPPING)
+        if is_starting and domain.is_over:
+            raise StartError(failure.text, failure.status)
         self._publish()
         if self._phase is _Phase.STOPPING:
             # Whether requests fail for lack of an engine is what the frontends say at their ends.
@@ -277,6 +280,14 @@ class Supervisor:
         for domains in (self._engines, self._frontends):
             if domains and all(each.is_over for each in domains):
                 raise StartError(failure.text)
+
+    def _is_retried(self, failure: Failure) -> bool:
+        """Whether a failure before all are ready is as a later one: clients are served already.
+
+        What the user must change ends the start at once.
+        """
+        serves = all(any(each.is_ready for each in domains) for domains in (self._engines, self._frontends))
+        return serves and failure.status == ExitStatus.FAILURE
 
     def _domains(self) -> list[Domain]:
         return [*self._engines, *self._frontends]

@@ -14,6 +14,7 @@ from atom.shared.config.reliability import ReliabilityConfig
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.supervisor import (
+    Dead,
     Engines,
     GetEngines,
     Ready,
@@ -102,6 +103,64 @@ def test_it_waits_until_all_are_ready(supervisor: Supervisor) -> None:
         send(engine.life, Ready("core", {"kv_tokens": 7}))
     supervisor.wait_ready()
     assert supervisor.details == {"kv_tokens": 7}
+
+
+class ReadyFrontend:
+    """A frontend that serves."""
+
+    is_ready = is_alive = responds = True
+    label = "frontend"
+    life = None
+    is_due = is_over = False
+
+    def failure(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def ready(engine: ScriptEngine) -> None:
+    assert engine.life is not None
+    send(engine.life, Ready("core"))
+
+
+def test_an_engine_that_dies_in_its_first_start_while_another_one_serves_is_restarted(
+    supervisor: Supervisor,
+) -> None:
+    first, second = add_engines(supervisor, (SLEEP,), (SLEEP,))
+    supervisor._frontends = [ReadyFrontend()]  # type: ignore[list-item]
+    ready(first)
+    check_until(supervisor, lambda: first.is_ready)
+    assert second.life is not None
+    second.life.children["core"].process.kill()
+    check_until(supervisor, lambda: second.number == 1)
+    ready(second)
+    supervisor.wait_ready()
+    assert first.number == 0
+
+
+@pytest.mark.parametrize(("serves", "max_restarts"), [(False, 5), (True, 0), (True, 2)])
+def test_a_first_start_fails_if_nobody_serves_or_after_the_last_restart(
+    supervisor: Supervisor, serves: bool, max_restarts: int
+) -> None:
+    first, second = add_engines(supervisor, (SLEEP,), (CRASH,), max_restarts=max_restarts)
+    supervisor._frontends = [ReadyFrontend()] if serves else []  # type: ignore[list-item]
+    ready(first)
+    assert str(failure_of(supervisor)) == "core: ended with exit status 3"
+    assert second.number == (max_restarts if serves else 0)
+
+
+def test_what_the_user_must_change_ends_the_first_start_at_once(supervisor: Supervisor) -> None:
+    first, second = add_engines(supervisor, (SLEEP,), (SLEEP,))
+    supervisor._frontends = [ReadyFrontend()]  # type: ignore[list-item]
+    ready(first)
+    check_until(supervisor, lambda: first.is_ready)
+    assert second.life is not None
+    send(second.life, Dead("core", "too little memory", ExitStatus.RESOURCES))
+    second.life.children["core"].process.kill()
+    error = failure_of(supervisor)
+    assert (error.status, second.number) == (ExitStatus.RESOURCES, 0)
 
 
 def test_a_failed_engine_is_restarted_alone(supervisor: Supervisor) -> None:
