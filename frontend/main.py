@@ -18,6 +18,7 @@ from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.liveness import HeartbeatSender, heartbeat_interval
 from atom.shared.utils.logger import get_logger, setup_logging
 from atom.shared.utils.process import read_launch
+from atom.shared.utils.stack_dump import dump_stacks_on_signal
 from frontend import keys
 from frontend.app import create_app, start
 
@@ -35,6 +36,7 @@ def main() -> None:
     launch = read_launch(FrontendLaunch)
     setup_logging(launch.name)
     try:
+        dump_stacks_on_signal(launch.supervisor, launch.name)
         status = uvloop.run(serve(launch))
     except (OSError, ValueError, MemoryError) as error:
         # A ValueError is about the checkpoint's tokenizer or template.

@@ -47,6 +47,7 @@ from atom.shared.utils.process import spawn
 from atom.supervisor.child import Child, kill
 from atom.supervisor.control import Control
 from atom.supervisor.failure import StartError
+from atom.supervisor.hangs import save_stacks
 from atom.supervisor.node import deliver
 from atom.supervisor.node_placement import NodePlacement
 from atom.supervisor.process import Process, Role
@@ -331,6 +332,7 @@ class NodeAgent:
 
     def _end(self, name: str) -> None:
         if (life := self._lives.pop(name, None)) is not None:
+            save_stacks(life.directory, f"{name}, on node {self._node.rank}", life.children.values())
             kill(life.children.values())
             life.socket.close()
             shutil.rmtree(life.directory, ignore_errors=True)

@@ -263,6 +263,7 @@ class Supervisor:
                 self._change(WantTrial(index, 0))
 
     def _failed(self, domain: Domain, failure: Failure) -> None:
+        domain.keep_stacks(failure)
         is_starting = self._phase is _Phase.STARTING
         if is_starting and not self._is_retried(failure):
             raise StartError(failure.text, failure.status)

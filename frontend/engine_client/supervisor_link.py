@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -29,7 +30,7 @@ class SupervisorLink:
         self._changed = asyncio.Event()
         self._socket: zmq.asyncio.Socket | None = None
         self._wanted_trial = 0
-        self._sending: set[asyncio.Future[object]] = set()
+        self._sending: set[asyncio.Future[Any]] = set()
 
     async def follow(self, update: Callable[[Engines], None]) -> None:
         """Call `update` with each list of engines that the supervisor sends, until cancelled.

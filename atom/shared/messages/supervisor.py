@@ -41,6 +41,8 @@ class Dead(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
     reason: str
     status: int = ExitStatus.FAILURE
     """Exit status for the program, if this was the root cause of a failed start."""
+    is_hang: bool = False
+    """Whether another process of its life hangs."""
 
 
 class Heartbeat(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
