@@ -18,7 +18,7 @@ _WAIT_S = 2.0
 _SETTLED_S = 0.2
 _POLL_S = 0.02
 _MAX_BYTES = 1 << 20
-"""Of one process."""
+"""Most bytes of one process."""
 _MOST_FILES = 20
 
 

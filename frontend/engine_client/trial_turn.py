@@ -24,7 +24,7 @@ class TrialTurn:
         self._index = index
         self._want = want
         self._number = 0
-        """Of the latest turn that was asked for, from 1."""
+        """Number of the latest turn that was asked for, from 1."""
         self._is_asking = False
         self._current = Trial()
         self._of_another_until = 0.0

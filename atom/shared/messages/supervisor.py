@@ -82,7 +82,7 @@ class WantTrial(msgspec.Struct, tag=23, array_like=True, frozen=True, gc=False):
 
     frontend: int
     number: int
-    """Of the turn, counted from 1 by the frontend; 0: it wants none."""
+    """Number of the turn, counted from 1 by the frontend; 0: it wants none."""
 
 
 class Trial(msgspec.Struct, array_like=True, frozen=True, gc=False):

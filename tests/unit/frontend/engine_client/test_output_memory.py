@@ -87,7 +87,7 @@ def test_a_response_below_its_limit_is_complete(client: Client) -> None:
 def test_prompts_that_a_response_cannot_show_are_refused_before_any_work(
     client: Client, core: FakeCore, stream: bool, fields: dict[str, bool], param: str
 ) -> None:
-    """Of 100 kB each, in 128 choices; the limit is named."""
+    """128 choices with 100 kB each; the limit is named."""
     core.requests.clear()
     body = {"prompt": "x " * 50_000, "n": 128, "max_tokens": 1, "stream": stream, **fields}
     status, response = client.post("/v1/completions", **body)
