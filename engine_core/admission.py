@@ -5,7 +5,7 @@ them must fail alone: a value that does not fit the workers' arrays would end th
 """
 
 from atom.shared.messages.engine import ID_BYTES, MAX_SEQUENCES, AddRequest, LogitsProcessors, Sampling
-from atom.shared.messages.grammar import MAX_COMPILED_BYTES, MAX_GRAMMAR_MEMORY, Grammar
+from atom.shared.messages.grammar import MAX_GRAMMAR_MEMORY, Grammar
 from atom.shared.sampling_params import MAX_LOGPROBS
 
 _MAX_INT32 = (1 << 31) - 1
@@ -60,8 +60,6 @@ def _check_sampling(sampling: Sampling) -> None:
 
 
 def _check_grammar(grammar: Grammar) -> None:
-    if len(grammar.compiled) > MAX_COMPILED_BYTES:
-        raise ValueError(f"a grammar of {len(grammar.compiled)} bytes exceeds {MAX_COMPILED_BYTES}")
     _check_range("memory of a grammar", grammar.memory, 0, MAX_GRAMMAR_MEMORY)
     if not 0 < len(grammar.row.key) <= _MAX_KEY_BYTES:
         raise ValueError(f"the key of a grammar has {len(grammar.row.key)} bytes")

@@ -21,7 +21,7 @@ from atom.shared.messages.engine import (
     FinishReason,
     TokenDeltas,
 )
-from atom.shared.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar
+from atom.shared.messages.grammar import DropGrammar, GetGrammar, GrammarBytes, GrammarLoaded, LoadGrammar
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
 from engine_core.admission import check_request
 from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
@@ -117,10 +117,16 @@ class EngineCore:
         if failed:
             self._check = None
             self._scheduler.abort([request.request_id for request in failed])
-        return {
-            frontend: self._refusal([r.request_id for r in failed if r.frontend == frontend], message.error)
-            for frontend in {request.frontend for request in failed}
-        }
+        return self._refusals(failed, message.error)
+
+    def grammar_questions(self) -> list[tuple[bytes, GetGrammar]]:
+        """Grammars that the workers lack, and the frontends to ask for them."""
+        return self._grammars.questions()
+
+    def grammar_provided(self, message: GrammarBytes) -> dict[bytes, TokenDeltas]:
+        """A frontend has sent a grammar for the workers; returns the deltas of failed requests."""
+        failed = self._grammars.provided(message)
+        return self._refusals(failed, f"its grammar has {len(message.compiled)} bytes: too many")
 
     def abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
         """End sequences without a response; unknown ids are ignored."""
@@ -260,6 +266,13 @@ class EngineCore:
     def _queue(self, requests: list[Request]) -> None:
         for request in requests:
             self._scheduler.add(request)
+
+    def _refusals(self, requests: list[Request], reason: str) -> dict[bytes, TokenDeltas]:
+        """The ends of requests that cannot run, by frontend."""
+        return {
+            frontend: self._refusal([r.request_id for r in requests if r.frontend == frontend], reason)
+            for frontend in {request.frontend for request in requests}
+        }
 
     def _refusal(self, request_ids: list[int], reason: str) -> TokenDeltas:
         """The end of sequences that cannot run."""

@@ -14,6 +14,7 @@ from atom.shared.messages.engine import (
     ToCore,
     TokenDeltas,
 )
+from atom.shared.messages.grammar import GetGrammar
 from atom.shared.messages.profile import ProfileResult
 from atom.shared.utils.logger import get_logger
 from engine_core.core import EngineCore
@@ -62,7 +63,7 @@ class Frontends:
         self,
         core: EngineCore,
         identity: bytes,
-        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult | Answer,
+        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult | Answer | GetGrammar,
     ) -> None:
         """Send, or abort all requests of a frontend that cannot be reached: a stream must not miss tokens."""
         if not self._link.send(identity, message):

@@ -1,7 +1,8 @@
 """Which grammars the workers hold, and the requests that wait for theirs to be loaded, or for their turn.
 
-A grammar is sent to the workers with the first request that needs it, and kept for later ones. Idle ones are
-dropped, the longest unused first, where another one needs their memory.
+A request has the key of its grammar. If the workers lack that, the frontend of one of its requests is asked
+for it, and what it sends goes on to the workers; nothing of it is kept here. Idle grammars are dropped, the
+longest unused first, where another one needs their memory.
 
 A step waits for the masks of its rows. So of one grammar only as many requests run at a time as its process
 can follow in `_STEP_US`; the others wait, in the order of their arrival.
@@ -12,7 +13,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from atom.shared.messages.grammar import MAX_GRAMMAR_MEMORY, DropGrammar, Grammar, GrammarLoaded, LoadGrammar
+from atom.shared.messages.grammar import (
+    MAX_COMPILED_BYTES,
+    MAX_GRAMMAR_MEMORY,
+    DropGrammar,
+    GetGrammar,
+    Grammar,
+    GrammarBytes,
+    GrammarLoaded,
+    LoadGrammar,
+)
 from engine_core.request import Request, State
 
 MAX_MEMORY = 8 * MAX_GRAMMAR_MEMORY
@@ -25,7 +35,7 @@ _LEAST_TOKEN_US = 10  # the messages of a row take as long
 
 @dataclass(slots=True)
 class _Held:
-    """A grammar that the workers hold or load.
+    """A grammar that the workers hold or load, or that a frontend was asked for.
 
     References are weak: the prompts of requests that have ended are not kept in memory.
     """
@@ -33,6 +43,8 @@ class _Held:
     memory: int
     max_running: int
     """Requests that may run at a time."""
+    asked: Request | None = None
+    """The request whose frontend was asked for it; None once it has come."""
     is_loaded: bool = False
     running: list[weakref.ref[Request]] = field(default_factory=list)
     """Those that wait no longer, and some that have ended."""
@@ -76,6 +88,8 @@ class GrammarRegistry:
         self._without_room: deque[tuple[Grammar, list[Request]]] = deque()
         self._waiting: dict[int, Request] = {}
         self._messages: list[LoadGrammar | DropGrammar] = []
+        self._asked: dict[int, bytes] = {}  # key of the grammar that was asked for, by id of the request
+        self._questions: list[tuple[bytes, GetGrammar]] = []
 
     @property
     def waiting(self) -> dict[int, Request]:
@@ -104,11 +118,26 @@ class GrammarRegistry:
             request = self._waiting.pop(request_id, None)
             if request is not None:
                 request.state = State.ENDED
+            if (key := self._asked.pop(request_id, None)) is not None:
+                self._ask(key)
         self._without_room = deque(
             (grammar, requests)
             for grammar, requests in self._without_room
             if any(request.state is not State.ENDED for request in requests)
         )
+
+    def provided(self, message: GrammarBytes) -> list[Request]:
+        """A frontend has sent a grammar. Returns requests that fail, as it is too large."""
+        held = self._held.get(message.key)
+        if held is None or held.asked is None:
+            return []  # another frontend was asked later, or no request is left
+        del self._asked[held.asked.request_id]
+        held.asked = None
+        if len(message.compiled) <= MAX_COMPILED_BYTES:
+            self._messages.append(LoadGrammar(message.key, message.compiled))
+            return []
+        del self._held[message.key]
+        return self._fail(held)
 
     def loaded(self, message: GrammarLoaded) -> tuple[list[Request], list[Request]]:
         """(requests that can be scheduled now, requests that fail with the message's error).
@@ -125,11 +154,7 @@ class GrammarRegistry:
         del self._held[message.key]
         self._with_turns.pop(message.key, None)
         self._messages.append(DropGrammar(message.key))
-        failed = held.requests
-        for request in failed:
-            if self._waiting.pop(request.request_id, None) is not None:
-                request.state = State.ENDED
-        return [], failed
+        return [], self._fail(held)
 
     def retry(self) -> list[Request]:
         """Requests that can be scheduled now: it is their turn, or there is room for their grammar."""
@@ -156,6 +181,12 @@ class GrammarRegistry:
         self._messages = []
         return messages
 
+    def questions(self) -> list[tuple[bytes, GetGrammar]]:
+        """What to ask frontends, by their identities."""
+        questions = self._questions
+        self._questions = []
+        return questions
+
     def _turns(self, key: bytes, held: _Held) -> list[Request]:
         """The requests of a grammar whose turn it is; they wait no longer."""
         if not held.is_loaded:
@@ -174,7 +205,25 @@ class GrammarRegistry:
         max_running = max(1, _STEP_US // max(grammar.token_us, _LEAST_TOKEN_US))
         self._held[key] = held = _Held(grammar.memory, max_running)
         held.add(requests)
-        self._messages.append(LoadGrammar(key, grammar.compiled))
+        self._ask(key)
+
+    def _ask(self, key: bytes) -> None:
+        """Ask the frontend of a request for its grammar; without a request it is not needed."""
+        held = self._held[key]
+        held.asked = next(iter(held.requests), None)
+        if held.asked is None:
+            del self._held[key]
+            return
+        self._asked[held.asked.request_id] = key
+        self._questions.append((held.asked.frontend, GetGrammar(key)))
+
+    def _fail(self, held: _Held) -> list[Request]:
+        """All requests with a grammar; those that waited have ended."""
+        failed = held.requests
+        for request in failed:
+            if self._waiting.pop(request.request_id, None) is not None:
+                request.state = State.ENDED
+        return failed
 
     def _make_room(self, memory: int) -> bool:
         """Drop idle grammars until one of this size fits."""

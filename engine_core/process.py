@@ -1,7 +1,8 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
-    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile, SetLogLevel, questions
-                        out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult, answers
+    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile, SetLogLevel, GrammarBytes, questions
+                        out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult,
+                             GetGrammar, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
                              GrammarLoaded
                         out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel,
@@ -35,7 +36,7 @@ from atom.shared.messages.engine import (
     ToCore,
     TokenDeltas,
 )
-from atom.shared.messages.grammar import GrammarLoaded
+from atom.shared.messages.grammar import GrammarBytes, GrammarLoaded
 from atom.shared.messages.launch import CoreLaunch
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
@@ -45,6 +46,7 @@ from atom.shared.messages.worker import (
     ExpertLoad,
     FromWorker,
     Loaded,
+    ScheduledBatch,
     Shutdown,
     StepsDone,
     WorkerFailed,
@@ -64,10 +66,12 @@ from atom.shared.utils.liveness import (
 )
 from atom.shared.utils.logger import get_logger, set_log_level, setup_logging
 from atom.shared.utils.process import read_launch
+from atom.shared.utils.stack_dump import add_note, dump_stacks_on_signal
 from atom.shared.utils.step_trace import StepTrace
 from engine_core.commands import responses
 from engine_core.core import EngineCore
 from engine_core.frontends import Frontends
+from engine_core.hang_note import describe_work
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_event_publisher import KVEventPublisher, PublishError
 from engine_core.kv_events import Cleared
@@ -88,6 +92,10 @@ _LINGER_MS = 2000
 
 class CoreFailure(RuntimeError):
     """The engine must end; the text is one line."""
+
+
+class CoreHang(CoreFailure):
+    """A worker, or a step, hangs."""
 
 
 class CoreProcess:
@@ -122,6 +130,8 @@ class CoreProcess:
         self._lockstep = launch.config.parallel.lockstep
         self._steps_sent = False  # since the last StepsDone
         self._kv_events: KVEventPublisher | None = None
+        self._core: EngineCore | None = None
+        self._last_batch: ScheduledBatch | None = None
 
     def run(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
@@ -139,9 +149,8 @@ class CoreProcess:
             memory = "" if isinstance(error, CoreFailure) else out_of_memory(error)
             lacks_resources = isinstance(error, StartupError | PublishError) or memory
             status = ExitStatus.RESOURCES if lacks_resources else ExitStatus.FAILURE
-            self._report_failure(
-                memory or one_line(error, CoreFailure, StartupError, PublishError, LinkError), status
-            )
+            reason = memory or one_line(error, CoreFailure, StartupError, PublishError, LinkError)
+            self._report_failure(reason, status, isinstance(error, CoreHang))
             return 1
         finally:
             if self._kv_events is not None:
@@ -208,7 +217,7 @@ class CoreProcess:
                     raise _unexpected(message)
             monitor.update()
             if reason := monitor.hung():
-                raise CoreFailure(reason)
+                raise CoreHang(reason)
         return [received[rank] for rank in sorted(received)]
 
     def _report_ready(self, plan: CachePlan) -> None:
@@ -233,6 +242,7 @@ class CoreProcess:
     def _serve(self, core: EngineCore, ready: CoreReady) -> None:
         """Run the engine until a signal. Frontends' messages are received only from here on."""
         self._poller.register(self._frontends.socket, zmq.POLLIN)
+        self._core = core
         self._mark_workers_seen()
         if self._kv_events is not None and self._launch.num_blocks:
             self._kv_events.put([Cleared()])  # subscribers know the blocks from before a restart
@@ -245,8 +255,12 @@ class CoreProcess:
                 self._process_frontend_message(core, ready, identity, message)
             for grammar_message in core.grammar_messages():
                 self._workers.send(grammar_message)
+            while questions := core.grammar_questions():  # a frontend that is gone leaves them to others
+                for identity, question in questions:
+                    self._frontends.send(core, identity, question)
             while (batch := core.schedule()) is not None:
                 self._workers.send(batch)
+                self._last_batch = batch
                 self._trace.mark("sent", batch.step)
                 self._steps_sent = True
             # Workers that wait for a batch of this engine delay the other engines: none will come for now.
@@ -295,6 +309,9 @@ class CoreProcess:
                     self._frontends.send(core, identity, refusal)
             case Abort(request_ids, reason):
                 core.abort(request_ids, reason)
+            case GrammarBytes():
+                for to, deltas in core.grammar_provided(message).items():
+                    self._frontends.send(core, to, deltas)
             case GetStats():
                 self._frontends.send(core, identity, core.stats())
             case SetLogLevel(level):
@@ -328,14 +345,14 @@ class CoreProcess:
         seen = self._step_done or not core.num_in_flight
         self._step_done = False
         if self._step_timer.update(seen) > self._step_timeout_s:
-            raise CoreFailure(f"the workers have not finished a step for {self._step_timeout_s:.0f} s")
+            raise CoreHang(f"the workers have not finished a step for {self._step_timeout_s:.0f} s")
         if self._profiling.is_writing:
             self._mark_workers_seen()
         if self._worker_monitor.update():
             for identity in self._frontends.connected:
                 self._frontends.send(core, identity, self._status(ready))
         if reason := self._worker_monitor.hung():
-            raise CoreFailure(reason)
+            raise CoreHang(reason)
 
     def _mark_workers_seen(self) -> None:
         for rank in range(self._num_ranks):
@@ -360,12 +377,15 @@ class CoreProcess:
         with contextlib.suppress(LinkError):
             self._workers.send(Shutdown())
 
-    def _report_failure(self, reason: str, status: ExitStatus) -> None:
+    def _report_failure(self, reason: str, status: ExitStatus, is_hang: bool) -> None:
         """Send the cause to the supervisor and all frontends."""
         get_logger().error("the engine core ends: %s", reason)
         self._frontends.report_death(reason)
-        self._send_to_supervisor(Dead(self._name, reason, status))
-        self._shut_workers_down()
+        self._send_to_supervisor(Dead(self._name, reason, status, is_hang))
+        if not is_hang:
+            self._shut_workers_down()
+        elif self._core is not None:  # the supervisor asks the workers for their stacks before it kills them
+            add_note(describe_work(self._core, self._last_batch))
 
     def _send_to_supervisor(self, message: ToSupervisor) -> None:
         self._supervisor.send(encode(message), zmq.DONTWAIT)
@@ -386,6 +406,7 @@ def main() -> None:
     check_install()
     launch = read_launch(CoreLaunch)
     setup_logging(launch.label)
+    dump_stacks_on_signal(launch.supervisor, launch.label)
     process = CoreProcess(launch)
 
     def stop(signum: int, frame: FrameType | None) -> None:

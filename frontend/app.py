@@ -27,7 +27,7 @@ from frontend.api.responses.endpoint import ResponsesEndpoint
 from frontend.api.responses.response_store import ResponseStore
 from frontend.api.tokenization.service import TokenizationService
 from frontend.engine_client.client import EngineClient
-from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.client_settings import ClientHooks, ClientSettings
 from frontend.engine_client.dp_router import router_for
 from frontend.engine_client.output_memory import default_output_memory
 from frontend.engine_client.supervisor_link import SupervisorLink
@@ -35,6 +35,7 @@ from frontend.http.auth import ApiKeys
 from frontend.http.body_memory import BodyMemory
 from frontend.http.connections import Listener
 from frontend.http.cors import CorsPolicy
+from frontend.http.expect import expect_middleware
 from frontend.http.lifecycle import Lifecycle
 from frontend.http.limits import HttpLimits
 from frontend.http.loop_lag import watch_loop
@@ -100,7 +101,9 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     Raises ValueError for unusable API keys, CORS or TLS settings, tokenizer or template files.
     """
     limits = limits or HttpLimits(max_body_bytes=_max_body_bytes(launch))
-    app = web.Application(middlewares=[error_middleware, cors_middleware, access_middleware])
+    app = web.Application(
+        middlewares=[error_middleware, cors_middleware, access_middleware, expect_middleware]
+    )
     app[keys.LAUNCH] = launch
     app[keys.LIMITS] = limits
     app[keys.BODY_MEMORY] = BodyMemory(max(limits.max_body_memory, 2 * limits.max_body_bytes))
@@ -150,13 +153,19 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         launch.config.speculative.method == "ngram",
     )
     settings = _client_settings(launch, limits)
+    is_alone = launch.num_frontends == 1 or not launch.control
+    grammars = GrammarCompiler(GrammarProcess(checkpoint))
     client = EngineClient(
         launch.engines,
         settings,
         router_for(launch.config, settings.num_ranks, launch.index),
         OutputProcessor(tokenizer),
         app[keys.METRICS],
-        inputs.set_max_model_len,
+        ClientHooks(
+            inputs.set_max_model_len,
+            None if is_alone else app[keys.SUPERVISOR].want_trial,
+            grammars.live.compiled,
+        ),
     )
     formats = _chat_formats(launch, inputs)
     models_service = ModelService(config.names, inputs, None if formats is None else formats.tool_form)
@@ -168,7 +177,6 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     executor = TextExecutor()
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
-    grammars = GrammarCompiler(GrammarProcess(checkpoint))
     endpoint = server.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing(endpoint)
     app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, grammars, tracing)
@@ -298,7 +306,7 @@ async def _engine_links(app: web.Application) -> AsyncIterator[None]:
             return
 
         def update(message: Engines) -> None:
-            client.set_engines(message.engines, message.ended)
+            client.set_engines(message.engines, message.ended, message.trial)
             _apply(app, message.state)
 
         async with _running(app[keys.SUPERVISOR].follow(update)):

@@ -18,6 +18,7 @@ from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.liveness import HeartbeatSender, heartbeat_interval
 from atom.shared.utils.logger import get_logger, setup_logging
 from atom.shared.utils.process import read_launch
+from atom.shared.utils.stack_dump import dump_stacks_on_signal
 from frontend import keys
 from frontend.app import create_app, start
 
@@ -31,22 +32,24 @@ _LAST_RESPONSES_S = 2.0
 
 
 def main() -> None:
-    """Exit status: 0 after SIGTERM, 1 when the server cannot start."""
+    """Exit status: 0 after SIGTERM, 1 if requests have failed since then or the server cannot start."""
     launch = read_launch(FrontendLaunch)
     setup_logging(launch.name)
     try:
-        uvloop.run(serve(launch))
+        dump_stacks_on_signal(launch.supervisor, launch.name)
+        status = uvloop.run(serve(launch))
     except (OSError, ValueError, MemoryError) as error:
         # A ValueError is about the checkpoint's tokenizer or template.
         status = ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.RESOURCES
         _report(launch.supervisor, Dead(launch.name, out_of_memory(error) or str(error), status))
         sys.exit(1)
+    sys.exit(status)
 
 
-async def serve(launch: FrontendLaunch) -> None:
+async def serve(launch: FrontendLaunch) -> ExitStatus:
     """Serve requests until SIGTERM; then running requests get the shutdown timeout to finish.
 
-    A second SIGTERM ends them at once.
+    A second SIGTERM ends them at once. Returns whether one has failed since the first, for lack of an engine.
     """
     stop = _StopSignal()
     app = create_app(launch)
@@ -58,8 +61,11 @@ async def serve(launch: FrontendLaunch) -> None:
         heartbeats = asyncio.create_task(_send_heartbeats(launch))
         await stop.first.wait()
         ready.cancel()
+        failed_before = app[keys.CLIENT].num_failed
         await _drain(app, stop, launch.server.shutdown_timeout)
         heartbeats.cancel()
+        has_failed = app[keys.CLIENT].num_failed > failed_before
+        return ExitStatus.FAILURE if has_failed else ExitStatus.DONE
     finally:
         await runner.cleanup()
 

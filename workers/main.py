@@ -28,6 +28,7 @@ from atom.shared.utils.install_check import check_install
 from atom.shared.utils.liveness import HeartbeatSender, heartbeat_interval
 from atom.shared.utils.logger import setup_logging
 from atom.shared.utils.process import read_launch
+from atom.shared.utils.stack_dump import dump_stacks_on_signal
 from atom.shared.utils.step_trace import StepTrace
 from workers.waves import Waves
 
@@ -49,6 +50,7 @@ def main() -> None:
     _set_profiler_environment(launch.config)
     _set_store_environment(launch)
     setup_logging(launch.label)
+    dump_stacks_on_signal(launch.supervisor, launch.label)
     link = Link(launch)
     status = 0
     try:

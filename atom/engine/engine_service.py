@@ -19,7 +19,7 @@ from atom.shared.sampling_params import SamplingParams
 from atom.shared.utils.logger import get_logger
 from atom.supervisor import StartError, Supervisor
 from frontend.engine_client.client import EngineClient
-from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.client_settings import ClientHooks, ClientSettings
 from frontend.engine_client.output_memory import default_output_memory
 from frontend.metrics.metrics import Metrics
 from frontend.text.constraint import Constraint
@@ -99,7 +99,7 @@ class EngineService:
             self.parts.router,
             OutputProcessor(self.parts.inputs.tokenizer if self._with_text else None),
             Metrics(),
-            self._on_ready,
+            ClientHooks(self._on_ready, compiled_grammar=self._grammars.live.compiled),
         )
         await self._open.enter_async_context(self.client)
         await asyncio.wait_for(self.client.wait_ready(), _READY_S)
@@ -110,7 +110,7 @@ class EngineService:
             return None
         assert self._grammars is not None, "the service was not started"
         row = self.parts.inputs.row_grammar(constraint, params, None)
-        return self._grammars.grammar(row, await self._grammars.compile(constraint))
+        return self._grammars.live.grammar(row, await self._grammars.compile(constraint))
 
     async def close(self) -> None:
         """End everything. Safe after a failed start, and a second time."""

@@ -48,6 +48,7 @@ from atom.supervisor.progress import ProgressBars
 from frontend.engine_client.core_links import CoreLinks
 from frontend.text.constraint import constraint_of
 from frontend.text.grammar_process import GrammarProcess
+from frontend.text.live_grammars import LiveGrammars
 from frontend.text.output_processor import OutputProcessor, RequestState
 
 __all__ = ["EngineDeadError", "LLMEngine", "Prompt", "StreamCallback"]
@@ -119,7 +120,10 @@ class LLMEngine:
 
     def _connect(self, parts: ClientParts) -> None:
         self._grammar_process = parts.grammar_process
-        self._links = CoreLinks(self._context, self._supervisor.engines, parts.router)
+        self._grammars = LiveGrammars()
+        self._links = CoreLinks(
+            self._context, self._supervisor.engines, parts.router, self._grammars.compiled
+        )
         self._links.connect()
         ready = self._wait_for_all(CoreReady, _CORE_READY_DEADLINE_S)
         self.max_model_len: int = min(one.max_model_len for one in ready)
@@ -306,8 +310,7 @@ class LLMEngine:
             return None
         constraint = constraint_of(params.structured_outputs)
         row = self._input.row_grammar(constraint, params, None)
-        compiled = self._compile(constraint.source)
-        return Grammar(row, compiled.compiled, compiled.memory)
+        return self._grammars.grammar(row, self._compile(constraint.source))
 
     def _submit(
         self,

@@ -143,7 +143,7 @@ class SamplingParams:
     def _check_logits(self) -> None:
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _require_at_most("logit_bias", self.logit_bias, MAX_BIASES)
         for token_id, bias in (self.logit_bias or {}).items():
             _require_integer("logit_bias", token_id, 0, _MAX_ID)

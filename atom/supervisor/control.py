@@ -2,9 +2,15 @@
 
 import zmq
 
-from atom.shared.messages.admin import ServerState
 from atom.shared.messages.codec import Decoder, WireError, encode
-from atom.shared.messages.supervisor import Engines, SetServerState, ToControl, control_identity
+from atom.shared.messages.supervisor import (
+    Engines,
+    GetEngines,
+    SetServerState,
+    ToControl,
+    WantTrial,
+    control_identity,
+)
 from atom.shared.utils.logger import get_logger
 
 
@@ -21,9 +27,9 @@ class Control:
         self._frontends: set[int] = set()
         self._decoder: Decoder[ToControl] = Decoder(ToControl)
 
-    def receive(self, engines: Engines) -> ServerState | None:
-        """Answer the frontends that have asked with `engines`; returns the state that one has set."""
-        state = None
+    def receive(self, engines: Engines) -> list[SetServerState | WantTrial]:
+        """Answer the frontends that have asked with `engines`; returns what frontends want to change."""
+        wanted: list[SetServerState | WantTrial] = []
         while self.socket.poll(0):
             _, *frames = self.socket.recv_multipart()
             try:
@@ -31,12 +37,13 @@ class Control:
             except WireError as error:
                 get_logger().error("a frontend's control connection sent an %s", error)
                 continue
-            if isinstance(request, SetServerState):
-                state = request.state
+            if not isinstance(request, GetEngines):
+                wanted.append(request)
                 continue
+            wanted.append(WantTrial(request.frontend, 0))  # an earlier life may have had a turn
             self._frontends.add(request.frontend)
             self._send(request.frontend, encode(engines))
-        return state
+        return wanted
 
     def publish(self, engines: Engines) -> None:
         """Send `engines` to every frontend."""

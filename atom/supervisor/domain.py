@@ -130,6 +130,11 @@ class Domain(ABC):
                 get_logger().info("%s, life %d, is ready after %.1f s", self.name, self.number, seconds)
         return self.life.failure()
 
+    def keep_stacks(self, failure: Failure) -> None:
+        """After a hang, save the stacks of the processes of the current life."""
+        if failure.is_hang and self.life is not None:
+            self.life.keep_stacks(f"{self.label}, life {self.number}: {failure.text}")
+
     def end(self, failure: Failure) -> None:
         """End what is left of the current life."""
         if self.life is not None:

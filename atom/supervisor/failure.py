@@ -31,6 +31,8 @@ class Failure:
     status: int = ExitStatus.FAILURE
     child: Child | None = None
     """The child that failed first; None if none is to blame."""
+    is_hang: bool = False
+    """Whether a process does not respond, or a step does not end."""
 
 
 class Restarts:

@@ -1,5 +1,6 @@
 """One HTTP process, on a socket that the supervisor holds."""
 
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from atom.shared.messages.launch import FrontendLaunch
 from atom.shared.messages.supervisor import Engines
+from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.net import ListenPort
 from atom.supervisor.domain import Domain, DomainSettings
 from atom.supervisor.failure import Failure
@@ -92,6 +94,20 @@ class Frontend(Domain):
         if self.life is not None and self.life.is_stopping and not self.life.is_alive:
             self.refuse_connections()
         return super().failure()
+
+    def unclean_end(self) -> str:
+        """How its process has ended after SIGTERM, if requests were cut off or failed; empty if none were."""
+        if self.life is None:
+            return ""
+        for child in self.life.children.values():
+            if child.is_alive:
+                return "did not end in time, and was killed"
+            if child.process.returncode not in (
+                ExitStatus.DONE,
+                -signal.SIGTERM,
+            ):  # it had not begun to serve
+                return child.end
+        return ""
 
     def terminate(self) -> None:
         """Send SIGTERM: the first lets running requests finish, the second ends them with errors."""

@@ -12,6 +12,7 @@ from atom.shared.messages.supervisor import Dead, Heartbeat, Progress, Ready, To
 from atom.shared.utils.liveness import PeerMonitor
 from atom.supervisor.child import Child, kill, wait_for
 from atom.supervisor.failure import Failure
+from atom.supervisor.hangs import ask_for_stacks, save_stacks
 from atom.supervisor.node import Node
 from atom.supervisor.process import ProcessSpec, Role
 
@@ -130,7 +131,7 @@ class Life:
         if self.is_stopping:
             return None
         if reason := self._monitor.hung():
-            return Failure(reason, reason)
+            return Failure(reason, reason, is_hang=True)
         if not self.is_ready and time.monotonic() - self.started_at > START_DEADLINE_S:
             names = ", ".join(child.name for child in self.children.values())
             reason = f"not ready after {START_DEADLINE_S:.0f} s: {names}"
@@ -146,6 +147,11 @@ class Life:
     def wait(self, timeout_s: float) -> None:
         """Wait until all processes have ended, at most `timeout_s`."""
         wait_for(self.children.values(), timeout_s)
+
+    def keep_stacks(self, title: str) -> None:
+        """Save the stacks of all processes that run, within seconds; other nodes save theirs at the end."""
+        ask_for_stacks(self.children.values(), self.directory)
+        save_stacks(self.directory, title, self.children.values())
 
     def close(self) -> None:
         """Kill what still runs, and remove the sockets."""
@@ -180,6 +186,6 @@ class Life:
         where = name + self._locations.get(name, "")
         child = self.children.get(name)
         if (dead := reports.get(name)) is not None:
-            return Failure(dead.reason, f"{where}: {dead.reason}", dead.status, child)
+            return Failure(dead.reason, f"{where}: {dead.reason}", dead.status, child, dead.is_hang)
         assert child is not None
         return Failure(child.end, f"{where}: {child.end}", child=child)

@@ -39,7 +39,7 @@ from atom.shared.messages.nodes import (
     ToNode,
     Welcome,
 )
-from atom.shared.messages.supervisor import Engines
+from atom.shared.messages.supervisor import Engines, WantTrial
 from atom.shared.utils.endpoint import LINK_SILENCE_MS, connect
 from atom.shared.utils.logger import get_logger, set_log_level
 from atom.shared.utils.net import ListenPort
@@ -47,6 +47,7 @@ from atom.shared.utils.process import spawn
 from atom.supervisor.child import Child, kill
 from atom.supervisor.control import Control
 from atom.supervisor.failure import StartError
+from atom.supervisor.hangs import save_stacks
 from atom.supervisor.node import deliver
 from atom.supervisor.node_placement import NodePlacement
 from atom.supervisor.process import Process, Role
@@ -315,9 +316,8 @@ class NodeAgent:
             for process in [each for each, child in life.children.items() if not child.is_alive]:
                 self._report_end(name, life, process)
         if self._control is not None:
-            state = self._control.receive(self._engines)
-            if state is not None:
-                self._send(SetState(state))
+            for wanted in self._control.receive(self._engines):
+                self._send(wanted if isinstance(wanted, WantTrial) else SetState(wanted.state))
 
     def _report_end(self, name: str, life: _Life, process: str) -> None:
         """Send Exited once, with a delay while last messages of the process may be on their way."""
@@ -332,6 +332,7 @@ class NodeAgent:
 
     def _end(self, name: str) -> None:
         if (life := self._lives.pop(name, None)) is not None:
+            save_stacks(life.directory, f"{name}, on node {self._node.rank}", life.children.values())
             kill(life.children.values())
             life.socket.close()
             shutil.rmtree(life.directory, ignore_errors=True)

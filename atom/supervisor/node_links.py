@@ -19,7 +19,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from atom.shared.messages.admin import ServerState
 from atom.shared.messages.codec import Decoder, WireError, encode
 from atom.shared.messages.nodes import (
     Beat,
@@ -42,7 +41,7 @@ from atom.shared.messages.nodes import (
     ToNode,
     Welcome,
 )
-from atom.shared.messages.supervisor import Engines
+from atom.shared.messages.supervisor import Engines, SetServerState, WantTrial
 from atom.shared.utils.endpoint import LINK_SILENCE_MS, bind
 from atom.shared.utils.logger import get_logger
 from atom.supervisor.identity import difference
@@ -159,8 +158,8 @@ class NodeLinks:
     ):
         """Binds at once. Raises ZMQError."""
         self.nodes = nodes
-        self.states: deque[ServerState] = deque()
-        """What administrators have set at frontends of other nodes."""
+        self.wanted: deque[SetServerState | WantTrial] = deque()
+        """What frontends of other nodes want to change."""
         self._context = context
         self._settings = settings
         self._sessions: dict[bytes, RemoteNode] = {}
@@ -267,7 +266,9 @@ class NodeLinks:
             case Exited(life, name, status):
                 node.process_ended(life, name, status)
             case SetState(state):
-                self.states.append(state)
+                self.wanted.append(SetServerState(state))
+            case WantTrial():
+                self.wanted.append(message)
             case Leaving():
                 node.leaving_since = time.monotonic()
 

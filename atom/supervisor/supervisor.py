@@ -16,7 +16,7 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.nodes import NodeInfo
-from atom.shared.messages.supervisor import Engines, Progress
+from atom.shared.messages.supervisor import Engines, Progress, SetServerState, WantTrial
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.logger import get_logger, set_log_level
 from atom.shared.utils.net import ListenPort
@@ -33,6 +33,7 @@ from atom.supervisor.node_links import NodeLinks, NodeSettings, RemotePort
 from atom.supervisor.node_placement import NodePlacement
 from atom.supervisor.placement import NodePorts, Placement
 from atom.supervisor.prepare import prepare
+from atom.supervisor.trials import Trials
 
 STALL_NOTICE_S = 60.0
 JOIN_NOTICE_S = 10.0
@@ -46,7 +47,7 @@ _END_POLL_S = 0.02
 class _Phase(Enum):
     """Phase of the server; the value says what a failure leads to."""
 
-    STARTING = "a StartError"
+    STARTING = "a StartError, or a restart if others serve"
     SERVING = "a restart"
     STOPPING = "the end of its domain"
 
@@ -56,7 +57,7 @@ class Supervisor:
 
     Use as a context manager, or call `close`. `on_progress` receives the progress of loading. `on_turn`
     is called several times a second while the supervisor prepares, starts, watches and stops its children.
-    Until `restart_failed`, every failure is a StartError.
+    Until `restart_failed`, a failure is a StartError, unless an engine and a frontend serve already.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class Supervisor:
         self._frontends: list[Frontend] = []
         self._phase = _Phase.STARTING
         self._server_state = ServerState()
+        self._trials = Trials()
         self.fault: Failure | None = None
-        """The first failure since the supervisor is stopping."""
+        """Why requests were cut off or failed since the supervisor is stopping; None if none were."""
+        self._last_engine_failure: Failure | None = None
         self.failure = ""
         """Why the server ends, for the other nodes; empty for a regular end."""
 
@@ -200,7 +203,7 @@ class Supervisor:
         return self._settings
 
     def wait_ready(self) -> None:
-        """Wait until everything that was started is ready; raises StartError when a part of it fails."""
+        """Wait until everything that was started is ready. Raises StartError when a part fails for good."""
         notice_at = time.monotonic() + STALL_NOTICE_S
         while waiting := [domain.label for domain in self._domains() if not domain.is_ready]:
             self.check()
@@ -217,8 +220,8 @@ class Supervisor:
     def check(self, wait_s: float = _POLL_S) -> None:
         """Process the children's messages for up to `wait_s`, end failed domains and start due ones.
 
-        Raises StartError when a domain has failed before `restart_failed`, and when no engine or no
-        frontend is left.
+        Raises StartError when a domain has failed before `restart_failed` and is not retried, and when no
+        engine or no frontend is left.
         """
         self._receive(wait_s)
         self._on_turn()
@@ -251,29 +254,48 @@ class Supervisor:
         for life in lives:
             life.receive()
         if self._control is not None:
-            state = self._control.receive(self._engine_state())
-            if state is not None:
-                self._set_state(state)
-        while self._links is not None and self._links.states:
-            self._set_state(self._links.states.popleft())
+            for wanted in self._control.receive(self._engine_state()):
+                self._change(wanted)
+        while self._links is not None and self._links.wanted:
+            self._change(self._links.wanted.popleft())
+        for index, frontend in enumerate(self._frontends):
+            if not frontend.is_alive:
+                self._change(WantTrial(index, 0))
 
     def _failed(self, domain: Domain, failure: Failure) -> None:
-        if self._phase is _Phase.STARTING:
+        domain.keep_stacks(failure)
+        is_starting = self._phase is _Phase.STARTING
+        if is_starting and not self._is_retried(failure):
             raise StartError(failure.text, failure.status)
-        domain.fail(failure, restart=self._phase is _Phase.SERVING)
-        if self._phase is _Phase.STOPPING:
-            self.fault = self.fault or failure
+        domain.fail(failure, restart=self._phase is not _Phase.STOPPING)
+        if is_starting and domain.is_over:
+            raise StartError(failure.text, failure.status)
         self._publish()
+        if self._phase is _Phase.STOPPING:
+            # Whether requests fail for lack of an engine is what the frontends say at their ends.
+            if isinstance(domain, Frontend):
+                self.fault = self.fault or failure
+            else:
+                self._last_engine_failure = failure
+            return
         for domains in (self._engines, self._frontends):
             if domains and all(each.is_over for each in domains):
                 raise StartError(failure.text)
+
+    def _is_retried(self, failure: Failure) -> bool:
+        """Whether a failure before all are ready is as a later one: clients are served already.
+
+        What the user must change ends the start at once.
+        """
+        serves = all(any(each.is_ready for each in domains) for domains in (self._engines, self._frontends))
+        return serves and failure.status == ExitStatus.FAILURE
 
     def _domains(self) -> list[Domain]:
         return [*self._engines, *self._frontends]
 
     def _engine_state(self) -> Engines:
         ended = [ended for group in self._engines for ended in group.ended]
-        return Engines(self.engines, ended, self._server_state)
+        return Engines(self.engines, ended, self._server_state, self._trials.current)
 
     @property
     def engine_state(self) -> Engines:
@@ -284,6 +306,13 @@ class Supervisor:
     def is_ready(self) -> bool:
         """Whether everything that was started is ready."""
         return all(domain.is_ready for domain in self._domains())
+
+    def _change(self, wanted: SetServerState | WantTrial) -> None:
+        """Do what a frontend wants."""
+        if isinstance(wanted, SetServerState):
+            self._set_state(wanted.state)
+        elif self._trials.want(wanted):
+            self._publish()
 
     def _set_state(self, state: ServerState) -> None:
         get_logger().warning("an administrator has set: %s", state)
@@ -314,7 +343,8 @@ class Supervisor:
     def stop_frontends(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
         """Stop the frontends after their running requests, at most `timeout_s`, or once `hurry()` is true.
 
-        Raises StartError when no engine is left meanwhile.
+        `fault` says then why requests were cut off, if any were. A request that is told that the server
+        stops is not.
         """
         self._stop_restarting()
         for frontend in self._frontends:
@@ -328,6 +358,9 @@ class Supervisor:
         while self.has_frontends and time.monotonic() < deadline:
             time.sleep(_END_POLL_S)
         for frontend in self._frontends:
+            if reason := frontend.unclean_end():
+                failed = Failure(reason, f"{frontend.label}: {reason}")
+                self.fault = self.fault or self._last_engine_failure or failed
             frontend.close()
 
     def _stop_restarting(self) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from types import TracebackType
 
 from atom.shared.messages.admin import Done, RequestInfos
@@ -29,12 +29,13 @@ from atom.shared.messages.engine import (
     FromCore,
     TokenDeltas,
 )
+from atom.shared.messages.grammar import GetGrammar, GrammarBytes
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.profile import ProfileResult
-from atom.shared.messages.supervisor import EngineEnded
+from atom.shared.messages.supervisor import EngineEnded, Trial
 from atom.shared.utils.logger import get_logger
 from frontend.engine_client.admission import Admission, AdmissionSlot
-from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.client_settings import ClientHooks, ClientSettings
 from frontend.engine_client.dp_router import DPRouter, RoutedPrompt
 from frontend.engine_client.engine_connection import YIELD_S, EngineConnection
 from frontend.engine_client.engine_control import EngineControl
@@ -43,6 +44,7 @@ from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.replay import MayRun, Replays
 from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Deadline, Stream, StreamOptions
+from frontend.engine_client.trial_turn import TrialTurn
 from frontend.errors import (
     ApiError,
     DeadlineError,
@@ -65,7 +67,6 @@ class EngineClient:
     """Sends requests to engine cores and distributes their tokens to streams.
 
     `admission` bounds the sequences in progress. `control` asks engines for other things than requests.
-    `on_ready` is called with the smallest max_model_len of the engines whenever one has become ready.
 
     While a core is silent, its streams wait; after the hang timeout they fail. The client reconnects then,
     and after every end of a connection, until `set_engines` leaves that life out.
@@ -78,7 +79,7 @@ class EngineClient:
         router: DPRouter,
         output: OutputProcessor,
         metrics: Metrics,
-        on_ready: Callable[[int], None] = lambda max_model_len: None,
+        hooks: ClientHooks = ClientHooks(),  # noqa: B008 (it is frozen)
     ):
         self.settings = settings
         self.engines = EngineSet(settings, self._process, self._lost, self._closed)
@@ -87,7 +88,7 @@ class EngineClient:
         self._router = router
         self._output = output
         self._metrics = metrics
-        self._on_ready = on_ready
+        self._hooks = hooks
         self._counter = itertools.count(settings.index << ID_BITS)
         self._initial = engines
         self.control = EngineControl(self.engines, self._counter)
@@ -95,10 +96,12 @@ class EngineClient:
         self._replays = Replays(
             settings.max_replays,
             together=settings.engines_end_together,
-            alone=settings.num_frontends == 1,
+            turn=TrialTurn(settings.index, hooks.want_trial),
         )
         self._ending_life = -1
         """Life of the engines that are about to end because another one of that life has."""
+        self.num_failed = 0
+        """Sequences that have failed as an engine has ended."""
         self._ready = asyncio.Event()
 
     def __len__(self) -> int:
@@ -137,11 +140,19 @@ class EngineClient:
 
     # Engines
 
-    def set_engines(self, engines: Collection[EngineAddress], ended: Collection[EngineEnded] = ()) -> None:
+    def set_engines(
+        self,
+        engines: Collection[EngineAddress],
+        ended: Collection[EngineEnded] = (),
+        trial: Trial | None = None,
+    ) -> None:
         """Open the links of new lives, and close those of lives that are not among `engines`.
 
-        Sequences on the closed ones run again, or fail with the reason in `ended`.
+        Sequences on the closed ones run again, or fail with the reason in `ended`. `trial`: the frontend
+        that may try requests.
         """
+        self._replays.turn.set_current(trial or Trial())
+        self._replays.wake()
         self.engines.change_to(engines, ended)
         self._fail_hopeless()
 
@@ -268,6 +279,7 @@ class EngineClient:
                     self._metrics.engine(rank or 0).failed(
                         sum(len(each.request_ids) for each in requests[position:])
                     )
+                    self.num_failed += 1
                     stream.fail(error)
                     return
                 ready = []
@@ -346,10 +358,13 @@ class EngineClient:
             case CoreReady():
                 self.control.connected(engine)
                 if (limits := self.engines.limits) is not None:
-                    self._on_ready(limits.max_model_len)
+                    self._hooks.on_ready(limits.max_model_len)
                 self._ready.set()
                 self._ending_life = -1
                 self._replays.connected(engine.rank, engine.life)
+            case GetGrammar(key):
+                if (compiled := self._hooks.compiled_grammar(key)) is not None:
+                    engine.link.send(GrammarBytes(key, compiled))
             case CoreStats() | ProfileResult() | RequestInfos() | Done():
                 self.control.answered(engine, message)
 
@@ -398,6 +413,7 @@ class EngineClient:
         streams = set()
         for sequence in sequences:
             streams.add(sequence.stream)
+            self.num_failed += 1
             self._metrics.engine(sequence.rank).failed(1)
             self._end(sequence)
         for stream in streams:

@@ -1,8 +1,9 @@
 """Settings that an EngineClient takes from the configuration."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["ClientSettings"]
+__all__ = ["ClientHooks", "ClientSettings"]
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,15 @@ class ClientSettings:
         """Sequences that this frontend may have in progress while so many engines are ready."""
         total = self.max_num_seqs * max(num_engines, 1) + self.max_queued
         return -(-total // self.num_frontends)
+
+
+@dataclass(frozen=True)
+class ClientHooks:
+    """What an EngineClient calls."""
+
+    on_ready: Callable[[int], None] = lambda max_model_len: None
+    """With the smallest max_model_len of the engines, whenever one has become ready."""
+    want_trial: Callable[[int], None] | None = None
+    """For the `TrialTurn` of this frontend; None if the engines have no other one."""
+    compiled_grammar: Callable[[bytes], bytes | None] = lambda key: None
+    """The compiled grammar of an unfinished request, by its key."""

@@ -72,8 +72,20 @@ class OutputMemory:
             )
 
     @contextlib.contextmanager
+    def reserved(self, size: int) -> Iterator[None]:
+        """Count output that is known before it is generated. Raises OverloadedError if there is no room."""
+        if self.used + size > self.limit and size:
+            raise OverloadedError(
+                f"{self.used} of {self.limit} bytes of output wait to be sent, and this response shows "
+                f"prompts in {size} more: try again later",
+                _RETRY_AFTER_S,
+            )
+        with self.sending(size):
+            yield
+
+    @contextlib.contextmanager
     def sending(self, size: int) -> Iterator[None]:
-        """Count a complete response until it is sent."""
+        """Count a response, or a part of one, until it is sent."""
         self.used += size
         try:
             yield

@@ -11,16 +11,20 @@ deaths of each request are counted, over all of its sequences:
     tried alone, and the engine ends: two more deaths, if nothing else can have been the cause
     more than `most`: it fails
 
+A request that has got past the place where it died before the next engine ends has nothing to do with the
+earlier deaths: they are forgotten. It must get four times as far each time, so that one that ends its engine
+after many tokens is found as well. One frontend at a time tries requests (`TrialTurn`): the deaths meanwhile
+count for no request of another one, but for those that are not past the place where they died.
+
 Each sequence is sent with all of its ids, also where a request of many sequences had one prompt for all, so
 only as many at once as fit `_MOST_STARTING_IDS` until they have a token. `EngineClient` sends them.
 """
 
 import asyncio
 import os
-import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,6 +32,7 @@ from atom.shared.utils.logger import get_logger
 from frontend.engine_client.engine_connection import YIELD_S
 from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Stream
+from frontend.engine_client.trial_turn import TrialTurn
 
 __all__ = ["MayRun", "Replays"]
 
@@ -40,12 +45,12 @@ _MOST_ENDED = 6
 """Engines in a row that tried requests may end: then all suspected requests fail."""
 _PAST = 16
 """New tokens after which a sequence has got past the place where it died: more than steps in flight give."""
+_PAST_GROWTH = 4
+"""Factor of these tokens each time that a request has got past them and an engine has ended again."""
 _MOST_STARTING_IDS = 1 << 21
 """Prompt and output of the sequences that were sent again and have no new token; one alone may have more."""
 _FORGET_S = 600.0
 """Deaths count if no more time is between them."""
-_SPREAD_S = 3.0
-"""Frontends begin to try requests at random times after the start of an engine, not all at once."""
 _CHECK_S = 1.0
 
 
@@ -55,6 +60,8 @@ class _Case:
 
     deaths: int = 0
     died_at: float = 0.0
+    past: int = _PAST
+    """New tokens after which it is past the place where it died."""
     sequences: set[RunningSequence] = field(default_factory=set)
     """Its sequences that have lost an engine and not ended."""
     suspected: set[RunningSequence] = field(default_factory=set)
@@ -85,18 +92,17 @@ class Replays:
     """`most` is how many deaths a request survives; 0: none.
 
     `together`: engines with the same number of their life share their end, as those that share experts.
-    `alone`: no other frontend tries requests on the same engines.
+    `turn` says whether this frontend may try requests; without it there is no other frontend.
     """
 
-    def __init__(self, most: int, together: bool = False, alone: bool = True):
+    def __init__(self, most: int, together: bool = False, turn: TrialTurn | None = None):
         self.most = most
+        self.turn = turn or TrialTurn()
         self._together = together
-        self._alone = alone
         self._cases: dict[Stream, _Case] = {}
         self._waiting: dict[RunningSequence, None] = {}  # those that may be sent, in order
         self._groups: deque[list[Stream]] = deque()  # suspected requests, tried one group after the other
         self._trial: _Trial | None = None
-        self._try_from = 0.0
         self._num_ended = 0  # engines that tried requests have ended, in a row
         self._explained_life = -1  # life that tried requests have ended, where engines end together
         self._blames: dict[int, _Blame] = {}  # by rank, until its engine is connected again
@@ -126,14 +132,9 @@ class Replays:
         for sequence in lost:
             by_stream.setdefault(sequence.stream, []).append(sequence)
             self._started(sequence)
-        # All engines that end together end because of what is tried on one of them.
-        explained = self._together and (life == self._explained_life or self._trial is not None)
         tried = self._end_of_trial(by_stream)
-        blamed = self._blamed(lost, tried)
-        if explained:
-            blamed = set()
-            self._explained_life = life
-        weight = 2 if len(tried) == 1 and blamed == tried and self._alone else 1
+        blamed = self._blamed(by_stream, tried, life)
+        weight = 2 if len(tried) == 1 and blamed == tried and self._knows_all else 1
         self._blames[rank] = _Blame(life, blamed, weight)
         failed = []
         suspected: dict[Stream, None] = {}
@@ -141,7 +142,8 @@ class Replays:
             case = self._cases.setdefault(stream, _Case())
             case.sequences.update(sequences)
             if stream in blamed:
-                self._count(case, weight)
+                self._count(case, weight, sequences)
+            if stream in blamed or stream in tried:
                 for sequence in sequences:
                     sequence.tokens_at_death = sequence.progress.tokens
             if case.deaths > self.most:
@@ -160,17 +162,43 @@ class Replays:
         self.wake()
         return failed
 
-    def _blamed(self, lost: Collection[RunningSequence], tried: set[Stream]) -> set[Stream]:
-        """The requests that may have ended the engine of the sequences `lost`."""
-        if not tried:
-            return {sequence.stream for sequence in lost}
-        new = {each.stream for each in lost if each.progress.tokens < each.tokens_at_death + _PAST}
-        # Several that were tried are tried again in halves: only what is new counts this death.
-        return new - tried if len(tried) > 1 else new | tried
+    @property
+    def _knows_all(self) -> bool:
+        """Whether no request can have ended an engine but those that this engine's end reports."""
+        return self.turn.is_alone and not self._together
 
-    def _count(self, case: _Case, weight: int) -> None:
+    def _blamed(
+        self, lost: Mapping[Stream, list[RunningSequence]], tried: set[Stream], life: int
+    ) -> set[Stream]:
+        """The requests that may have ended an engine of this life, which ran the sequences `lost`."""
+        if self._together:
+            # All engines that end together end because of what is tried on one of them.
+            is_explained = not tried and (life == self._explained_life or self._trial is not None)
+            if tried or is_explained:
+                self._explained_life = life
+            if is_explained:
+                return set()
+        if not tried and not self.turn.is_of_another:
+            return set(lost)
+        new = {stream for stream, sequences in lost.items() if not self._is_past(stream, sequences)}
+        # Several that were tried are tried again in halves: only what is new counts this death.
+        return new | tried if len(tried) == 1 else new - tried
+
+    def _is_past(self, stream: Stream, sequences: Iterable[RunningSequence]) -> bool:
+        """Whether these sequences of a request have got past the place where they died, or begun, before."""
+        case = self._cases.get(stream)
+        past = _PAST if case is None else case.past
+        return all(each.progress.tokens >= each.tokens_at_death + past for each in sequences)
+
+    def _count(self, case: _Case, weight: int, sequences: list[RunningSequence]) -> None:
         now = time.monotonic()
-        case.deaths = weight if now - case.died_at > _FORGET_S else case.deaths + weight
+        if now - case.died_at > _FORGET_S:
+            case.deaths = 0
+            case.past = _PAST
+        elif case.deaths and self._is_past(sequences[0].stream, sequences):
+            case.deaths = 0
+            case.past *= _PAST_GROWTH
+        case.deaths += weight
         case.died_at = now
 
     def _end_of_trial(self, lost: Iterable[Stream]) -> set[Stream]:
@@ -189,7 +217,7 @@ class Replays:
                     del self._waiting[sequence]
                     case.suspected.add(sequence)
         if not trial.sequences:
-            self._trial = None
+            self._end_trial()
         return tried
 
     def _suspect(self, streams: list[Stream]) -> None:
@@ -220,8 +248,6 @@ class Replays:
             for stream in blame.streams:
                 if (case := self._cases.get(stream)) is not None:
                     case.deaths -= blame.deaths
-        if not self._alone:
-            self._try_from = time.monotonic() + random.uniform(0.0, _SPREAD_S)
         self.wake()
 
     # Sequences
@@ -266,9 +292,17 @@ class Replays:
 
     def due(self, may_run: MayRun) -> list[RunningSequence]:
         """The waiting sequences to send now: all that may run."""
-        if self._trial is None and time.monotonic() >= self._try_from:
+        if self._trial is None and self._is_my_turn(may_run):
             self._begin_trial(may_run)
         return [sequence for sequence in self._waiting if may_run(sequence)]
+
+    def _is_my_turn(self, may_run: MayRun) -> bool:
+        """Whether suspected requests may run now; asks for it if there are any and the turn is another's."""
+        in_groups = (stream for group in self._groups for stream in group)
+        if not any(any(map(may_run, self._cases[stream].suspected)) for stream in in_groups):
+            self.turn.leave()
+            return False
+        return self.turn.ask()
 
     def _begin_trial(self, may_run: MayRun) -> None:
         for place, group in enumerate(self._groups):
@@ -286,13 +320,17 @@ class Replays:
                 break
         self._groups = deque(group for group in self._groups if group)
 
+    def _end_trial(self) -> None:
+        self._trial = None
+        self.turn.leave()
+
     def sent(self, sequence: RunningSequence, num_ids: int) -> None:
         """`sequence` was sent to an engine, with `num_ids` ids."""
         del self._waiting[sequence]
         sequence.starting_ids = num_ids
         self._starting_ids += num_ids
         if self._trial is not None and sequence in self._trial.sequences:
-            sequence.passes_at = sequence.progress.tokens + _PAST
+            sequence.passes_at = sequence.progress.tokens + self._cases[sequence.stream].past
 
     def advanced(self, sequence: RunningSequence) -> None:
         """`sequence` has one or more new tokens."""
@@ -315,6 +353,7 @@ class Replays:
             for group in self._groups:
                 if stream in group:
                     group.remove(stream)
+            self.wake()  # perhaps nothing is left to be tried
         if not case.sequences:
             del self._cases[stream]
 
@@ -326,7 +365,7 @@ class Replays:
             return
         trial.sequences.remove(sequence)
         if not trial.sequences:
-            self._trial = None
+            self._end_trial()
             self._num_ended = 0
             self.wake()
 

@@ -3,13 +3,14 @@
 import asyncio
 import os
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.codec import Decoder, encode
-from atom.shared.messages.supervisor import Engines, GetEngines, SetServerState, control_identity
+from atom.shared.messages.supervisor import Engines, GetEngines, SetServerState, WantTrial, control_identity
 from atom.shared.utils.logger import get_logger
 from frontend.errors import EngineError
 
@@ -27,6 +28,9 @@ class SupervisorLink:
         self._control = control
         self._index = index
         self._changed = asyncio.Event()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._wanted_trial = 0
+        self._sending: set[asyncio.Future[Any]] = set()
 
     async def follow(self, update: Callable[[Engines], None]) -> None:
         """Call `update` with each list of engines that the supervisor sends, until cancelled.
@@ -41,6 +45,8 @@ class SupervisorLink:
         try:
             self._socket.connect(self._control)
             await self._socket.send(encode(GetEngines(self._index)))
+            if self._wanted_trial:
+                self.want_trial(self._wanted_trial)
             while True:
                 message = decoder.decode(await self._socket.recv())  # bounded by the supervisor's life
                 self.state = message.state
@@ -51,10 +57,23 @@ class SupervisorLink:
             os._exit(1)
         finally:
             self._socket.close(0)
+            self._socket = None
             context.term()
+
+    def want_trial(self, number: int) -> None:
+        """Ask for turn `number` of trying requests, or end the turn with 0: see TrialTurn.
+
+        Before `follow` has connected, the wish is kept until then.
+        """
+        self._wanted_trial = number
+        if self._socket is not None:
+            sending = asyncio.ensure_future(self._socket.send(encode(WantTrial(self._index, number))))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
 
     async def set_state(self, state: ServerState) -> None:
         """Set the state of the whole server; returns when this frontend has got it. Raises EngineError."""
+        assert self._socket is not None, "the application follows the supervisor"
         await self._socket.send(encode(SetServerState(state)))
         try:
             async with asyncio.timeout(_ANSWER_DEADLINE_S):

@@ -3,11 +3,13 @@
 import asyncio
 import socket
 import ssl
+from typing import Any
 
 from aiohttp import HttpVersion11, http_exceptions, web
 
 from atom.shared.utils.logger import get_logger
 from frontend.errors import InternalError, RequestError
+from frontend.http.expect import EXPECT, without_expect
 from frontend.http.limits import HttpLimits
 from frontend.metrics.metrics import Metrics
 from frontend.routes.errors import add_request_id, error_response, http_exception_response
@@ -42,6 +44,7 @@ class Connection(web.RequestHandler):
         "_is_parsing",
         "_limits",
         "_metrics",
+        "_new_request",
         "_unparsed",
     )
 
@@ -64,6 +67,16 @@ class Connection(web.RequestHandler):
         self._is_half_closed = False
         self._unparsed = b""
         self._is_parsing = False  # whether `_parse` is going to run
+        self._new_request = self._request_factory
+        self._request_factory = self._request
+
+    def _request(self, message: Any, *parts: Any) -> web.BaseRequest:
+        assert self._new_request is not None
+        message, expected = without_expect(message)
+        request = self._new_request(message, *parts)
+        if expected:
+            request[EXPECT] = expected
+        return request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the deadline of the first request's head."""

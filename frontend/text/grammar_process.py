@@ -1,16 +1,18 @@
 """The process that compiles grammars, from its parent's side."""
 
+import contextlib
 import socket
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.codec import Decoder, WireError, encode
 from atom.shared.messages.grammar import CompiledGrammar, GrammarCompilerLaunch, GrammarSource
 from atom.shared.utils.process import spawn
 
-__all__ = ["MAX_PARALLEL", "CompileError", "GrammarProcess"]
+__all__ = ["MAX_PARALLEL", "Compilation", "CompileError", "GrammarProcess"]
 
 TIMEOUT_S = 10
 """For one grammar."""
@@ -20,8 +22,39 @@ _MODULE = "workers.grammar.compile_process"
 _PIECE = 1 << 18
 
 
+_CANCELLED = CompiledGrammar(error="the request was dropped")
+
+
 class CompileError(Exception):
     """The compile process has failed, or cannot be started."""
+
+
+class Compilation:
+    """One call of `GrammarProcess.compile`, which another thread can cancel."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self._connection: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def cancel(self) -> None:
+        """Kill it, also if it begins later; its result has no meaning then. Safe in any thread."""
+        with self._lock:
+            self.is_cancelled = True
+            if self._connection is not None:
+                # The kernel tells the fork, which ends, and this end reads nothing more.
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def over(self, connection: socket.socket) -> Iterator[None]:
+        """A block that uses the connection to its fork."""
+        with self._lock:
+            self._connection = None if self.is_cancelled else connection
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connection = None
 
 
 class GrammarProcess:
@@ -34,18 +67,26 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def compile(self, source: GrammarSource) -> tuple[CompiledGrammar, bool]:
+    def compile(
+        self, source: GrammarSource, compilation: Compilation | None = None
+    ) -> tuple[CompiledGrammar, bool]:
         """(the grammar, or why the source cannot be used; whether the answer is final).
 
-        Waits for it; of `MAX_PARALLEL` threads at a time. Not final is that it took too long. Raises
-        CompileError.
+        Waits for it; of `MAX_PARALLEL` threads at a time. Not final is that it took too long, or was
+        cancelled. Raises CompileError.
         """
+        compilation = compilation or Compilation()
         ours, theirs = socket.socketpair()
-        with ours:
+        with ours, compilation.over(ours):
+            if compilation.is_cancelled:
+                theirs.close()
+                return _CANCELLED, False
             with theirs:
                 self._pass(theirs)
             started = time.monotonic()
             answer = _exchange(ours, encode(source), started + _START_DEADLINE_S + 2 * TIMEOUT_S)
+        if compilation.is_cancelled:
+            return _CANCELLED, False
         if not answer:
             return self._killed(time.monotonic() - started)
         try:

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -89,6 +90,13 @@ def test_after_a_long_stop_it_is_restarted(model: str, module: str, name: str, c
         asyncio.run(drive(server))
         assert crowd.ends == {"cut off" if name == "frontend" else "finished": STREAMS}
         assert f"{name}, life 0, has ended: {cause}; life 1 starts in 1 s" in server.text()
+        (path,) = re.findall(r"the stacks of all its processes are in (\S+)", server.text()) or [""]
+        # The only process of a frontend's life is the one that is stopped.
+        assert bool(path) == (name != "frontend")
+        if path:
+            text = Path(path).read_text()
+            assert text.startswith(f"engine, life 0: {cause}\n") and "T (stopped)" in text
+            assert "last step sent: " in text or "most recent call first" in text
         assert server.terminate() == 0
 
 

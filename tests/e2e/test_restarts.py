@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.helpers import random_server
 from tests.helpers.edges import metrics_text
 from tests.helpers.random_server import ARGS, MODEL_NAME, Crowd, seconds_until_unready
 from tests.helpers.server import Server, running_server
@@ -209,6 +210,34 @@ def test_two_frontends_drain_together(model: str, run_directories: Path) -> None
         assert server.process.wait(DEADLINE_S) == 0
     assert crowd.ends == {"finished": 12}
     assert list(run_directories.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_with_two_frontends_a_request_that_ends_engines_fails_alone(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is killed at each token of one request, until that fails; the others are on both frontends."""
+    monkeypatch.setattr(random_server, "_CLIENT_DEADLINE_S", 200.0)
+    crowd, poison = Crowd(9, max_tokens=2000), Crowd(1, max_tokens=1000)
+
+    async def drive(server: Server) -> int:
+        async with crowd.streaming(server), poison.streaming(server):
+            killed = set[int]()
+            length = 0
+            while not poison.ends:
+                if len(poison.texts[0]) > length:
+                    length = len(poison.texts[0])
+                    for pid in set(pids_of(server, "workers.main")) - killed:
+                        os.kill(pid, signal.SIGKILL)
+                        killed.add(pid)
+                await asyncio.sleep(0.005)
+        return len(killed)
+
+    with running_server("--model", model, *ARGS, "--api-server-count", "2") as server:
+        num_killed = asyncio.run(drive(server))
+    assert poison.ends == {"error event": 1}
+    assert crowd.ends == {"finished": 9}
+    assert num_killed <= 7
 
 
 KINDS: dict[str, dict[str, object]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.edges import metrics_text
 from tests.helpers.random_server import ARGS, Crowd, seconds_until_unready
 from tests.helpers.server import STOP_DEADLINE_S, Server, is_alive, running_server
 
@@ -160,6 +161,41 @@ def test_a_worker_that_dies_while_draining_ends_it(model: str, run_directories: 
         assert server.process.wait(STOP_DEADLINE_S) == 1
         assert last_line(server) == "error: worker 0: killed by SIGKILL"
     assert crowd.ends == {"error event": STREAMS}
+
+
+def test_a_frontend_that_dies_while_draining_is_the_error(model: str) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            server.process.terminate()
+            await asyncio.sleep(0.5)
+            os.kill(pid_of(server, "frontend.main"), signal.SIGKILL)
+
+    with running_server("--model", model, *ARGS) as server:
+        asyncio.run(drive(server))
+        assert server.process.wait(STOP_DEADLINE_S) == 1
+        assert last_line(server) == "error: frontend: killed by SIGKILL"
+    assert crowd.ends == {"cut off": STREAMS}
+
+
+def test_an_engine_that_dies_while_draining_is_no_error_if_all_requests_finish(model: str) -> None:
+    crowd = Crowd(STREAMS, max_tokens=600)
+
+    async def drive(server: Server) -> None:
+        async with asyncio.timeout(STOP_DEADLINE_S):
+            while len(re.findall(r"^atom:engine_up.* 1\.0$", metrics_text(server), re.MULTILINE)) < 2:
+                await asyncio.sleep(0.05)
+        async with crowd.streaming(server):
+            server.process.terminate()
+            await asyncio.sleep(0.2)
+            os.kill(pid_of(server, "workers.main"), signal.SIGKILL)
+
+    with running_server("--model", model, *ARGS, "-dp", "2", "--dp-load-balance", "round_robin") as server:
+        asyncio.run(drive(server))
+        assert server.process.wait(STOP_DEADLINE_S) == 0
+        assert "run again" in server.text()
+    assert crowd.ends == {"finished": STREAMS}
 
 
 def test_sigkill_of_the_launcher_leaves_nothing(model: str, run_directories: Path) -> None:

@@ -31,6 +31,7 @@ from atom.shared.messages.engine import (
     pack_ids,
     unpack_ids,
 )
+from atom.shared.messages.grammar import GetGrammar, GrammarBytes
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.profile import Profile, ProfileResult
 
@@ -102,6 +103,8 @@ class FakeCore:
     """While it returns true, no tokens are generated."""
     rank: int = 0
     life: int = 0
+    grammars: list[GrammarBytes] = field(default_factory=list)
+    """Those that frontends have sent: each is asked for with its first request."""
     abort_reasons: dict[int, FinishReason] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -109,6 +112,7 @@ class FakeCore:
         self.address = EngineAddress(self.rank, self.life, self.endpoint)
         self._running: dict[int, _Running] = {}
         self._peers: set[bytes] = set()
+        self._asked: set[bytes] = set()
         self._stop = threading.Event()
         self._death: str | None = None
         self.frozen = threading.Event()
@@ -174,11 +178,16 @@ class FakeCore:
                     ready = CoreReady(self.max_model_len, kv_tokens=100_000)
                     socket.send_multipart([peer, encode(ready)])
             case AddRequest():
+                if message.grammar is not None and (key := message.grammar.row.key) not in self._asked:
+                    self._asked.add(key)
+                    socket.send_multipart([peer, encode(GetGrammar(key))])
                 for index, request_id in enumerate(message.request_ids):
                     request = _sequence(message, request_id, index)
                     self.requests.append(request)
                     sent = len(request.prompt_ids) // 4 - request.num_prompt_ids
                     self._running[request_id] = _Running(peer, request, self.script(request), sent)
+            case GrammarBytes():
+                self.grammars.append(message)
             case GetStats():
                 socket.send_multipart([peer, encode(self._stats())])
             case Profile():

@@ -10,7 +10,7 @@ import pytest
 
 from atom.shared.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
 from frontend.engine_client.client import EngineClient
-from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.client_settings import ClientHooks, ClientSettings
 from frontend.engine_client.dp_router import DPRouter, Policy
 from frontend.engine_client.streams import Stream
 from frontend.metrics.metrics import Metrics
@@ -39,12 +39,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @asynccontextmanager
 async def connected(
-    cores: list[FakeCore], policy: Policy = "round_robin", **settings: Any
+    cores: list[FakeCore],
+    policy: Policy = "round_robin",
+    hooks: ClientHooks = ClientHooks(),  # noqa: B008 (it is frozen)
+    **settings: Any,
 ) -> AsyncIterator[EngineClient]:
     """Ready on all engines."""
     made = ClientSettings(**{"num_ranks": len(cores), "hang_timeout": 600.0} | settings)
     router = DPRouter(policy, len(cores), block_size=16)
-    client = EngineClient([core.address for core in cores], made, router, OutputProcessor(None), Metrics())
+    addresses = [core.address for core in cores]
+    client = EngineClient(addresses, made, router, OutputProcessor(None), Metrics(), hooks)
     async with client:
         await until(lambda: all(client.engines.up.values()))
         yield client

@@ -1,5 +1,6 @@
 """The engine core as a real process, between a real frontend socket and simulated workers."""
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -358,8 +359,15 @@ def test_a_hung_step_is_detected_while_requests_arrive(directory: Path) -> None:
             frontend.send(request(number, [1, 2, 3], 9))
             frontend.send(Abort([number]))
             number += 1
-        assert frontend.receive() == CoreDead("the workers have not finished a step for 1 s")
+        reason = "the workers have not finished a step for 1 s"
+        assert frontend.receive() == CoreDead(reason)
+        assert engine.report() == Dead("core", reason, is_hang=True)
         assert engine.exit_status() == 1
+        note = (directory / "core.stacks").read_text()
+        assert re.search(
+            r"^last step sent: \d, 2 in flight, 1 rows, 1 tokens, 0 drafts a row; rows \[0\]", note
+        )
+        assert re.search(r"sequence 0: \w+, 3 prompt tokens, \d generated", note)
     finally:
         engine.close()
 
@@ -388,12 +396,13 @@ def test_a_worker_that_hangs_while_it_loads_ends_the_core(directory: Path) -> No
     try:
         engine.workers[1].send(WorkerHeartbeat(1))
         deadline = time.monotonic() + DEADLINE_S
-        while not engine.workers[0].has_message(0.05):
+        while engine.process.poll() is None:
             assert time.monotonic() < deadline, "the hung worker was not detected"
             engine.workers[0].send(WorkerHeartbeat(0))
-        assert isinstance(engine.workers[0].receive(), Shutdown)
-        assert engine.report() == Dead("core", "worker 1 has not responded for 1 s")
+            time.sleep(0.05)
+        assert engine.report() == Dead("core", "worker 1 has not responded for 1 s", is_hang=True)
         assert engine.exit_status() == 1
+        assert not engine.workers[0].has_message(0.1), "the supervisor kills the others after their stacks"
     finally:
         engine.close()
 
@@ -411,7 +420,7 @@ def test_a_hung_worker_ends_the_core(directory: Path) -> None:
                 messages.append(frontend.receive())
         assert [type(message) for message in messages] == [CoreReady, CoreStalled, CoreDead]
         assert messages[-1] == CoreDead("worker 1 has not responded for 2 s")
-        assert engine.report() == Dead("core", "worker 1 has not responded for 2 s")
+        assert engine.report() == Dead("core", "worker 1 has not responded for 2 s", is_hang=True)
         assert engine.exit_status() == 1
     finally:
         engine.close()

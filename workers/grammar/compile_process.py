@@ -2,12 +2,17 @@
 
 Each source is compiled in a fork (`workers.grammar.forks`).
 
-    fork <- GrammarSource,  -> CompiledGrammar; the socket is closed without one if the fork was ended
+    fork   <- GrammarSource,  -> CompiledGrammar; the socket is closed without one if the fork was ended
+    parent -> closes the socket before the answer, if no request needs the grammar any more: ends the fork
 """
 
+import contextlib
+import fcntl
 import os
+import select
 import signal
 import socket
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from atom.shared.messages.codec import Decoder, encode
@@ -50,7 +55,22 @@ def _compile(connection: socket.socket, info: "xgrammar.TokenizerInfo") -> None:
     compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
     with connection.makefile("rwb") as stream:
         source = Decoder[GrammarSource](GrammarSource).decode(stream.read())
-        stream.write(encode(compiled(source, compiler)))
+        with _ended_by_its_peer(connection):
+            found = compiled(source, compiler)
+        stream.write(encode(found))
+
+
+@contextlib.contextmanager
+def _ended_by_its_peer(connection: socket.socket) -> Iterator[None]:
+    """A block during which the kernel kills this process if the other end of `connection` is closed."""
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
+    poller = select.poll()
+    poller.register(connection, 0)
+    if poller.poll(0):  # it was closed before
+        os.kill(os.getpid(), signal.SIGIO)
+    yield
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
 if __name__ == "__main__":

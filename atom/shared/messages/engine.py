@@ -12,7 +12,7 @@ from enum import IntEnum
 import msgspec
 
 from atom.shared.messages.admin import Answer, Question, SetLogLevel
-from atom.shared.messages.grammar import Grammar
+from atom.shared.messages.grammar import GetGrammar, Grammar, GrammarBytes
 from atom.shared.messages.profile import Profile, ProfileResult
 
 ID_BYTES = 4
@@ -306,5 +306,5 @@ class CoreStalled(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False
     reason: str
 
 
-ToCore = Hello | AddRequest | Abort | GetStats | Profile | Question | SetLogLevel
-FromCore = CoreReady | CoreStalled | TokenDeltas | CoreStats | CoreDead | ProfileResult | Answer
+ToCore = Hello | AddRequest | Abort | GetStats | Profile | Question | SetLogLevel | GrammarBytes
+FromCore = CoreReady | CoreStalled | TokenDeltas | CoreStats | CoreDead | ProfileResult | Answer | GetGrammar

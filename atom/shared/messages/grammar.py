@@ -5,7 +5,7 @@ import msgspec
 from atom.shared.config.checkpoint import Checkpoint
 
 MAX_COMPILED_BYTES = 8 * 1024 * 1024
-"""Most bytes of one `Grammar.compiled`."""
+"""Most bytes of one `CompiledGrammar.compiled`."""
 MAX_GRAMMAR_MEMORY = 64 * 1024 * 1024
 """Most memory of one compiled grammar in a worker, in bytes."""
 
@@ -72,13 +72,29 @@ class RowGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True, weakref=True):
-    """The grammar of a request."""
+    """The grammar of a request, by its key: the core asks for the compiled one if its workers lack it."""
 
     row: RowGrammar
-    compiled: bytes
-    """As in `CompiledGrammar`."""
     memory: int
+    """As in `CompiledGrammar`."""
     token_us: int = 0
+    """As in `CompiledGrammar`."""
+
+
+class GetGrammar(msgspec.Struct, tag=15, array_like=True, frozen=True, gc=False):
+    """From the core to the frontend of an unfinished request: send its grammar as a `GrammarBytes`.
+
+    There is no response if the frontend has ended the request: its Abort is on the way.
+    """
+
+    key: bytes
+
+
+class GrammarBytes(msgspec.Struct, tag=9, array_like=True, frozen=True, gc=False):
+    """The response to `GetGrammar`."""
+
+    key: bytes
+    compiled: bytes
     """As in `CompiledGrammar`."""
 
 

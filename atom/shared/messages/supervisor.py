@@ -3,7 +3,7 @@
 Every child sends its state (supervisor binds PULL, children PUSH). Frontends also have a control
 connection (supervisor binds ROUTER, frontend n connects a DEALER with the identity of its index in
 four little-endian bytes): they send GetEngines, and receive Engines then and at every change. The one
-that serves the administrators sends SetServerState.
+that serves the administrators sends SetServerState, and those with suspected requests send WantTrial.
 
 `process` is the supervisor's name of the process: prepare, core, frontend, worker 0, worker 1, …
 """
@@ -41,6 +41,8 @@ class Dead(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
     reason: str
     status: int = ExitStatus.FAILURE
     """Exit status for the program, if this was the root cause of a failed start."""
+    is_hang: bool = False
+    """Whether another process of its life hangs."""
 
 
 class Heartbeat(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
@@ -75,7 +77,23 @@ class SetServerState(msgspec.Struct, tag=22, array_like=True, frozen=True, gc=Fa
     state: ServerState
 
 
-ToControl = GetEngines | SetServerState
+class WantTrial(msgspec.Struct, tag=23, array_like=True, frozen=True, gc=False):
+    """A frontend wants to try requests that may have ended engines; its earlier turn has ended."""
+
+    frontend: int
+    number: int
+    """Number of the turn, counted from 1 by the frontend; 0: it wants none."""
+
+
+class Trial(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The frontend that may try requests now; -1: none."""
+
+    frontend: int = -1
+    number: int = 0
+    """As in its WantTrial."""
+
+
+ToControl = GetEngines | SetServerState | WantTrial
 
 
 class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
@@ -86,6 +104,7 @@ class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
     ended: list[EngineEnded] = []
     """The latest life that has ended, for each rank that has one."""
     state: ServerState = ServerState()
+    trial: Trial = Trial()
 
 
 def control_identity(frontend: int) -> bytes:

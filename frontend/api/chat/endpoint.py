@@ -43,6 +43,7 @@ class ChatEndpoint:
             default_max_tokens=self._encoder.default_max_tokens,
             warnings=warnings,
             logprobs=_top_logprobs(request),
+            shows_prompt_once=True,
             reasoning=request.include_reasoning is not False,
         )
 

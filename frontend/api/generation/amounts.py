@@ -5,7 +5,7 @@ from frontend.api.generation.prompts import Prompt
 from frontend.errors import RequestError
 from frontend.text.input_processor import CheckedParams
 
-__all__ = ["check_amounts", "check_bad_words", "check_choices", "check_prompt_tokens"]
+__all__ = ["check_amounts", "check_bad_words", "check_choices", "check_prompt_tokens", "check_shown_prompts"]
 
 MAX_CHOICES = 1024
 # Prompt logprobs of one request, top tokens included: some hundred MB while a response is encoded.
@@ -55,6 +55,17 @@ def check_amounts(prompts: list[Prompt], params: SamplingParams, logprobs_param:
         raise RequestError(
             f"{allowed} allowed ids for each of {n * len(prompts)} choices are more than {MAX_ALLOWED_IDS}",
             param="allowed_token_ids",
+        )
+
+
+def check_shown_prompts(size: int, limit: int, param: str) -> None:
+    """Raises RequestError for prompts that take too many bytes in the response; `param` asks for them."""
+    if size > limit:
+        raise RequestError(
+            f"'{param}' shows prompts in about {size} bytes of the response, and at most {limit} are "
+            "possible: request fewer choices, or send fewer or shorter prompts",
+            param=param,
+            code="response_too_large",
         )
 
 

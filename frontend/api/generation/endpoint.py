@@ -30,6 +30,8 @@ class ParsedRequest:
     """Number of top tokens per generated token; None: no log probabilities."""
     echo_logprobs: bool = False
     """Whether tokens of an echoed prompt have log probabilities, too."""
+    shows_prompt_once: bool = False
+    """Whether a response in one piece shows the ids of the prompt once, and not with each choice."""
     score_only: bool = False
     """Whether only prompt logprobs are wanted: `echo` with max_tokens 0."""
     reasoning: bool = True

@@ -63,6 +63,8 @@ class GenerateRequest:
     """None: the router chooses."""
     timeout_s: float | None = None
     """From `started` on; the request is ended then."""
+    shown_bytes: int = 0
+    """About how many bytes of the response show prompts."""
     trace: TraceContext | None = None
 
     @property

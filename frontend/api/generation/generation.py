@@ -20,7 +20,7 @@ import msgspec
 from atom.shared.messages.engine import AddRequest
 from atom.shared.messages.grammar import Grammar
 from atom.shared.sampling_params import SamplingParams
-from frontend.api.generation.amounts import check_amounts, check_bad_words
+from frontend.api.generation.amounts import check_amounts, check_bad_words, check_shown_prompts
 from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import Endpoint, ParsedRequest
 from frontend.api.generation.generate_request import GenerateRequest, ResponseOptions
@@ -94,6 +94,8 @@ class _Checked:
     """The output that the client expects."""
     constraint: Constraint | None
     """What the output must be; None: any text."""
+    shown_bytes: int
+    """As in GenerateRequest."""
 
 
 class EventWriter(Protocol):
@@ -147,7 +149,7 @@ class Generation:
         self, endpoint: Endpoint, parsed: ParsedRequest, size: int, caller: Caller, started: float
     ) -> GenerateRequest:
         checked = await self._executor.run(size + parsed.earlier_bytes, lambda: self._check(parsed, caller))
-        grammar = None if checked.constraint is None else await self._grammar(checked, started)
+        grammar = None if checked.constraint is None else await self._grammar(checked, caller, started)
         self._client.check_ready(checked.data_parallel_rank)
         n = checked.params[0].n
         # The ids of one request are consecutive, since only the event loop allocates them.
@@ -171,6 +173,7 @@ class Generation:
             new_renderer=parsed.renderer,
             data_parallel_rank=checked.data_parallel_rank,
             timeout_s=checked.timeout_s,
+            shown_bytes=checked.shown_bytes,
             trace=caller.trace,
         )
 
@@ -180,19 +183,21 @@ class Generation:
         """The complete response as JSON. Cancelling aborts the generation; `slot` is its reservation."""
         counter = request.usage_counter()
         results = [SequenceOutput(request_id, array("i")) for request_id in request.request_ids]
-        async with self._open(request, slot, every_step=False) as stream:
-            async for updates in stream:
-                for update in updates:
-                    _raise_error(update)
-                    index = request.index(update)
-                    counter.count(index, request.visible(update))
-                    results[index] = update  # the only one: see `every_step`
-            usage = counter.usage(stream)
-            body = await self._executor.run(
-                sum(map(_response_bytes, results)),
-                lambda: msgspec.json.encode(renderer.response(results, usage)),
-            )
-            return Response(body, _server_timing(stream))
+        shown = request.shown_bytes
+        with self._client.output_memory.reserved(shown):
+            async with self._open(request, slot, every_step=False) as stream:
+                async for updates in stream:
+                    for update in updates:
+                        _raise_error(update)
+                        index = request.index(update)
+                        counter.count(index, request.visible(update))
+                        results[index] = update  # the only one: see `every_step`
+                usage = counter.usage(stream)
+                body = await self._executor.run(
+                    sum(map(_response_bytes, results), shown),
+                    lambda: msgspec.json.encode(renderer.response(results, usage)),
+                )
+                return Response(body, _server_timing(stream))
 
     async def stream(
         self,
@@ -207,16 +212,20 @@ class Generation:
         events of all others from the generator. Raises ApiError when the generation fails.
         """
         counter = request.usage_counter()
-        async with self._open(request, slot) as stream:
-            if len(request.request_ids) == 1:  # more are joined: one write for each step
-                stream.send_at_once(partial(_send, renderer, request, counter, stream, client))
-            if events := renderer.start():
-                yield events
-            async for updates in stream:
-                size = sum(map(_response_bytes, updates)) + _first_bytes(request, counter, updates)
-                render = partial(_render, renderer, request, counter, updates, stream)
-                if events := await self._executor.run(size, render):
+        with contextlib.ExitStack() as prompts:  # until each choice has shown its prompt
+            prompts.enter_context(self._client.output_memory.reserved(request.shown_bytes))
+            async with self._open(request, slot) as stream:
+                if len(request.request_ids) == 1:  # more are joined: one write for each step
+                    stream.send_at_once(partial(_send, renderer, request, counter, stream, client))
+                if events := renderer.start():
                     yield events
+                async for updates in stream:
+                    size = sum(map(_response_bytes, updates)) + _first_bytes(request, counter, updates)
+                    render = partial(_render, renderer, request, counter, updates, stream)
+                    if events := await self._executor.run(size, render):
+                        yield events
+                    if counter.have_all_started:
+                        prompts.close()
         yield renderer.end(counter.usage(stream))
 
     def _check(self, parsed: ParsedRequest, caller: Caller) -> _Checked:
@@ -227,6 +236,10 @@ class Generation:
         cache_salt = salt(fields.cache_salt, caller)
         prompts, params = self._prompts(parsed, options)
         prediction = fields.prediction
+        shown = _shown_bytes(parsed, options, prompts, params[0].n)
+        memory = self._client.output_memory
+        limit = memory.stream_limit if fields.stream else memory.response_limit
+        check_shown_prompts(shown, limit, "echo" if options.echo else "return_token_ids")
         return _Checked(
             name=name,
             model=model,
@@ -240,6 +253,7 @@ class Generation:
             timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
             constraint=None if options.score_only else reply_constraint(fields, prompts[0]),
+            shown_bytes=shown,
         )
 
     @contextlib.asynccontextmanager
@@ -340,7 +354,7 @@ class Generation:
         )
         return [_with_max_tokens(params, limit) for limit in limits]
 
-    async def _grammar(self, checked: _Checked, started: float) -> Grammar:
+    async def _grammar(self, checked: _Checked, caller: Caller, started: float) -> Grammar:
         """The compiled grammar of the outputs.
 
         Raises RequestError for a constraint that cannot be met, DeadlineError if compiling takes too long.
@@ -351,11 +365,11 @@ class Generation:
         left_s = None if timeout_s is None else started + timeout_s - time.monotonic()
         try:
             async with asyncio.timeout(left_s):
-                compiled = await self._grammars.compile(checked.constraint)
+                compiled = await self._grammars.compile(checked.constraint, caller.tenant)
         except TimeoutError:
             assert timeout_s is not None
             raise DeadlineError(timeout_s) from None
-        return self._grammars.grammar(row, compiled)
+        return self._grammars.live.grammar(row, compiled)
 
     def _requests(self, checked: _Checked, ids: list[int], grammar: Grammar | None) -> list[AddRequest]:
         """The engine's requests: `n` consecutive `ids` for each prompt."""
@@ -411,10 +425,21 @@ def _send(
 
 def _first_bytes(request: GenerateRequest, counter: UsageCounter, updates: list[SequenceOutput]) -> int:
     """About how many bytes of the next events show prompts."""
-    if not (request.options.echo or request.options.prompt_ids):
+    if not request.shown_bytes:
         return 0
-    first = [index for update in updates if counter.is_first(index := request.index(update))]
-    return sum(_TOKEN_BYTES * len(request.prompt(index).ids) for index in first)
+    num_first = sum(counter.is_first(request.index(update)) for update in updates)
+    return num_first * request.shown_bytes // len(request.request_ids)
+
+
+def _shown_bytes(parsed: ParsedRequest, options: ResponseOptions, prompts: list[Prompt], n: int) -> int:
+    """About how many bytes of a response show prompts."""
+    size = 0
+    if options.echo:
+        size += n * sum(len(msgspec.json.encode(prompt.echo)) for prompt in prompts)
+    if options.prompt_ids:
+        is_once = parsed.shows_prompt_once and not parsed.fields.stream
+        size += (1 if is_once else n) * _TOKEN_BYTES * sum(len(prompt.ids) for prompt in prompts)
+    return size
 
 
 def _response_bytes(result: SequenceOutput) -> int:

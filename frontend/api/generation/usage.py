@@ -18,6 +18,7 @@ class UsageCounter:
         self._prompt_tokens = prompt_tokens
         self._tokens = [0] * choices
         self._started_choices = [False] * choices
+        self._num_started = 0
         self._cached = 0
         self._reasoning = 0
         self._num_proposed = 0
@@ -29,8 +30,14 @@ class UsageCounter:
         """Whether choice `index` has had no update yet."""
         return not self._started_choices[index]
 
+    @property
+    def have_all_started(self) -> bool:
+        """Whether every choice has had an update."""
+        return self._num_started == len(self._started_choices)
+
     def count(self, index: int, update: SequenceOutput) -> None:
         """Count one update of choice `index`."""
+        self._num_started += not self._started_choices[index]
         self._started_choices[index] = True
         self._tokens[index] += len(update.token_ids)
         self._reasoning += update.num_reasoning

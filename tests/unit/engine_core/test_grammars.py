@@ -13,7 +13,9 @@ from atom.shared.messages.grammar import (
     MAX_COMPILED_BYTES,
     MAX_GRAMMAR_MEMORY,
     DropGrammar,
+    GetGrammar,
     Grammar,
+    GrammarBytes,
     GrammarLoaded,
     LoadGrammar,
     RowGrammar,
@@ -33,11 +35,17 @@ def new_core(clock: Callable[[], float] = time.monotonic) -> EngineCore:
     return EngineCore(Limits(max_num_seqs=8, max_num_batched_tokens=64), kv, 128, clock)
 
 
-def request(
-    number: int, key: bytes, memory: int = 1, compiled: bytes = b"x", max_tokens: int = 2, token_us: int = 0
-) -> AddRequest:
-    grammar = Grammar(RowGrammar(key, [1]), compiled, memory, token_us)
+def request(number: int, key: bytes, memory: int = 1, max_tokens: int = 2, token_us: int = 0) -> AddRequest:
+    grammar = Grammar(RowGrammar(key, [1]), memory, token_us)
     return AddRequest([number], pack_ids([5, 6]), max_tokens, GREEDY, grammar=grammar)
+
+
+def messages(core: EngineCore) -> list[LoadGrammar | DropGrammar]:
+    """Those for the workers, after frontends have sent what they are asked for."""
+    found = core.grammar_messages()
+    for _, question in core.grammar_questions():
+        assert core.grammar_provided(GrammarBytes(question.key, b"x")) == {}
+    return found + core.grammar_messages()
 
 
 def finish(core: EngineCore) -> None:
@@ -50,7 +58,7 @@ def test_a_request_waits_for_its_grammar() -> None:
     core = new_core()
     assert core.add(request(1, b"a"), FRONTEND) is None
     assert core.add(request(2, b"a"), FRONTEND) is None
-    assert core.grammar_messages() == [LoadGrammar(b"a", b"x")]
+    assert messages(core) == [LoadGrammar(b"a", b"x")]
     assert core.schedule() is None
     assert (core.stats().waiting, core.num_live) == (2, 2)
     core.grammar_loaded(GrammarLoaded(b"a"))
@@ -67,7 +75,7 @@ def test_a_grammar_that_cannot_be_loaded_fails_its_requests_alone() -> None:
     core = new_core()
     core.add(request(1, b"a"), FRONTEND)
     core.add(request(2, b"b"), FRONTEND)
-    core.grammar_messages()
+    messages(core)
     deltas = core.grammar_loaded(GrammarLoaded(b"a", "no memory"))[FRONTEND]
     assert [(end.request_id, end.reason, end.message) for end in deltas.finished] == [
         (1, FinishReason.ERROR, "no memory")
@@ -82,8 +90,8 @@ def test_all_requests_of_a_grammar_fail_when_its_process_has_ended() -> None:
     for number in range(3):
         core.add(request(number, b"a", max_tokens=9), FRONTEND)
     core.add(AddRequest([9], pack_ids([5, 6]), 2, GREEDY), FRONTEND)
+    messages(core)
     core.grammar_loaded(GrammarLoaded(b"a"))
-    core.grammar_messages()
     batch = core.schedule()
     assert batch is not None and len(batch.rows) == 4
     deltas = core.grammar_loaded(GrammarLoaded(b"a", "too ambiguous"))[FRONTEND]
@@ -94,7 +102,7 @@ def test_all_requests_of_a_grammar_fail_when_its_process_has_ended() -> None:
     core.update_from_output(BatchResult(batch.step, pack_ids([7] * 4)))
     core.check_integrity()
     core.add(request(10, b"a"), FRONTEND)  # a later one loads it again
-    assert core.grammar_messages() == [LoadGrammar(b"a", b"x")]
+    assert messages(core) == [LoadGrammar(b"a", b"x")]
     assert core.num_live == 2
 
 
@@ -211,6 +219,7 @@ def test_waiting_requests_can_be_aborted() -> None:
 def test_the_prompts_of_ended_requests_are_not_kept() -> None:
     core = new_core()
     core.add(request(1, b"a"), FRONTEND)
+    messages(core)
     core.grammar_loaded(GrammarLoaded(b"a"))
     core.add(request(2, b"a"), FRONTEND)
     ended = [weakref.ref(one) for one in core._scheduler.requests.values()]
@@ -243,6 +252,7 @@ def test_waiting_requests_are_listed_and_aborted_by_name() -> None:
     count, ends = core.abort_named({"r1"})
     assert count == 1 and [end.request_id for end in ends[FRONTEND].finished] == [1]
     assert [found.status for found in core.requests("r1")[1]] == [RequestStatus.FINISHED]
+    messages(core)
     core.grammar_loaded(GrammarLoaded(b"a"))
     (left,) = core.requests()[1]
     assert (left.name, left.queue_s) == ("r2", 3.0)
@@ -254,12 +264,12 @@ def test_idle_grammars_give_way_and_used_ones_do_not() -> None:
     number = MAX_MEMORY // each
     for i in range(number):
         core.add(request(i, b"%d" % i, each), FRONTEND)
+        messages(core)
         core.grammar_loaded(GrammarLoaded(b"%d" % i))
-    core.grammar_messages()
     core.add(request(99, b"new", each), FRONTEND)
     assert core.grammar_messages() == []  # all are in use
     finish(core)
-    assert core.grammar_messages() == [DropGrammar(b"0"), LoadGrammar(b"new", b"x")]
+    assert messages(core) == [DropGrammar(b"0"), LoadGrammar(b"new", b"x")]
     core.grammar_loaded(GrammarLoaded(b"new"))
     assert core.num_live == 1
     finish(core)
@@ -271,9 +281,49 @@ def test_grammars_out_of_bounds_are_refused() -> None:
     for bad in (
         request(1, b"a", memory=MAX_GRAMMAR_MEMORY + 1),
         request(1, b""),
-        request(1, b"a", compiled=bytes(MAX_COMPILED_BYTES + 1)),
     ):
         deltas = core.add(bad, FRONTEND)
         assert deltas is not None
         assert deltas.finished[0].reason is FinishReason.ERROR
     assert core.grammar_messages() == []
+
+
+def test_a_grammar_is_asked_for_once_whatever_the_number_of_requests() -> None:
+    core = new_core()
+    for number in range(20):
+        core.add(request(number, b"a"), FRONTEND)
+    core.grammar_messages()
+    assert core.grammar_questions() == [(FRONTEND, GetGrammar(b"a"))]
+    assert core.grammar_provided(GrammarBytes(b"a", b"x")) == {}
+    assert core.grammar_provided(GrammarBytes(b"a", b"y")) == {}, "nobody has asked for it"
+    assert core.grammar_messages() == [LoadGrammar(b"a", b"x")]
+    core.grammar_loaded(GrammarLoaded(b"a"))
+    core.add(request(99, b"a"), FRONTEND)
+    assert core.grammar_messages() == core.grammar_questions() == []
+
+
+def test_another_frontend_is_asked_if_the_first_one_has_no_request_left() -> None:
+    core = new_core()
+    core.add(request(1, b"a"), FRONTEND)
+    core.add(request(2, b"a"), b"other")
+    core.add(request(3, b"a"), b"third")
+    assert [to for to, _ in core.grammar_questions()] == [FRONTEND]
+    core.abort([1])
+    assert core.grammar_questions() == [(b"other", GetGrammar(b"a"))]
+    core.abort_frontend(b"other")
+    assert core.grammar_questions() == [(b"third", GetGrammar(b"a"))]
+    core.abort([3])
+    assert core.grammar_questions() == [] and core.grammar_messages() == []
+    core.grammar_provided(GrammarBytes(b"a", b"x"))  # it was sent before the last one ended
+    assert core.grammar_messages() == []
+    core.add(request(4, b"a"), FRONTEND)
+    assert messages(core) == [LoadGrammar(b"a", b"x")]
+
+
+def test_a_grammar_that_is_too_large_fails_its_requests_alone() -> None:
+    core = new_core()
+    core.add(request(1, b"a"), FRONTEND)
+    core.add(request(2, b"b"), FRONTEND)
+    deltas = core.grammar_provided(GrammarBytes(b"a", bytes(MAX_COMPILED_BYTES + 1)))[FRONTEND]
+    assert [(end.request_id, end.reason) for end in deltas.finished] == [(1, FinishReason.ERROR)]
+    assert core.num_live == 1 and core.grammar_messages() == []

@@ -20,6 +20,7 @@ BAD: list[tuple[str, Any]] = [
     ("presence_penalty", 2.01),
     ("frequency_penalty", float("nan")),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-38),  # logits divided by it are infinite
     ("repetition_penalty", float("inf")),
     ("temperature", 10**400),
     ("logit_bias", {0: 101}),

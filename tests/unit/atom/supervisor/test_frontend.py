@@ -12,6 +12,7 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.utils.net import ListenPort
 from atom.supervisor import Supervisor
 from atom.supervisor import failure as failure_module
+from atom.supervisor.failure import Failure
 from atom.supervisor.frontend import Frontend
 from atom.supervisor.life import Life
 from tests.helpers.domains import SLEEP, add_child, settings_in
@@ -21,6 +22,10 @@ HANDLERS = "import os, signal, sys, time; got = []; signal.signal(15, lambda *_:
 TOLD = "os.open(sys.argv[1], os.O_CREAT); "
 STUBBORN = f"{HANDLERS}{TOLD}time.sleep(60) or time.sleep(60)"
 TWO_SIGNALS = f"{HANDLERS}{TOLD}\nwhile len(got) < 2: time.sleep(0.01)\ntime.sleep(1.5); sys.exit(7)"
+
+DRAINS = f"{HANDLERS}{TOLD}\nwhile not got: time.sleep(0.01)"
+FAILS = f"{DRAINS}\nsys.exit(1)"
+CUT = f"{DRAINS}\nos.kill(os.getpid(), 9)"
 
 
 class ScriptFrontend(Frontend):
@@ -139,6 +144,28 @@ def test_a_frontend_has_seconds_for_its_clients_after_the_second_signal(
     calls = iter(range(100))
     supervisor.stop_frontends(60, hurry=lambda: next(calls) > 3)
     assert process.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("code", "engine_dies", "fault"),
+    [
+        (DRAINS, False, None),
+        (DRAINS, True, None),
+        (FAILS, False, "frontend: ended with exit status 1"),
+        (FAILS, True, "core: killed by SIGKILL"),
+        (CUT, False, "frontend: killed by SIGKILL"),
+    ],
+)
+def test_what_happens_to_requests_while_stopping_is_the_fault(
+    supervisor: Supervisor, port: ListenPort, code: str, engine_dies: bool, fault: str | None
+) -> None:
+    """Neither the end of an engine that no request needs, nor that of a frontend that has drained."""
+    add_frontends(supervisor, port, code)
+    supervisor.restart_failed()
+    if engine_dies:
+        supervisor._last_engine_failure = Failure("killed by SIGKILL", "core: killed by SIGKILL")
+    supervisor.stop_frontends(60, hurry=lambda: False)
+    assert (None if supervisor.fault is None else supervisor.fault.text) == fault
 
 
 def test_all_are_stopped_and_connections_are_refused(supervisor: Supervisor, port: ListenPort) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from atom.shared.messages.supervisor import EngineEnded
 from frontend.engine_client.client import EngineClient
-from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.client_settings import ClientHooks, ClientSettings
 from frontend.engine_client.dp_router import DPRouter
 from frontend.errors import EngineLostError, RequestError, UnavailableError
 from frontend.metrics.metrics import Metrics
@@ -268,7 +268,7 @@ def test_the_smallest_context_length_counts(start: Start) -> None:
         settings = ClientSettings(num_ranks=2)
         addresses = [core.address for core in cores]
         router, output = DPRouter("least_tokens", 2, block_size=16), OutputProcessor(None)
-        client = EngineClient(addresses, settings, router, output, Metrics(), seen.append)
+        client = EngineClient(addresses, settings, router, output, Metrics(), ClientHooks(seen.append))
         async with client:
             await until(lambda: all(client.engines.up.values()))
             assert client.engines.limits is not None and client.engines.limits.max_model_len == seen[-1] == 60

@@ -1,5 +1,6 @@
 """The library's links to several engines."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from atom.shared.messages.engine import (
     Sampling,
     TokenDeltas,
 )
+from atom.shared.messages.grammar import Grammar, GrammarBytes, RowGrammar
 from frontend.engine_client.core_links import CoreLinks
 from frontend.engine_client.dp_router import DPRouter
 from tests.helpers.fake_core import FakeCore, Script
@@ -31,7 +33,7 @@ def connected(directory: Path, script: Script) -> Iterator[tuple[CoreLinks, DPRo
         FakeCore(directory, lambda _: script, rank=1) as second,
     ):
         context, router = zmq.Context(), DPRouter("least_requests", 2, 16)
-        links = CoreLinks(context, [first.address, second.address], router)
+        links = CoreLinks(context, [first.address, second.address], router, {b"key": b"compiled"}.get)
         links.connect()
         try:
             ready = dict(filter(None, (links.receive(WAIT_S) for _ in range(2))))
@@ -69,3 +71,15 @@ def test_aborts_reach_the_right_engine_and_messages_reach_all(tmp_path: Path) ->
         links.send_to_all(GetStats())
         answers = dict(filter(None, (links.receive(WAIT_S) for _ in range(2))))
         assert {rank: type(message) for rank, message in answers.items()} == {0: CoreStats, 1: CoreStats}
+
+
+def test_grammars_are_sent_to_the_engines_that_ask(tmp_path: Path) -> None:
+    grammar = Grammar(RowGrammar(b"key", [1]), 1)
+    with connected(tmp_path, Script([5], None)) as (links, _, cores):
+        for number in range(6):
+            links.add(AddRequest([number], b"\1\0\0\0", 3, GREEDY, grammar=grammar))
+        deadline = time.monotonic() + WAIT_S
+        while not all(core.grammars for core in cores):
+            assert time.monotonic() < deadline
+            links.receive(0.01)
+        assert [core.grammars for core in cores] == [[GrammarBytes(b"key", b"compiled")]] * 2

@@ -18,6 +18,7 @@ from frontend.engine_client.streams import Stream, StreamOptions
 from frontend.errors import ApiError
 from frontend.http.limits import HttpLimits
 from frontend.text.output_processor import SequenceOutput
+from frontend.text.text_executor import TextExecutor
 from frontend.text.token_logprobs import LogprobColumns, LogprobTrack, PackedLogprobs
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script, table
@@ -73,6 +74,58 @@ def test_a_response_below_its_limit_is_complete(client: Client) -> None:
     status, response = client.post("/v1/completions", prompt="flood", max_tokens=LENGTH)
     assert (status, response["usage"]["completion_tokens"]) == (200, LENGTH)
     assert response["choices"][0]["text"] == TOKENIZER.decode([5] * LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("stream", "fields", "param"),
+    [
+        (False, {"echo": True}, "echo"),
+        (False, {"return_token_ids": True}, "return_token_ids"),
+        (True, {"echo": True, "return_token_ids": True}, "echo"),
+    ],
+)
+def test_prompts_that_a_response_cannot_show_are_refused_before_any_work(
+    client: Client, core: FakeCore, stream: bool, fields: dict[str, bool], param: str
+) -> None:
+    """128 choices with 100 kB each; the limit is named."""
+    core.requests.clear()
+    body = {"prompt": "x " * 50_000, "n": 128, "max_tokens": 1, "stream": stream, **fields}
+    status, response = client.post("/v1/completions", **body)
+    error = response["error"]
+    assert (status, error["code"], error["param"]) == (400, "response_too_large", param)
+    assert f"at most {LIMIT // (8 if stream else 2)} are possible" in error["message"]
+    assert not core.requests
+    assert client.post("/v1/completions", **(body | {"n": 2, "stream": False}))[0] == 200
+
+
+def test_shown_prompts_are_encoded_in_a_thread_and_counted(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a response that finds no room get 429."""
+    run, reserved = TextExecutor.run, OutputMemory.reserved
+    memories, sizes = list[OutputMemory](), list[int]()
+
+    def reserving(memory: OutputMemory, size: int) -> contextlib.AbstractContextManager[None]:
+        memories.append(memory)
+        return reserved(memory, size)
+
+    async def running(executor: TextExecutor, size: int, work: Callable[[], Any]) -> Any:
+        sizes.append(size)
+        if size > 1_000_000:
+            assert memories[-1].used > 1_600_000
+        return await run(executor, size, work)
+
+    monkeypatch.setattr(TextExecutor, "run", running)
+    monkeypatch.setattr(OutputMemory, "reserved", reserving)
+    body = {"prompt": "x " * 50_000, "n": 16, "max_tokens": 1, "echo": True}
+    status, response = client.post("/v1/completions", **body)
+    assert (status, len(response["choices"])) == (200, 16)
+    assert max(sizes) > 1_600_000
+    memory = memories[-1]
+    monkeypatch.setattr(memory, "limit", 1_000_000)
+    status, response = client.post("/v1/completions", **body)
+    assert status == 429 and "try again later" in response["error"]["message"]
+    assert memory.used == 0
 
 
 def test_a_stream_that_is_not_read_ends_with_an_error_event(client: Client, core: FakeCore) -> None:

@@ -1,22 +1,26 @@
 """Sequences whose engine ends run again, with what they have generated, and lose or repeat no token."""
 
 import asyncio
+import gc
 import random
 import time
 from typing import Any
 
 import pytest
 
+from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import AddRequest, FinishReason, Sampling, TokenDeltas, pack_ids, unpack_ids
+from atom.shared.messages.grammar import CompiledGrammar, GrammarBytes, RowGrammar
 from atom.shared.messages.supervisor import EngineEnded
 from frontend.engine_client import engine_connection
 from frontend.engine_client.client import EngineClient
-from frontend.engine_client.client_settings import ClientSettings
+from frontend.engine_client.client_settings import ClientHooks, ClientSettings
 from frontend.engine_client.dp_router import DPRouter
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.streams import Deadline
 from frontend.errors import ApiError, DeadlineError, EngineLostError
 from frontend.metrics.metrics import Metrics
+from frontend.text.live_grammars import LiveGrammars
 from frontend.text.output_processor import OutputProcessor, TextOptions
 from tests.helpers.fake_core import Script
 from tests.helpers.fake_engines import (
@@ -90,6 +94,34 @@ def test_a_stream_goes_on_at_another_engine(start: Start) -> None:
             assert dict(figures[1].finish_reasons) == {"length": 3}
 
     asyncio.run(run())
+
+
+def test_a_grammar_is_sent_once_to_each_life_of_an_engine(start: Start) -> None:
+    """Requests have its key alone, those that run again, too."""
+    old = start(0, script=long_script)
+    live = LiveGrammars()
+    hooks = ClientHooks(compiled_grammar=live.compiled)
+
+    async def run() -> None:
+        async with connected([old], hooks=hooks, max_replays=3) as client:
+            held = live.grammar(RowGrammar(b"key", [1]), CompiledGrammar(bytes(1 << 20), 1))
+            asked = [long_request(client, grammar=held) for _ in range(8)]
+            del held
+            stream = asyncio.create_task(by_sequence(client, asked))
+            await until(lambda: len(old.requests) == 8 and old.grammars)
+            old.die("killed")
+            await until(lambda: len(client._replays) == 8)
+            new = start(0, life=1, script=long_script)
+            client.set_engines([new.address], [EngineEnded(0, 0, "killed")])
+            assert all(len(ids) == len(LONG) for ids in (await stream).values())
+            for core in (old, new):
+                assert core.grammars == [GrammarBytes(b"key", bytes(1 << 20))]
+                assert len(core.requests) == 8
+                assert all(each.grammar and len(encode(each)) < 2000 for each in core.requests)
+
+    asyncio.run(run())
+    gc.collect()
+    assert live.compiled(b"key") is None
 
 
 def test_prompts_wait_if_the_engine_ends_before_they_are_sent(

@@ -5,9 +5,12 @@ import itertools
 from collections.abc import Callable
 
 from atom.shared.messages.engine import AddRequest, Sampling
+from atom.shared.messages.supervisor import Trial, WantTrial
+from atom.supervisor.trials import Trials
 from frontend.engine_client.replay import Replays
 from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Stream, StreamOptions
+from frontend.engine_client.trial_turn import TrialTurn
 from frontend.metrics.metrics import Progress
 from frontend.text.output_processor import OutputProcessor, TextOptions
 
@@ -25,8 +28,8 @@ def case(tokens: int = 0, num: int = 1) -> list[RunningSequence]:
 class Driven:
     """Replays with sequences that run as soon as they may, by their places, and those that failed."""
 
-    def __init__(self, sequences: list[RunningSequence], most: int = 3, **fields: bool):
-        self.replays = Replays(most, **fields)
+    def __init__(self, sequences: list[RunningSequence], most: int = 3, turn: TrialTurn | None = None):
+        self.replays = Replays(most, turn=turn)
         self.all = list(sequences)
         self.running = list(range(len(sequences)))
         self.failed: list[int] = []
@@ -118,15 +121,127 @@ def test_a_proven_request_counts_no_death_of_a_tried_one() -> None:
     assert driven.failed == [tried] and driven.replays._cases[old.stream].deaths == 0
 
 
-def test_with_other_frontends_a_tried_request_fails_at_its_fourth_death() -> None:
-    driven = Driven(case(20), alone=False)
-    for _ in range(3):
+class Frontends:
+    """Frontends of one engine and one supervisor; each has its sequences."""
+
+    def __init__(self, *frontends: list[RunningSequence]):
+        self.trials = Trials()
+        self.all: list[Driven] = []
+        for index, sequences in enumerate(frontends):
+            self.all.append(Driven(sequences, turn=TrialTurn(index, self._want(index))))
+
+    def _want(self, index: int) -> Callable[[int], None]:
+        def want(number: int) -> None:
+            if self.trials.want(WantTrial(index, number)):
+                for each in self.all:
+                    each.replays.turn.set_current(self.trials.current)
+
+        return want
+
+    def die(self) -> None:
+        for each in self.all:
+            each.die()
+        self.send()
+
+    def send(self) -> None:
+        for each in self.all:
+            each.send()
+
+    def advance(self, tokens: int = 16) -> None:
+        for each in self.all:
+            each.advance(*each.running, tokens=tokens)
+        self.send()
+
+
+def test_of_two_frontends_only_the_guilty_request_fails() -> None:
+    """The guilty one is with the second frontend; the first has no trial of its own while it is tried."""
+    frontends = Frontends([case(20)[0] for _ in range(5)], [case(20)[0] for _ in range(5)])
+    first, second = frontends.all
+    guilty = 2
+    frontends.die()
+    deaths = 1
+    while not second.failed:
+        if guilty in second.running:
+            frontends.die()
+            deaths += 1
+            assert deaths < 8
+        else:
+            assert first.running or second.running
+            frontends.advance()
+    assert (first.failed, second.failed) == ([], [guilty])
+    while len(first.running) < 5 or len(second.running) < 4:
+        frontends.advance()
+    cases = [*first.replays._cases.values(), *second.replays._cases.values()]
+    assert max(each.deaths for each in cases) == 2
+    assert frontends.trials.current == Trial()
+
+
+def test_frontends_try_requests_one_after_the_other() -> None:
+    frontends = Frontends([case(20)[0], case(20)[0]], case(20))
+    for _ in range(2):
+        frontends.die()
+    first, second = frontends.all
+    assert (len(first.running), len(second.running)) == (1, 0)
+    frontends.advance()
+    assert (len(first.running), len(second.running)) == (1, 1)
+    frontends.advance()
+    assert (len(first.running), len(second.running)) == (2, 1)
+    assert second.replays.turn.is_of_another
+
+
+def test_a_new_request_counts_a_death_during_the_trial_of_another_frontend() -> None:
+    frontends = Frontends(case(20), [])
+    for _ in range(2):
+        frontends.die()
+    first, second = frontends.all
+    assert first.running
+    second.die(new := case()[0], old := case(100)[0])
+    deaths = {stream: each.deaths for stream, each in second.replays._cases.items()}
+    assert deaths == {new.stream: 1, old.stream: 0}
+
+
+def test_the_turn_of_requests_that_have_left_passes_on() -> None:
+    frontends = Frontends(case(20), case(20))
+    for _ in range(2):
+        frontends.die()
+    first, second = frontends.all
+    first.replays.ended(first.all[0])
+    frontends.send()
+    assert second.running == [0]
+
+
+def test_progress_clears_a_request_of_earlier_deaths() -> None:
+    """A long stream outlasts more engines than a request may end, with or without others."""
+    driven = Driven([case(20)[0], case(20)[0]])
+    for _ in range(9):
         driven.die()
-        assert not driven.failed
-    driven.replays.connected(0, driven.life)
-    assert driven.replays._try_from > 0.0
-    driven.die()
-    assert driven.failed == [0]
+        assert sorted(driven.running) == [0, 1]
+        driven.advance(0, 1, tokens=1 << 20)
+    assert not driven.failed
+
+
+def test_a_request_that_ends_its_engine_late_is_found() -> None:
+    """It gets 100 tokens each time: more than the first limits, and fewer than a later one."""
+    guilty = 1
+    driven = Driven([case(20)[0] for _ in range(3)])
+    deaths = 0
+    while not driven.failed:
+        places = list(driven.running)
+        driven.advance(*places, tokens=100)
+        if guilty in places:
+            driven.die()
+            deaths += 1
+            assert deaths < 10
+    assert driven.failed == [guilty]
+
+
+def test_with_other_frontends_a_tried_request_fails_at_its_fourth_death() -> None:
+    frontends = Frontends(case(20), [])
+    for _ in range(3):
+        frontends.die()
+        assert not frontends.all[0].failed
+    frontends.die()
+    assert frontends.all[0].failed == [0]
 
 
 def test_a_lost_connection_alone_is_no_death() -> None:
@@ -159,7 +274,7 @@ def test_engines_that_end_together_count_one_death() -> None:
         assert replays.is_watching
         for rank in (first, 1 - first):
             assert replays.died([(one, other)[rank]], rank, 2) == []
-        assert [replays._cases[each.stream].deaths for each in (one, other)] == [2, 2]
+        assert [replays._cases[each.stream].deaths for each in (one, other)] == [3, 2]
 
 
 def test_few_long_sequences_start_at_once() -> None:

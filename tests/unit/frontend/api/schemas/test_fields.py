@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
 from atom.shared.config.server import ServerConfig
-from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import pack_ids, unpack_ids
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
 from frontend.api.chat.schema import CHAT
@@ -23,7 +21,8 @@ from frontend.api.schemas.fields import Schema
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.api.schemas.structured_output import StructuredOutputs
 from frontend.errors import RequestError
-from frontend.text.grammar_process import GrammarProcess
+from frontend.text.constraint import Constraint
+from frontend.text.grammar_process import Compilation, GrammarProcess
 from frontend.text.input_processor import InputProcessor
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
@@ -262,16 +261,23 @@ def _completion_token(ran: Ran) -> str:
     return token
 
 
+_SOURCES: dict[bytes, GrammarSource] = {}
+"""What was compiled, by the keys of the grammars."""
+
+
 def _grammar(ran: Ran) -> tuple[str, str]:
     """The kind and text of the source that was compiled."""
     if ran.sent.grammar is None:
         return "", ""
-    source = msgspec.msgpack.decode(ran.sent.grammar.compiled, type=GrammarSource)
+    source = _SOURCES[ran.sent.grammar.row.key]
     return source.kind, source.text
 
 
-def _not_compiled(_: GrammarProcess, source: GrammarSource) -> tuple[CompiledGrammar, bool]:
-    return CompiledGrammar(encode(source), memory=1), True
+def _not_compiled(
+    _: GrammarProcess, source: GrammarSource, compilation: Compilation
+) -> tuple[CompiledGrammar, bool]:
+    _SOURCES[Constraint(source, "").key] = source
+    return CompiledGrammar(b"compiled", memory=1), True
 
 
 def supported(endpoint: str) -> dict[str, Row]:
