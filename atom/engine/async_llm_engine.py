@@ -20,6 +20,7 @@ from atom.engine.engine_host import check_one_node
 from atom.engine.engine_options import EngineOptions
 from atom.engine.engine_service import EngineService
 from atom.engine.errors import EngineDeadError
+from atom.engine.prompts import prompt_of
 from atom.engine.results import logprobs_of, output_of, text_options
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.cli import engine_config_from_kwargs
@@ -143,7 +144,8 @@ class AsyncLLMEngine:
         `request_id` names the request in its outputs, in the log and for `abort`; running requests should
         have different names. Without one it is a number.
 
-        Raises ValueError for a prompt or parameters that cannot be served, EngineDeadError when no engine
+        Raises ValueError for a prompt or parameters that cannot be served, TypeError for a list of prompts,
+        EngineDeadError when no engine
         can go on with the request, RuntimeError when the engine refuses it.
         """
         params = sampling_params or SamplingParams()
@@ -177,7 +179,8 @@ class AsyncLLMEngine:
             raise UnavailableError(service.death)
         inputs = service.parts.inputs
         # A long text takes milliseconds: other requests go on meanwhile.
-        ids = await asyncio.to_thread(inputs.encode, prompt) if isinstance(prompt, str) else list(prompt)
+        one = prompt_of(prompt)
+        ids = await asyncio.to_thread(inputs.encode, one) if isinstance(one, str) else one
         structure = params.structured_outputs
         constraint = None if structure is None else constraint_of(structure)
         checked = inputs.check_params(params, await service.grammar(constraint, params))
