@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import msgspec
 
 from atom.commands.host import Cpu, Host
-from atom.commands.plan_report import size_text
 from atom.shared.messages.doctor import AmdGpus, Devices, Library
+from atom.shared.utils.sizes import size_text
 from atom.shared.utils.version import atom_version
 
 
