@@ -383,7 +383,7 @@ def main() -> None:
     """Exit status 0 after SIGTERM, 1 after a failure that was reported."""
     check_install()
     launch = read_launch(CoreLaunch)
-    setup_logging(launch.label)
+    setup_logging(launch.label, launch.config.observability.log_level)
     process = CoreProcess(launch)
 
     def stop(signum: int, frame: FrameType | None) -> None:

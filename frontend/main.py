@@ -33,7 +33,7 @@ _LAST_RESPONSES_S = 2.0
 def main() -> None:
     """Exit status: 0 after SIGTERM, 1 when the server cannot start."""
     launch = read_launch(FrontendLaunch)
-    setup_logging(launch.name)
+    setup_logging(launch.name, launch.state.log_level)
     try:
         uvloop.run(serve(launch))
     except (OSError, ValueError, MemoryError) as error:

@@ -48,7 +48,7 @@ def main() -> None:
     _set_kernel_cache_environment(launch.config)
     _set_profiler_environment(launch.config)
     _set_store_environment(launch)
-    setup_logging(launch.label)
+    setup_logging(launch.label, launch.config.observability.log_level)
     link = Link(launch)
     status = 0
     try:

@@ -61,6 +61,7 @@ class AsyncLLMEngine:
     def _create(self, config: EngineConfig, explicit: set[str]) -> None:
         check_one_node(config)
         self._bars = ProgressBars()
+        self._log_level = config.observability.log_level
         replays = config.reliability.max_replays
         self._service = EngineService(config, explicit, max_replays=replays, on_progress=self._bars.update)
 
@@ -82,7 +83,7 @@ class AsyncLLMEngine:
         Raises RuntimeError with the root cause when they cannot start, ValueError for settings that do not
         fit the model or the host.
         """
-        setup_logging("library")
+        setup_logging("library", self._log_level)
         try:
             await self._service.start()
             self._chat = Chat(self.checkpoint, self._service.parts.inputs)

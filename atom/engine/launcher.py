@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from atom.commands.plan import show_plan
 from atom.engine.engine_host import EngineHost, Prepare
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.cli import (
+    COMMON_FLAGS,
     CommandLineParser,
     ConfigError,
     add_engine_args,
@@ -25,11 +27,14 @@ from atom.shared.config.cli import (
     engine_config_from,
     explicit_fields,
     nodes_config_from,
+    notes_of,
     server_config_from,
+    with_http_port,
     with_launcher,
     with_sources,
 )
 from atom.shared.config.engine import EngineConfig
+from atom.shared.config.generation import generation_overrides
 from atom.shared.config.nodes import NodesConfig, first_device
 from atom.shared.config.server import ServerConfig
 from atom.shared.config.sources import unknown_variables
@@ -74,14 +79,24 @@ _LAST_MESSAGES_MS = 1000
 class Launcher:
     """One run of the server, from the command line to the exit status."""
 
-    def __init__(self, config: EngineConfig, server: ServerConfig, nodes: NodesConfig, explicit: set[str]):
+    def __init__(
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        nodes: NodesConfig,
+        explicit: set[str],
+        notes: Sequence[str] = (),
+    ):
+        """`explicit` names the settings that the user gave; `notes` are log lines about the command line."""
         self.config = config
         self.server = server
         self.nodes = nodes
         self.explicit = explicit
         self.started = time.monotonic()
         self._host = EngineHost(config, explicit)
-        self._logger = setup_logging("launch")
+        self._logger = setup_logging("launch", config.observability.log_level)
+        for note in notes:
+            self._logger.info(note)
         self._bars = ProgressBars()
         self._stops = 0
         self._is_starting = True
@@ -108,6 +123,7 @@ class Launcher:
         ApiKeys(self.server.api_key)
         CorsPolicy(self.server)
         tls_context(self.server)
+        generation_overrides(self.server.override_generation_config)
         if self.server.otlp_traces_endpoint is not None:
             check_installed()
         return template
@@ -122,6 +138,9 @@ class Launcher:
         self._bars.close()
         if template is not None:
             host.checkpoint = replace(host.checkpoint, chat_template_file=template)
+        changed = generation_overrides(self.server.override_generation_config)
+        defaults = host.checkpoint.default_sampling | changed
+        host.checkpoint = replace(host.checkpoint, default_sampling=defaults)
         host.resolve(self._notes(host.checkpoint))
         self.config = host.config
         if self.config.device.device == "cpu":
@@ -323,15 +342,22 @@ class NodeLauncher(Launcher):
 
 def run() -> int:
     """Serve with the options of the command line; returns the exit status."""
-    parser = CommandLineParser(prog="atom-launch", description="Serve a model over the OpenAI API.")
+    parser = CommandLineParser(
+        COMMON_FLAGS,
+        prog="atom-launch",
+        usage="atom-launch [MODEL] [FLAG]...",
+        description="Serve a model over the APIs of OpenAI and Anthropic.",
+    )
     add_engine_args(parser)
     add_server_args(parser)
     add_nodes_args(parser)
+    parser.add_argument(
+        "--version", action="version", version=f"ATOM {atom_version()}", help="Print the version and exit."
+    )
     add_program_args(parser)
-    parser.add_argument("--version", action="version", version=f"ATOM {atom_version()}")
     args = parser.parse_args()
     try:
-        args = with_launcher(with_sources(args))
+        args = with_http_port(with_launcher(with_sources(args)))
         config = engine_config_from(args)
         server = server_config_from(args)
         explicit = explicit_fields(args)
@@ -342,7 +368,7 @@ def run() -> int:
             raise ConfigError("--json needs --plan")
         nodes.check(config.parallel.nnodes)
         kind = NodeLauncher if nodes.node_rank else Launcher
-        kind(config, server, nodes, explicit).run()
+        kind(config, server, nodes, explicit, notes_of(args)).run()
     except (StartError, ValueError, OSError, MemoryError) as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()

@@ -96,7 +96,7 @@ class LLMEngine:
 
     def _start(self, config: EngineConfig, explicit: set[str]) -> None:
         check_one_node(config)
-        setup_logging("library")
+        setup_logging("library", config.observability.log_level)
         self._bars = ProgressBars()
         self._grammar_process: GrammarProcess | None = None
         self._is_closed = False
