@@ -8,6 +8,7 @@ compiled again, so that no process loads half a library.
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -20,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from atom.shared.utils import envs
+from atom.shared.utils.errors import disk_full
 from atom.shared.utils.file_lock import exclusive
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.trusted_path import REMEDY, distrusted
@@ -43,7 +45,7 @@ class BuildError(Exception):
 
 
 def library() -> ctypes.CDLL:
-    """The kernels. Raises BuildError, each time the same."""
+    """The kernels. Raises BuildError, each time the same; OSError when the disk of the cache is full."""
     found = _library()
     if isinstance(found, BuildError):
         raise found
@@ -57,8 +59,12 @@ def _library() -> ctypes.CDLL | BuildError:
     except BuildError as error:
         return error
     except compilers.CompilerError as error:
+        if disk_full(error):
+            raise OSError(errno.ENOSPC, f"the kernels cannot be compiled: {error}") from None
         return BuildError(str(error))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
+        if disk_full(error):
+            raise
         return BuildError(f"the kernels cannot be compiled: {error}")
 
 

@@ -47,6 +47,13 @@ def disk_full(error: BaseException) -> bool:
     return False
 
 
+def disk_full_line(error: BaseException, cache_dir: str) -> str:
+    """One line with the remedy if the error is a lack of disk space, else empty."""
+    if not disk_full(error):
+        return ""
+    return f"{one_line(error)}: free some, or set ATOM_CACHE_DIR ({cache_dir}) to a directory on another disk"
+
+
 def out_of_memory(error: BaseException) -> str:
     """One line if the error, or an error that caused it, is a lack of memory; else empty."""
     cause: BaseException | None = error

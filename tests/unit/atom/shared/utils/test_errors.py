@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from atom.shared.utils.errors import disk_full, one_line, out_of_memory
+from atom.shared.utils.errors import disk_full, disk_full_line, one_line, out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,4 @@ def test_lack_of_memory(error: Exception, line: str) -> None:
 )
 def test_a_full_disk(error: Exception, full: bool) -> None:
     assert disk_full(error) is full
+    assert ("ATOM_CACHE_DIR (/a/cache)" in disk_full_line(error, "/a/cache")) is full
