@@ -1,6 +1,8 @@
 """One run of the server: command line, start, banner, signals, exit status."""
 
+import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -248,7 +250,7 @@ class Launcher:
         lines = [
             f"ATOM {atom_version()}",
             *(f"  {label:<9} {text}" for label, text in rows),
-            *_try_it(url, name),
+            *_try_it(url, name, self._host.checkpoint, self.server.api_key is not None),
         ]
         print("\n".join(lines), file=sys.stderr, flush=True)
         if self.server.host in ("0.0.0.0", "::") and self.server.api_key is None:
@@ -420,9 +422,19 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _try_it(url: str, model: str) -> list[str]:
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    return [
-        "  try it:",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-    ]
+def _try_it(url: str, model: str, checkpoint: Checkpoint, needs_key: bool) -> list[str]:
+    """A command that this model answers: chat, text without a template, ids without a tokenizer."""
+    body: dict[str, object] = {"model": model}
+    if checkpoint.chat_template_file is not None and checkpoint.tokenizer_file is not None:
+        path = "chat/completions"
+        body["messages"] = [{"role": "user", "content": "Hello!"}]
+    else:
+        path = "completions"
+        body["prompt"] = "Once upon a time" if checkpoint.tokenizer_file else [1, 2, 3]
+        body["max_tokens"] = 32
+    headers = ["Content-Type: application/json"]
+    if needs_key:
+        headers.append("Authorization: Bearer $ATOM_API_KEY")
+    flags = " ".join(f'-H "{header}"' for header in headers)
+    data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return ["  try it:", f"  curl {url}/v1/{path} {flags} -d {data}"]
