@@ -167,7 +167,11 @@ class CoreProcess:
             return None
         limits = limits_of(config, loaded)
         if limits.max_num_mixed_tokens:
-            get_logger().info("at most %d tokens in mixed steps", limits.max_num_mixed_tokens)
+            get_logger().info(
+                "a step in which requests generate has at most %d tokens, prompts included "
+                "(--max-num-mixed-tokens)",
+                limits.max_num_mixed_tokens,
+            )
         plan = plan_cache(config, self._launch.checkpoint.max_model_len, loaded, self._launch.num_blocks)
         kv = KVCacheManager(
             plan.specs,
