@@ -62,7 +62,10 @@ def _assumed(gpus: str, config: EngineConfig) -> tuple[int, int | None]:
         return 0, None
     found = _GPUS.fullmatch(gpus)
     if found is None:
-        raise ConfigError(f"--plan {gpus}: give assumed GPUs as 8x80 (eight with 80 GiB each), or nothing")
+        raise ConfigError(
+            f"--plan {gpus}: give assumed GPUs as 8x80 (eight with 80 GiB each), or nothing; a model stands "
+            "before --plan, or after --model"
+        )
     if config.device.device == "cpu":
         raise ConfigError(f"--plan {gpus} assumes GPUs: omit --device cpu")
     return int(found[1]), int(float(found[2]) * (1 << 30))
