@@ -51,7 +51,9 @@ def disk_full_line(error: BaseException, cache_dir: str) -> str:
     """One line with the remedy if the error is a lack of disk space, else empty."""
     if not disk_full(error):
         return ""
-    return f"{one_line(error)}: free some, or set ATOM_CACHE_DIR ({cache_dir}) to a directory on another disk"
+    file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+    text = f"{error.strerror}{file}" if isinstance(error, OSError) and error.strerror else one_line(error)
+    return f"{text}: free some, or set ATOM_CACHE_DIR ({cache_dir}) to a directory on another disk"
 
 
 def out_of_memory(error: BaseException) -> str:
