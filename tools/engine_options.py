@@ -66,7 +66,7 @@ def _kinds(field: Field) -> list[str]:
         return ["str", "list[str]"]
     if field.name in _PATHS:
         return ["str", "os.PathLike[str]"]
-    return [field.kind.__name__]
+    return [field.kind.__name__, *(["str"] if field.is_size else [])]
 
 
 if __name__ == "__main__":

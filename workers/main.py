@@ -22,7 +22,7 @@ from atom.shared.messages.supervisor import Dead, Progress
 from atom.shared.messages.worker import ToWorker, WorkerFailed, WorkerHeartbeat
 from atom.shared.utils import envs
 from atom.shared.utils.endpoint import connect
-from atom.shared.utils.errors import one_line, out_of_memory
+from atom.shared.utils.errors import disk_full, disk_full_line, one_line, out_of_memory
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.install_check import check_install
 from atom.shared.utils.liveness import HeartbeatSender, heartbeat_interval
@@ -49,7 +49,7 @@ def main() -> None:
     _set_kernel_cache_environment(launch.config)
     _set_profiler_environment(launch.config)
     _set_store_environment(launch)
-    setup_logging(launch.label)
+    setup_logging(launch.label, launch.config.observability.log_level)
     dump_stacks_on_signal(launch.supervisor, launch.label)
     link = Link(launch)
     status = 0
@@ -58,7 +58,8 @@ def main() -> None:
     except Exception as error:  # of any kind: core and supervisor need the cause
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
-        reason = out_of_memory(error) or _lost_rank(error) or one_line(error, ValueError)
+        lack = out_of_memory(error) or disk_full_line(error, envs.ATOM_CACHE_DIR)
+        reason = lack or _lost_rank(error) or one_line(error, ValueError)
         link.fail(reason, _status(error))
         status = 1
     finally:
@@ -235,7 +236,7 @@ def _lost_rank(error: Exception) -> str:
 
 def _status(error: Exception) -> ExitStatus:
     """A ValueError is about the checkpoint."""
-    if out_of_memory(error):
+    if out_of_memory(error) or disk_full(error):
         return ExitStatus.RESOURCES
     return ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.FAILURE
 

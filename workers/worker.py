@@ -19,6 +19,7 @@ from workers.layers.attention.cache_groups import StateGroup
 from workers.layers.causal_lm import CausalLM
 from workers.memory.kv_cache import (
     attention_backends,
+    available_memory,
     cpu_kv_bytes,
     cuda_bytes_in_use,
     cuda_kv_bytes,
@@ -164,7 +165,9 @@ class Worker:
         tune(self._builder)
         compile_model(self._builder)
         specs = rank_specs(self._config, self._model)
-        return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
+        on_cpu = self._device.type == "cpu"
+        room = available_memory() // self._config.parallel.workers_per_node if on_cpu else -1
+        return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model), room)
 
     def _allocate(self, allocate: AllocateKV) -> None:
         with self._tracing_captures():

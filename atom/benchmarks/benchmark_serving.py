@@ -24,7 +24,7 @@ from atom.benchmarks.serving.errors import BenchmarkError
 from atom.benchmarks.serving.flags import check, make_parser
 from atom.benchmarks.serving.metrics import BenchmarkMetrics
 from atom.benchmarks.serving.report import failures, make_result, result_lines, write_result
-from atom.benchmarks.serving.run import benchmark, text_source
+from atom.benchmarks.serving.run import benchmark, check_server, server_url, text_source
 from atom.benchmarks.serving.sweep import Point, check_plotting, point_args, table, write_sweep
 from atom.shared.utils.open_files import OpenFilesError, raise_open_files_limit
 
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         check(args)
+        check_server(server_url(args))  # before tokenizers and prompts, which take a minute
         raise_open_files_limit()
         return uvloop.run(_sweep(args) if args.sweep else _single(args))
     except (BenchmarkError, OpenFilesError) as error:

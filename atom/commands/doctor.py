@@ -11,15 +11,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from atom.commands.doctor_report import Report, report_text
-from atom.commands.host import Host, find_host, has_amd_driver
+from atom.commands.host import Cache, Host, find_host, has_amd_driver
 from atom.shared.messages.doctor import AmdGpus, AmdLaunch, Devices, DevicesLaunch, Library
-from atom.shared.utils import envs, optional_library
+from atom.shared.utils import optional_library
 from atom.shared.utils.errors import one_line
 from atom.shared.utils.open_files import NEEDED_FILES
 from atom.shared.utils.process import last_line, spawn
@@ -30,6 +29,7 @@ DEADLINE_S = 120.0
 _HUB_DEADLINE_S = 10.0
 _LIBRARIES = {"AITER": optional_library.AITER, "MORI": optional_library.MORI}
 _LEAST_MEMORY = 1 << 30
+_LEAST_DISK = 1 << 30
 _SHARED_MEMORY = 1 << 28
 """NCCL's buffers for the GPUs of one host."""
 
@@ -58,7 +58,7 @@ def examine(port: int, tries_hub: bool) -> Report:
     host = find_host(port)
     hub = reach_hub() if tries_hub else None
     found = devices()
-    problems = [*_problems(host, found), *_unusable_directories()]
+    problems = [*_problems(host, found), *_unusable_directories(host.cache)]
     warnings = [*_warnings(host, found), *_unusable_libraries(found, imported)]
     known = amd() if amd is not None else None
     return Report(not problems, problems, warnings, host, found, imported, hub, known)
@@ -115,6 +115,13 @@ def _warnings(host: Host, devices: Devices) -> Iterator[str]:
         yield f"there is a GPU driver ({host.driver}), but torch finds no GPU"
     if host.cpu.available_bytes < _LEAST_MEMORY:
         yield f"only {host.cpu.available_bytes >> 20} MiB of memory are available"
+    if host.cache is not None and not host.cache.problem and host.cache.free_bytes < _LEAST_DISK:
+        yield (
+            f"only {host.cache.free_bytes >> 20} MiB are free in {host.cache.path}, for converted models and "
+            "compiled kernels: set ATOM_CACHE_DIR to a directory on another disk"
+        )
+    if not host.compiler and not devices.gpus:
+        yield "there is no C++ compiler, so the CPU runs without ATOM's kernels: install one, such as g++"
     if not host.port_is_free:
         yield f"port {host.port} is in use: choose another --server-port"
     shared = host.shared_memory_bytes
@@ -133,13 +140,11 @@ def _unusable_libraries(devices: Devices, libraries: dict[str, Library]) -> Iter
                 yield f"{name} is not used: {optional_library.explained(_LIBRARIES[name], library)}"
 
 
-def _unusable_directories() -> Iterator[str]:
+def _unusable_directories(cache: Cache | None) -> Iterator[str]:
     """The directories that every start writes to."""
     try:
         RunDirectory().close()
     except OSError as error:
         yield f"no directory for sockets: {one_line(error, OSError)}; set TMPDIR to a writable directory"
-    cache = Path(envs.ATOM_CACHE_DIR)
-    existing = next((path for path in (cache, *cache.parents) if path.exists()), cache)
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        yield f"cannot write to {existing}: set ATOM_CACHE_DIR to a writable directory"
+    if cache is not None and cache.problem:
+        yield f"{cache.problem}: set ATOM_CACHE_DIR to a writable directory"

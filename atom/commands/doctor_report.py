@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from atom.commands.host import Cpu, Host
-from atom.commands.plan_report import size_text
+from atom.commands.host import Cache, Cpu, Host
 from atom.shared.messages.doctor import AmdGpus, Devices, Library
+from atom.shared.utils.sizes import size_text
 from atom.shared.utils.version import atom_version
 
 
@@ -78,6 +78,9 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     soft, hard = (_limit(value) for value in host.open_files)
     shared = host.shared_memory_bytes
     free = "none" if shared is None else f"{size_text(shared)} free"
+    yield "compiler", host.compiler or "none"
+    if host.cache is not None:
+        yield "cache", _cache(host.cache)
     yield "limits", f"open files {soft} (at most {hard}), /dev/shm {free}"
     yield "port", f"{host.port} is {'free' if host.port_is_free else 'in use'}"
     if report.hub is not None:
@@ -127,6 +130,10 @@ def _amd(found: AmdGpus) -> str:
     return (
         f"{gpus or 'no GPUs'} on this host; ROCm {found.rocm or 'not found'}, driver {found.driver or 'none'}"
     )
+
+
+def _cache(cache: Cache) -> str:
+    return cache.path + (f": {cache.problem}" if cache.problem else f", {size_text(cache.free_bytes)} free")
 
 
 def _limit(value: int) -> str:

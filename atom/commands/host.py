@@ -6,12 +6,15 @@ import resource
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
+from atom.shared.utils import envs
+from atom.shared.utils.compiler import find_compiler
 from atom.shared.utils.optional_library import release
 
 _TOOL_DEADLINE_S = 20.0
@@ -59,6 +62,16 @@ class Package(msgspec.Struct, frozen=True):
     fits: bool
 
 
+class Cache(msgspec.Struct, frozen=True):
+    """Where converted models and compiled kernels are kept."""
+
+    path: str
+    free_bytes: int
+    """Free on its disk for this user."""
+    problem: str = ""
+    """Why nothing can be written there, in one line."""
+
+
 class Host(msgspec.Struct, frozen=True):
     """All of it."""
 
@@ -76,6 +89,9 @@ class Host(msgspec.Struct, frozen=True):
     port_is_free: bool
     visible: dict[str, str] = {}
     """The variables that limit the GPUs which torch finds, as far as they are set."""
+    compiler: str = ""
+    """The C++ compiler and its version; empty: there is none."""
+    cache: Cache | None = None
 
 
 def find_host(port: int) -> Host:
@@ -90,6 +106,8 @@ def find_host(port: int) -> Host:
         port=port,
         port_is_free=_is_free(port),
         visible={name: os.environ[name] for name in _VISIBLE if name in os.environ},
+        compiler=_compiler(),
+        cache=find_cache(Path(envs.ATOM_CACHE_DIR)),
     )
 
 
@@ -120,6 +138,18 @@ def find_cpu(proc: Path = Path("/proc"), group: Path = _CGROUP) -> Cpu:
         limit_bytes=bound,
         cpu_quota=cores,
     )
+
+
+def find_cache(path: Path) -> Cache:
+    """The cache directory; a file is written there, or where it would be made, to see whether that works."""
+    existing = next((each for each in (path, *path.parents) if each.exists()), path)
+    try:
+        free = shutil.disk_usage(existing).free
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"atom")
+    except OSError as error:
+        return Cache(str(path), 0, f"cannot write to {existing}: {error.strerror}")
+    return Cache(str(path), free)
 
 
 def find_package(name: str) -> Package:
@@ -166,6 +196,12 @@ def _driver() -> str:
         return f"NVIDIA {nvidia.splitlines()[0].strip()}"
     amd = _text(_AMD_DRIVER / "version")
     return f"amdgpu {amd}" if amd else ""
+
+
+def _compiler() -> str:
+    command = find_compiler()
+    version = _tool(*command, "--version").partition("\n")[0] if command else ""
+    return f"{' '.join(command)}{f' ({version})' if version else ''}"
 
 
 def _tool(*command: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from atom.commands.plan_report import Capacity, Plan, plan_text, size_text
+from atom.commands.plan_report import Capacity, Plan, plan_text
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.fields import ConfigError
@@ -17,10 +17,11 @@ from atom.shared.messages.plan import LayoutPlan, PlanLaunch, PlanResult
 from atom.shared.messages.worker import KVSpec, Loaded
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.process import last_line, spawn
+from atom.shared.utils.sizes import size_text
 from atom.supervisor import StartError, Supervisor
 from atom.supervisor.child import how_it_ended
 from atom.supervisor.progress import ProgressBars
-from engine_core.kv_plan import peak_blocks, unit_bytes
+from engine_core.kv_plan import peak_blocks
 from engine_core.startup import StartupError, plan_cache
 
 DEADLINE_S = 600.0
@@ -61,7 +62,10 @@ def _assumed(gpus: str, config: EngineConfig) -> tuple[int, int | None]:
         return 0, None
     found = _GPUS.fullmatch(gpus)
     if found is None:
-        raise ConfigError(f"--plan {gpus}: give assumed GPUs as 8x80 (eight with 80 GiB each), or nothing")
+        raise ConfigError(
+            f"--plan {gpus}: give assumed GPUs as 8x80 (eight with 80 GiB each), or nothing; a model stands "
+            "before --plan, or after --model"
+        )
     if config.device.device == "cpu":
         raise ConfigError(f"--plan {gpus} assumes GPUs: omit --device cpu")
     return int(found[1]), int(float(found[2]) * (1 << 30))
@@ -149,22 +153,17 @@ def _capacity(config: EngineConfig, checkpoint: Checkpoint, layout: LayoutPlan) 
         usable = max(weights + left, 0)
         problem = f"the weights take {size_text(weights)} on a rank, which may use {size_text(usable)}"
         return Capacity(size, weights, problem)
-    loaded = [Loaded(rank.rank, rank.kv_specs, rank.kv_bytes, rank.weight_bytes) for rank in layout.ranks]
+    buffers = layout.ranks[0].buffer_bytes + layout.ranks[0].dispatch_bytes
+    loaded = [
+        Loaded(rank.rank, rank.kv_specs, rank.kv_bytes, rank.weight_bytes, max(left - buffers, 0))
+        for rank in layout.ranks
+    ]
     try:
         cache = plan_cache(config, checkpoint.max_model_len, loaded)
     except StartupError as error:
         return Capacity(size, weights, str(error))
-    needed = max(_cache_bytes(rank.kv_specs, cache.num_blocks) for rank in layout.ranks)
-    room = left - layout.ranks[0].buffer_bytes - layout.ranks[0].dispatch_bytes
-    if needed > room:
-        problem = f"the KV cache takes {size_text(needed)} on a rank, and its weights leave {size_text(room)}"
-        return Capacity(size, weights, problem)
     requests = _requests(config, cache.specs, cache.num_blocks, cache.max_model_len)
     return Capacity(size, weights, "", cache.kv_tokens, cache.max_model_len, cache.num_blocks, requests)
-
-
-def _cache_bytes(specs: Sequence[KVSpec], num_blocks: Sequence[int]) -> int:
-    return sum(unit_bytes(spec) * blocks for spec, blocks in zip(specs, num_blocks, strict=True))
 
 
 def _requests(

@@ -6,6 +6,7 @@ import msgspec
 
 from atom.shared.messages.plan import RankPlan
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec
+from atom.shared.utils.sizes import size_text
 from atom.shared.utils.version import atom_version
 
 
@@ -58,7 +59,6 @@ class Plan(msgspec.Struct, frozen=True):
     """Each worker is an engine: only this layout was planned."""
 
 
-_GIB = 1 << 30
 _LABEL = 9
 
 
@@ -70,14 +70,6 @@ def plan_text(plan: Plan) -> str:
             *(f"  {label:<{_LABEL}} {text}" for label, text in _rows(plan)),
         ]
     )
-
-
-def size_text(count: int) -> str:
-    """Bytes in GiB, MiB or KiB."""
-    for unit, name in ((_GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if abs(count) >= unit:
-            return f"{count / unit:,.1f} {name}"
-    return f"{count} bytes"
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ from atom.engine.engine_host import check_one_node
 from atom.engine.engine_options import EngineOptions
 from atom.engine.engine_service import EngineService
 from atom.engine.errors import EngineDeadError
+from atom.engine.prompts import prompt_of
 from atom.engine.results import logprobs_of, output_of, text_options
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.cli import engine_config_from_kwargs
@@ -60,6 +61,7 @@ class AsyncLLMEngine:
     def _create(self, config: EngineConfig, explicit: set[str]) -> None:
         check_one_node(config)
         self._bars = ProgressBars()
+        self._log_level = config.observability.log_level
         replays = config.reliability.max_replays
         self._service = EngineService(config, explicit, max_replays=replays, on_progress=self._bars.update)
 
@@ -81,7 +83,7 @@ class AsyncLLMEngine:
         Raises RuntimeError with the root cause when they cannot start, ValueError for settings that do not
         fit the model or the host.
         """
-        setup_logging("library")
+        setup_logging("library", self._log_level)
         try:
             await self._service.start()
             self._chat = Chat(self.checkpoint, self._service.parts.inputs)
@@ -143,7 +145,8 @@ class AsyncLLMEngine:
         `request_id` names the request in its outputs, in the log and for `abort`; running requests should
         have different names. Without one it is a number.
 
-        Raises ValueError for a prompt or parameters that cannot be served, EngineDeadError when no engine
+        Raises ValueError for a prompt or parameters that cannot be served, TypeError for a list of prompts,
+        EngineDeadError when no engine
         can go on with the request, RuntimeError when the engine refuses it.
         """
         params = sampling_params or SamplingParams()
@@ -177,7 +180,8 @@ class AsyncLLMEngine:
             raise UnavailableError(service.death)
         inputs = service.parts.inputs
         # A long text takes milliseconds: other requests go on meanwhile.
-        ids = await asyncio.to_thread(inputs.encode, prompt) if isinstance(prompt, str) else list(prompt)
+        one = prompt_of(prompt)
+        ids = await asyncio.to_thread(inputs.encode, one) if isinstance(one, str) else one
         structure = params.structured_outputs
         constraint = None if structure is None else constraint_of(structure)
         checked = inputs.check_params(params, await service.grammar(constraint, params))

@@ -27,7 +27,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: Literal["auto", "bf16", "fp8"]
     enable_prefix_caching: bool
     gpu_memory_utilization: float
-    kv_cache_memory_bytes: int | None
+    kv_cache_memory_bytes: int | str | None
     num_kv_blocks: int | None
     kv_events_config: str | dict[str, Any] | None
     # SchedulerConfig
@@ -58,6 +58,7 @@ class EngineOptions(TypedDict, total=False):
     cudagraph_capture_sizes: str | None
     batch_invariant: bool
     # ObservabilityConfig
+    log_level: Literal["debug", "info", "warning", "error"]
     step_trace: str | os.PathLike[str] | None
     torch_profiler_dir: str | os.PathLike[str] | None
     mark_trace: bool

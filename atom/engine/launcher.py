@@ -1,10 +1,13 @@
 """One run of the server: command line, start, banner, signals, exit status."""
 
+import json
 import os
+import shlex
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from atom.commands.plan import show_plan
 from atom.engine.engine_host import EngineHost, Prepare
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.cli import (
+    COMMON_FLAGS,
     CommandLineParser,
     ConfigError,
     add_engine_args,
@@ -25,11 +29,14 @@ from atom.shared.config.cli import (
     engine_config_from,
     explicit_fields,
     nodes_config_from,
+    notes_of,
     server_config_from,
+    with_http_port,
     with_launcher,
     with_sources,
 )
 from atom.shared.config.engine import EngineConfig
+from atom.shared.config.generation import generation_overrides
 from atom.shared.config.nodes import NodesConfig, first_device
 from atom.shared.config.server import ServerConfig
 from atom.shared.config.sources import unknown_variables
@@ -74,14 +81,24 @@ _LAST_MESSAGES_MS = 1000
 class Launcher:
     """One run of the server, from the command line to the exit status."""
 
-    def __init__(self, config: EngineConfig, server: ServerConfig, nodes: NodesConfig, explicit: set[str]):
+    def __init__(
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        nodes: NodesConfig,
+        explicit: set[str],
+        notes: Sequence[str] = (),
+    ):
+        """`explicit` names the settings that the user gave; `notes` are log lines about the command line."""
         self.config = config
         self.server = server
         self.nodes = nodes
         self.explicit = explicit
         self.started = time.monotonic()
         self._host = EngineHost(config, explicit)
-        self._logger = setup_logging("launch")
+        self._logger = setup_logging("launch", config.observability.log_level)
+        for note in notes:
+            self._logger.info(note)
         self._bars = ProgressBars()
         self._stops = 0
         self._is_starting = True
@@ -108,6 +125,7 @@ class Launcher:
         ApiKeys(self.server.api_key)
         CorsPolicy(self.server)
         tls_context(self.server)
+        generation_overrides(self.server.override_generation_config)
         if self.server.otlp_traces_endpoint is not None:
             check_installed()
         return template
@@ -122,6 +140,9 @@ class Launcher:
         self._bars.close()
         if template is not None:
             host.checkpoint = replace(host.checkpoint, chat_template_file=template, tool_template_file=None)
+        changed = generation_overrides(self.server.override_generation_config)
+        defaults = host.checkpoint.default_sampling | changed
+        host.checkpoint = replace(host.checkpoint, default_sampling=defaults)
         host.resolve(self._notes(host.checkpoint))
         self.config = host.config
         if self.config.device.device == "cpu":
@@ -229,7 +250,7 @@ class Launcher:
         lines = [
             f"ATOM {atom_version()}",
             *(f"  {label:<9} {text}" for label, text in rows),
-            *_try_it(url, name),
+            *_try_it(url, name, self._host.checkpoint, self.server.api_key is not None),
         ]
         print("\n".join(lines), file=sys.stderr, flush=True)
         if self.server.host in ("0.0.0.0", "::") and self.server.api_key is None:
@@ -323,15 +344,22 @@ class NodeLauncher(Launcher):
 
 def run() -> int:
     """Serve with the options of the command line; returns the exit status."""
-    parser = CommandLineParser(prog="atom-launch", description="Serve a model over the OpenAI API.")
+    parser = CommandLineParser(
+        COMMON_FLAGS,
+        prog="atom-launch",
+        usage="atom-launch [MODEL] [FLAG]...",
+        description="Serve a model over the APIs of OpenAI and Anthropic.",
+    )
     add_engine_args(parser)
     add_server_args(parser)
     add_nodes_args(parser)
+    parser.add_argument(
+        "--version", action="version", version=f"ATOM {atom_version()}", help="Print the version and exit."
+    )
     add_program_args(parser)
-    parser.add_argument("--version", action="version", version=f"ATOM {atom_version()}")
     args = parser.parse_args()
     try:
-        args = with_launcher(with_sources(args))
+        args = with_http_port(with_launcher(with_sources(args)))
         config = engine_config_from(args)
         server = server_config_from(args)
         explicit = explicit_fields(args)
@@ -342,7 +370,7 @@ def run() -> int:
             raise ConfigError("--json needs --plan")
         nodes.check(config.parallel.nnodes)
         kind = NodeLauncher if nodes.node_rank else Launcher
-        kind(config, server, nodes, explicit).run()
+        kind(config, server, nodes, explicit, notes_of(args)).run()
     except (StartError, ValueError, OSError, MemoryError) as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
@@ -394,9 +422,19 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _try_it(url: str, model: str) -> list[str]:
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    return [
-        "  try it:",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-    ]
+def _try_it(url: str, model: str, checkpoint: Checkpoint, needs_key: bool) -> list[str]:
+    """A command that this model answers: chat, text without a template, ids without a tokenizer."""
+    body: dict[str, object] = {"model": model}
+    if checkpoint.chat_template_file is not None and checkpoint.tokenizer_file is not None:
+        path = "chat/completions"
+        body["messages"] = [{"role": "user", "content": "Hello!"}]
+    else:
+        path = "completions"
+        body["prompt"] = "Once upon a time" if checkpoint.tokenizer_file else [1, 2, 3]
+        body["max_tokens"] = 32
+    headers = ["Content-Type: application/json"]
+    if needs_key:
+        headers.append("Authorization: Bearer $ATOM_API_KEY")
+    flags = " ".join(f'-H "{header}"' for header in headers)
+    data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return ["  try it:", f"  curl {url}/v1/{path} {flags} -d {data}"]

@@ -24,6 +24,7 @@ from atom.engine.engine_host import EngineHost, check_one_node
 from atom.engine.engine_options import EngineOptions
 from atom.engine.errors import EngineDeadError
 from atom.engine.mtp_statistics import mtp_statistics, mtp_text
+from atom.engine.prompts import Conversation, Prompt, Prompts, conversations_of, prompts_of
 from atom.engine.results import logprobs_of, output_of, text_options
 from atom.shared.config.cli import engine_config_from_kwargs
 from atom.shared.config.engine import EngineConfig
@@ -53,7 +54,6 @@ from frontend.text.output_processor import OutputProcessor, RequestState
 
 __all__ = ["EngineDeadError", "LLMEngine", "Prompt", "StreamCallback"]
 
-Prompt = str | list[int]
 StreamCallback = Callable[[RequestOutput], None]
 
 _MAX_GRAMMARS = 64
@@ -97,9 +97,11 @@ class LLMEngine:
 
     def _start(self, config: EngineConfig, explicit: set[str]) -> None:
         check_one_node(config)
-        setup_logging("library")
+        setup_logging("library", config.observability.log_level)
         self._bars = ProgressBars()
         self._grammar_process: GrammarProcess | None = None
+        self._is_closed = False
+        self._running: dict[int, _Running] = {}  # by request id
         self._supervisor = Supervisor(self._bars.update)
         self._context = zmq.Context()
         try:
@@ -138,7 +140,6 @@ class LLMEngine:
         )
         self._chat = Chat(self.checkpoint, self._input)
         self._request_ids = itertools.count()
-        self._running: dict[int, _Running] = {}  # by request id
         self._finished_early: list[Sequence] = []  # returned by the next `step`
 
     def __enter__(self) -> "LLMEngine":
@@ -149,18 +150,18 @@ class LLMEngine:
 
     def generate(
         self,
-        prompts: list[str] | list[list[int]],
+        prompts: Prompts,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[dict[str, Any]]:
-        """Generate for all prompts (texts, or lists of token ids) and wait until all have finished.
+        """Generate for one prompt (a text, or a list of token ids) or a list, and wait until all have ended.
 
-        Returns one dictionary for each prompt, in order (`n` in a row where `n` > 1), with
+        Returns a list with one dictionary for each prompt, in order (`n` in a row where `n` > 1), with
         the keys text, token_ids, latency, finish_reason, num_tokens_input,
         num_tokens_output, ttft and tpot; times are in seconds. When
         requested there are also logprobs (one dictionary of id to log probability for each of
         token_ids) and prompt_logprobs (for each prompt token; None for the first). Raises
         ValueError for a prompt that cannot be served, before any of them starts; RuntimeError
-        when the engine refuses one later.
+        when the engine refuses one later; TypeError for another form of prompt.
         """
         ids = self.add_request(prompts, sampling_params or SamplingParams())
         missing = set(ids)
@@ -178,9 +179,22 @@ class LLMEngine:
             raise RuntimeError(f"{len(failed)} of {len(ids)} sequences failed: {failed[0]}")
         return [done[request_id].as_dict() for request_id in ids]
 
+    def chat(
+        self,
+        messages: Conversation | list[Conversation],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """Generate the next message of a conversation, or of each in a list; waits and returns as `generate`.
+
+        `options` as in `chat_prompt`. Raises ValueError as that and `generate` do.
+        """
+        prompts = [self.chat_prompt(each, **options) for each in conversations_of(messages)]
+        return self.generate(prompts, sampling_params)
+
     def add_request(
         self,
-        prompt_or_tokens_list: list[str] | list[list[int]],
+        prompt_or_tokens_list: Prompts,
         sampling_params_list: SamplingParams | list[SamplingParams],
         stream_callback: StreamCallback | None = None,
         predictions: list[list[int]] | None = None,
@@ -191,11 +205,13 @@ class LLMEngine:
         up; they change the speed and not the output.
 
         `stream_callback` is called within `step` with a RequestOutput for each sequence's new
-        output. Raises ValueError, and submits nothing, for an invalid prompt.
+        output. Raises ValueError or TypeError, and submits nothing, for an invalid prompt.
         """
-        params = _one_for_each(prompt_or_tokens_list, sampling_params_list)
+        self._check_open()
+        prompts = prompts_of(prompt_or_tokens_list)
+        params = _one_for_each(prompts, sampling_params_list)
         expected = predictions or [[]] * len(params)
-        all_prompts = map(self._prompt_ids, prompt_or_tokens_list)
+        all_prompts = map(self._prompt_ids, prompts)
         prepared = [
             (prompt_ids, options, self._request(prompt_ids, options, prediction))
             for prompt_ids, options, prediction in zip(all_prompts, params, expected, strict=True)
@@ -231,6 +247,7 @@ class LLMEngine:
 
     def stats(self) -> CoreStats:
         """The engine cores' counters, summed. Raises RuntimeError while sequences are running."""
+        self._check_open()
         if self._running:
             raise RuntimeError("stats() needs an idle engine: finish or abort the running sequences first")
         self._links.send_to_all(GetStats())
@@ -260,6 +277,7 @@ class LLMEngine:
         return [f"{trace.directory}/{trace.file}" for result in results for trace in result.traces]
 
     def _profile(self, on: bool) -> list[ProfileResult]:
+        self._check_open()
         self._links.send_to_all(Profile(on))
         results: list[ProfileResult] = self._wait_for_all(ProfileResult, _PROFILE_DEADLINE_S)
         for result in results:
@@ -285,7 +303,9 @@ class LLMEngine:
         return self._supervisor.pids()
 
     def close(self) -> None:
-        """End the engine's processes. May be called twice."""
+        """End the engine's processes; later calls raise EngineDeadError. May be called twice."""
+        self._is_closed = True
+        self._running.clear()
         self._bars.close()
         if self._grammar_process is not None:
             self._grammar_process.close()
@@ -366,6 +386,7 @@ class LLMEngine:
 
         Raises EngineDeadError.
         """
+        self._check_open()
         rank, message = self._links.receive(_STEP_WAIT_S) or (0, None)
         if isinstance(message, CoreDead):
             raise EngineDeadError(message.reason)
@@ -386,6 +407,10 @@ class LLMEngine:
             if isinstance(message, TokenDeltas):
                 self._finished_early += self._process_deltas(message)
         raise EngineDeadError(f"an engine core sent no {kind.__name__} within {timeout_s:.0f} s")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineDeadError("this engine is closed: make another one")
 
     def _check_alive(self) -> None:
         try:
@@ -436,7 +461,7 @@ def _used_gpus(config: EngineConfig, capabilities: DeviceCapabilities) -> list[s
 
 
 def _one_for_each(
-    prompts: list[str] | list[list[int]], params: SamplingParams | list[SamplingParams]
+    prompts: list[Prompt], params: SamplingParams | list[SamplingParams]
 ) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)

@@ -131,6 +131,7 @@ class Supervisor:
         node: NodePlacement | None = None,
     ) -> None:
         """Open the ports of this node, and wait for all others. Raises StartError, ListenError."""
+        self._server_state = ServerState(config.observability.log_level)
         node = self._node = node or self._node
         placement = Placement(config.parallel, node.frontend_per_node)
         self._ports = NodePorts(placement, 0, node.address, config.parallel.port)

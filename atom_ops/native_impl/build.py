@@ -8,10 +8,10 @@ compiled again, so that no process loads half a library.
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 
 from atom.shared.utils import envs
+from atom.shared.utils.compiler import COMPILERS, find_compiler
+from atom.shared.utils.errors import disk_full
 from atom.shared.utils.file_lock import exclusive
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.trusted_path import REMEDY, distrusted
@@ -34,7 +36,6 @@ _FLAGS = (
 )
 DTYPES = ("float32", "bfloat16")
 """dtypes of the kernels' values; the kernels are compiled once for each."""
-_COMPILERS = ("c++", "g++", "clang++")
 _DEADLINE_S = 180.0
 
 
@@ -43,7 +44,7 @@ class BuildError(Exception):
 
 
 def library() -> ctypes.CDLL:
-    """The kernels. Raises BuildError, each time the same."""
+    """The kernels. Raises BuildError, each time the same; OSError when the disk of the cache is full."""
     found = _library()
     if isinstance(found, BuildError):
         raise found
@@ -57,8 +58,12 @@ def _library() -> ctypes.CDLL | BuildError:
     except BuildError as error:
         return error
     except compilers.CompilerError as error:
+        if disk_full(error):
+            raise OSError(errno.ENOSPC, f"the kernels cannot be compiled: {error}") from None
         return BuildError(str(error))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
+        if disk_full(error):
+            raise
         return BuildError(f"the kernels cannot be compiled: {error}")
 
 
@@ -87,12 +92,10 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _compiler() -> list[str]:
-    """The command of a C++ compiler: CXX, or one that is known."""
-    wanted = shlex.split(os.environ.get("CXX", ""))
-    for command in [wanted] if wanted else [[name] for name in _COMPILERS]:
-        if path := shutil.which(command[0]):
-            return [path, *command[1:]]
-    tried = wanted[0] if wanted else ", ".join(_COMPILERS)
+    """The command of a C++ compiler. Raises BuildError if there is none."""
+    if found := find_compiler():
+        return found
+    tried = os.environ.get("CXX") or ", ".join(COMPILERS)
     raise BuildError(f"no C++ compiler ({tried}): install one, such as g++")
 
 

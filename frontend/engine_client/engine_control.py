@@ -43,7 +43,7 @@ class EngineControl:
         self._stats: dict[EngineConnection, asyncio.Future[CoreStats]] = {}
         self._profiles: Queries[ProfileResult] = Queries()
         self._queries: Queries[Answer] = Queries()
-        self._log_level: LogLevel = "info"
+        self._log_level: LogLevel | None = None  # that of the configuration, which the engines start with
 
     async def stats(self, timeout_s: float) -> dict[int, CoreStats]:
         """The current counters of each rank whose core responds in time."""
@@ -106,8 +106,8 @@ class EngineControl:
         return [(rank, answer) for rank, answer in pairs if isinstance(answer, kind)]
 
     @property
-    def log_level(self) -> LogLevel:
-        """The level that the engines log from."""
+    def log_level(self) -> LogLevel | None:
+        """The level that the engines were told to log from; None: none."""
         return self._log_level
 
     @log_level.setter
@@ -122,7 +122,7 @@ class EngineControl:
 
     def connected(self, engine: EngineConnection) -> None:
         """The engine is ready."""
-        if self._log_level != "info":  # a new core starts with info
+        if self._log_level is not None:
             engine.link.send(SetLogLevel(self._log_level))
 
     def answered(self, engine: EngineConnection, answer: CoreStats | ProfileResult | Answer) -> None:

@@ -159,10 +159,7 @@ def test_a_sweep(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--base-url", "http://127.0.0.1:9"],
-            "the test request to http://127.0.0.1:9/v1/completions failed",
-        ),
+        (["--base-url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9: Connection refused"),
         (["--profile"], "/start_profile answered 404"),
         (["--endpoint", "/v1/models"], "--backend vllm needs an --endpoint"),
         (["--tokenizer", "/nowhere/at/all"], "no tokenizer in /nowhere/at/all"),

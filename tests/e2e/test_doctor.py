@@ -51,6 +51,6 @@ def test_a_host_that_cannot_serve_has_status_1() -> None:
 
 
 def test_a_bad_command_line_has_status_2() -> None:
-    for args in ((), ("docto",), ("doctor", "--server-port", "0"), ("doctor", "--jso")):
+    for args in ((), ("docto",), ("serve", "MODEL"), ("doctor", "--server-port", "0"), ("doctor", "--jso")):
         done = run(*args)
         assert done.returncode == 2 and "error: " in done.stderr and "Traceback" not in done.stderr

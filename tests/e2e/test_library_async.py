@@ -80,6 +80,8 @@ async def both_sequences(engine: AsyncLLMEngine) -> None:
 async def refusals(engine: AsyncLLMEngine) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         await read(engine, [])
+    with pytest.raises(TypeError, match="the prompt is neither"):
+        await read(engine, ["one", "two"])
     with pytest.raises(ValueError, match="maximum context length"):
         await read(engine, PROMPTS[0], SamplingParams(max_tokens=1024))
 

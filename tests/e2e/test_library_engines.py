@@ -1,11 +1,15 @@
-"""The library over two engines: the outputs of one, in the order of the prompts."""
+"""The library over one engine and two: its forms of prompts, and the outputs in the order of the prompts."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import atom
 from atom import LLMEngine, SamplingParams
+from atom.engine.errors import EngineDeadError
+from tests.helpers.random_server import write_checkpoint
 from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
 
 PROMPTS = [prompt_of(5 + number % 30, number) for number in range(60)]
@@ -24,8 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def engine(model: str, engines: int) -> LLMEngine:
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1}
+def engine(model: str, engines: int, **changes: Any) -> LLMEngine:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, **changes}
     return LLMEngine(model, data_parallel_size=engines, max_model_len=128, num_kv_blocks=64, **options)
 
 
@@ -49,3 +53,31 @@ def test_two_engines_generate_what_one_generates(model: str) -> None:
         both.step()
         both.abort(ids)
         assert both.is_finished() and ids_of(both.generate(PROMPTS[:3], PARAMS[:3])) == expected[:6]
+
+
+def test_one_prompt_a_conversation_and_the_end(tmp_path: Path) -> None:
+    checkpoint = str(write_checkpoint(tmp_path / "model"))
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with engine(checkpoint, 1, load_dummy=True) as made:
+        (one,) = made.generate("hello world", params)
+        (listed,) = made.generate(["hello world"], params)
+        assert made.tokenizer is not None
+        (by_ids,) = made.generate(made.tokenizer.encode("hello world"), params)
+        assert one["token_ids"] == listed["token_ids"] == by_ids["token_ids"]
+        messages = [{"role": "user", "content": "hello"}]
+        (reply,) = made.chat(messages, params)
+        (same,) = made.generate(made.chat_prompt(messages), params)
+        assert reply["token_ids"] == same["token_ids"]
+        assert ids_of(made.chat([messages] * 2, params)) == [reply["token_ids"]] * 2
+        with pytest.raises(TypeError, match="prompt 0 is neither"):
+            made.generate([{"prompt": "hello"}], params)  # type: ignore[list-item]
+        made.add_request("hello", params)
+    made.close()
+    for use in (made.step, made.stats, functools.partial(made.generate, "hello")):
+        with pytest.raises(EngineDeadError, match="closed"):
+            use()
+
+
+def test_public_names() -> None:
+    assert dir(atom) == sorted([*atom.__all__, "__version__"])
+    assert all(hasattr(atom, name) for name in dir(atom))

@@ -98,3 +98,12 @@ def test_errors_are_one_line(model: Path, tmp_path: Path) -> None:
 def test_json_alone_is_refused(model: Path) -> None:
     done = run("--json", "--model", str(model))
     assert (done.returncode, done.stderr) == (ExitStatus.USAGE, "error: --json needs --plan\n")
+
+
+def test_a_cache_beyond_memory_is_refused_by_plan_and_by_a_start(model: Path) -> None:
+    args = (*ARGS, "--model", str(model), "--kv-cache-memory-bytes", "900T")
+    plan, start = run("--plan", *args), run("--host", "127.0.0.1", "--server-port", "0", *args)
+    assert plan.returncode == start.returncode == ExitStatus.RESOURCES
+    for text in (plan.stdout, start.stderr.splitlines()[-1]):
+        assert "the KV cache takes 921,600.0 GiB on rank 0, and the weights leave" in text
+        assert "lower --kv-cache-memory-bytes" in text

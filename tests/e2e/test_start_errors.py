@@ -184,7 +184,7 @@ def test_errors_of_variables_and_files(good: Path, tmp_path: Path) -> None:
 def test_too_little_memory_for_a_process(good: Path, kilobytes: int) -> None:
     limit = kilobytes * 1024
     error = failure(
-        *("--model", str(good), *ARGS, "--kv-cache-memory-bytes", str(10**12)),
+        *("--model", str(good), *ARGS, "--kv-cache-memory-bytes", "3G"),
         status=ExitStatus.RESOURCES,
         prepare=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )

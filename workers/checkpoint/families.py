@@ -48,7 +48,7 @@ def check_supported(architecture: str, model_type: str | None, own_code: bool = 
                 f'is the same model, add --hf-overrides \'{{"model_type": "{family}"}}\''
             )
     code = "; the checkpoint's own code (auto_map) is never run" if own_code else ""
-    listed = ", ".join(sorted(name for names in supported.values() for name in names))
+    listed = ", ".join(sorted({name for names in supported.values() for name in names}))
     raise ValueError(f"architecture {architecture} is not supported{code}; supported are: {listed}")
 
 

@@ -22,13 +22,14 @@ from atom.shared.config.fields import json_object
 from atom.shared.config.model import ModelConfig
 from atom.shared.messages.launch import PrepareLaunch
 from atom.shared.utils import envs
-from atom.shared.utils.errors import one_line, out_of_memory
+from atom.shared.utils.errors import disk_full, one_line, out_of_memory
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.file_lock import exclusive
 from atom.shared.utils.process import read_launch
 from atom.shared.utils.trusted_path import REMEDY, distrusted
 from workers.checkpoint.checkpoint_files import check_weights
 from workers.checkpoint.families import check_supported
+from workers.checkpoint.gguf_size import check_gguf_size
 from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import read_directory
 from workers.checkpoint.hub import Accept, HubError, UnreachableError, fetch, is_hub_name
@@ -41,7 +42,7 @@ _CONVERSION_DEADLINE_S = 3600.0
 _PROGRESS_LINGER_MS = 1000
 
 # Errors of the host, not of the checkpoint: a later start may succeed.
-_HOST_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS)
+_HOST_ERRORS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS)
 
 # (phase, done, total)
 Report = Callable[[str, int, int], None]
@@ -59,7 +60,8 @@ def main() -> None:
     except Exception as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
-        unusable = _unusable_cache(error, Path(launch.cache_dir))
+        cache_dir = Path(launch.cache_dir)
+        unusable = _full_disk(error, launch.config, cache_dir) or _unusable_cache(error, cache_dir)
         status = ExitStatus.RESOURCES if unusable else _status(error)
         result = {"error": unusable or _reason(launch.config.model, error)}
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
@@ -122,6 +124,7 @@ def converted_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
         raise ValueError(f"{path.name} is converted into {parent}, but {problem}: {REMEDY}")
     if final.exists():
         return final
+    check_gguf_size(path)
     waiting = f"Waiting for another start to convert {path.name}"
     with exclusive(parent / f"{name}.lock", _CONVERSION_DEADLINE_S, lambda: report(waiting, 0, 1)):
         if not final.exists():
@@ -189,9 +192,22 @@ def _reason(model: str, error: Exception) -> str:
     return f"cannot prepare {model}: {out_of_memory(error) or one_line(error)}"
 
 
+def _full_disk(error: Exception, config: ModelConfig, cache_dir: Path) -> str:
+    """One line for a lack of disk space, with what is written where; else empty."""
+    if not disk_full(error):
+        return ""
+    file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+    is_local = Path(config.model).expanduser().exists()
+    hub = "" if is_local else "; downloads are moved by --download-dir or HF_HOME"
+    return (
+        f"cannot prepare {config.model}: no space is left on the disk{file}: free some, or set "
+        f"ATOM_CACHE_DIR ({cache_dir}) to a directory on another one{hub}"
+    )
+
+
 def _unusable_cache(error: Exception, cache_dir: Path) -> str:
     """One line for an error in creating the cache directory, also where HOME is unusable; else empty."""
-    if not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT) or not error.filename:
+    if not isinstance(error, OSError) or not error.filename:
         return ""
     path = Path(error.filename)
     if path == Path("/") or not (cache_dir.is_relative_to(path) or path.is_relative_to(cache_dir)):
@@ -203,8 +219,6 @@ def _unusable_cache(error: Exception, cache_dir: Path) -> str:
 
 
 def _remedy(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ": free some space, or choose another directory with --download-dir or ATOM_CACHE_DIR"
     if error.errno in (errno.EACCES, errno.EPERM):
         return ": give this user permission to read it"
     return ""

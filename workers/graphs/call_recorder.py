@@ -160,7 +160,7 @@ class _NoReads(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _READS:
-            raise NotRecordableError(f"Tensor.{name} reads values")
+            raise NotRecordableError(f"the model reads values of each step in Python (Tensor.{name})")
         return func(*args, **(kwargs or {}))
 
 

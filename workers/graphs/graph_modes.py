@@ -97,7 +97,11 @@ def capture_graphs(
             if each is not None:
                 each.capture(one_more)
     except NotRecordableError as error:
-        get_logger().info("decode steps are not recorded: %s", error)
+        get_logger().info(
+            "decode steps are not recorded: %s; Python runs their operators one by one, which changes no "
+            "output, and takes longer for a small model",
+            error,
+        )
         progress(total, total)
         return Graphs()
     return graphs

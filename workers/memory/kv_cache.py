@@ -149,14 +149,20 @@ def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int, use
     return left
 
 
-def available_memory() -> int:
+def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process can still allocate: of the host, or of its control group's limit."""
     available = _meminfo("MemAvailable")
-    group = Path("/sys/fs/cgroup")
     limit = _read(group / "memory.max")
     if limit.isdigit():
-        available = min(available, int(limit) - int(_read(group / "memory.current")))
+        used = int(_read(group / "memory.current")) - _cached_files(group / "memory.stat")
+        available = min(available, int(limit) - used)
     return max(available, 0)
+
+
+def _cached_files(stat: Path) -> int:
+    """Bytes of the page cache, which the group counts and frees before it runs out of memory."""
+    fields = dict(line.split() for line in _read(stat).splitlines())
+    return sum(int(fields.get(name, 0)) for name in ("active_file", "inactive_file"))
 
 
 def _meminfo(field: str) -> int:

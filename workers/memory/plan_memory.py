@@ -17,7 +17,7 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.plan import LayoutPlan, PlanLaunch, PlanResult, RankPlan
 from atom.shared.utils import envs
-from atom.shared.utils.errors import one_line
+from atom.shared.utils.errors import disk_full_line, one_line
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.process import read_launch
 from atom_ops import backend
@@ -44,8 +44,10 @@ def main() -> None:
     except Exception as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
+        full = disk_full_line(error, envs.ATOM_CACHE_DIR)
         status = ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.FAILURE
-        result = PlanResult(error=one_line(error, ValueError))
+        status = ExitStatus.RESOURCES if full else status
+        result = PlanResult(error=full or one_line(error, ValueError))
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     sys.exit(status)
 

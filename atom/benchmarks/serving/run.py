@@ -2,8 +2,10 @@
 
 import argparse
 import random
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -25,7 +27,9 @@ from atom.benchmarks.serving.tokenizer import (
     vocabulary_size,
 )
 
-__all__ = ["Run", "benchmark", "count_tokens", "request_inputs", "server_url", "text_source"]
+__all__ = ["Run", "benchmark", "check_server", "count_tokens", "request_inputs", "server_url", "text_source"]
+
+_CONNECT_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,23 @@ def server_url(args: argparse.Namespace) -> str:
     """The base URL, without a slash at the end."""
     host = f"[{args.host}]" if ":" in args.host else args.host
     return (args.base_url or f"http://{host}:{args.port}").rstrip("/")
+
+
+def check_server(url: str) -> None:
+    """Raise BenchmarkError unless something accepts connections at `url`; nothing is sent."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        if not parts.hostname or parts.scheme not in ("http", "https"):
+            raise ValueError("give it as http://HOST:PORT")
+        socket.create_connection((parts.hostname, port), _CONNECT_DEADLINE_S).close()
+    except ValueError as error:
+        raise BenchmarkError(f"--base-url {url}: {error}") from None
+    except OSError as error:
+        raise BenchmarkError(
+            f"no server answers at {url}: {error.strerror or error}; start it first, or set --host, --port "
+            "or --base-url"
+        ) from None
 
 
 def request_inputs(args: argparse.Namespace, samples: Sequence[SampleRequest]) -> list[RequestFuncInput]:

@@ -31,7 +31,7 @@ from atom.shared.config.cli import (
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.engine import CoreStats
 from atom.shared.utils.exit_status import ExitStatus
-from atom.shared.utils.logger import setup_logging
+from atom.shared.utils.logger import set_log_level, setup_logging
 from atom.supervisor import StartError
 from frontend.errors import EngineLostError, OverloadedError, RequestError, UnavailableError
 
@@ -66,6 +66,7 @@ class AtomWorker(LLMEngine):
         """The worker and its place in Dynamo, by the command line and the environment."""
         args = with_environment(_parser().parse_args(argv))
         config = engine_config_from(args)
+        set_log_level(config.observability.log_level)
         place = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, *_ in _FLAGS}
         names = config.model.names
         worker = cls(config, set(explicit_fields(args)))

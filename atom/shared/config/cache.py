@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from atom.shared.config.fields import OBJECT
+from atom.shared.config.fields import OBJECT, bytes_from
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     """Reuse the cached KV blocks of a common prompt prefix; off for models with recurrent layers."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Fraction of a GPU's memory for weights, activations and KV cache of this server together."""
-    kv_cache_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
-    """KV cache of each worker in bytes. If unset: what a GPU has left, up to 4 GiB on a CPU."""
+    """Fraction of a GPU's memory that this server uses: weights, activations and KV cache."""
+    kv_cache_memory_bytes: Annotated[int, bytes_from(1)] | None = None
+    """KV cache of each worker in bytes, or as 4G. If unset: what a GPU has left, on a CPU 4 GiB at most."""
     num_kv_blocks: Annotated[int, Meta(ge=1)] | None = None
     """Exact number of KV blocks; overrides the other memory settings."""
     kv_events_config: Annotated[str, OBJECT] | None = None

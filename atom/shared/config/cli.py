@@ -6,22 +6,23 @@ defaults, so that a setting without effect can be reported.
 """
 
 import argparse
-import difflib
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.fields import NAMES, ConfigError, Field, fields_of, names_text
 from atom.shared.config.launchers import launcher_settings
 from atom.shared.config.nodes import NodesConfig
 from atom.shared.config.not_yet import REFUSED, refusal
+from atom.shared.config.other_engines import OtherFlag, Takes, other_flags, setting_advice
+from atom.shared.config.parser import SHELLS, CommandLineParser, PrintCompletion, complete_paths
 from atom.shared.config.server import ServerConfig
 from atom.shared.config.sources import CONFIG_VARIABLE, environment_values, file_values, variable_of
 
 __all__ = [
+    "COMMON_FLAGS",
     "CommandLineParser",
     "ConfigError",
     "add_engine_args",
@@ -33,8 +34,10 @@ __all__ = [
     "engine_config_from_kwargs",
     "explicit_fields",
     "nodes_config_from",
+    "notes_of",
     "server_config_from",
     "with_environment",
+    "with_http_port",
     "with_launcher",
     "with_sources",
 ]
@@ -47,9 +50,16 @@ _SHORT_NAMES = {
     "data_parallel_size": ["-dp", "--dp"],
 }
 _EXPLICIT = "_explicit_fields"
-_BAD_COMMAND_LINE = 2
-_SHELLS = ("bash", "zsh", "tcsh")
-# Fields that a shell completes as paths, and the completion function of each shell.
+_NOTES = "_notes"
+_ARGUMENT = "_model_argument"
+COMMON_FLAGS = (
+    *("--model", "--served-model-name", "--host", "--server-port", "--api-key", "--device", "--dtype"),
+    *("--tensor-parallel-size", "--data-parallel-size", "--max-model-len", "--max-num-seqs"),
+    *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--kv-cache-dtype"),
+    *("--chat-template", "--log-level", "--plan", "--config"),
+)
+"""What `atom-launch --help` shows first."""
+# Fields that a shell completes as paths.
 _PATHS = frozenset(
     {
         "model",
@@ -64,61 +74,6 @@ _PATHS = frozenset(
         "cluster_secret_file",
     }
 )
-_COMPLETE_PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-
-
-class CommandLineParser(argparse.ArgumentParser):
-    """Prints errors on one line with exit status 2, and has `--help TOPIC`."""
-
-    def __init__(self, **options: Any):
-        super().__init__(allow_abbrev=False, add_help=False, **options)
-        self.add_argument(
-            "-h",
-            "--help",
-            action=_Help,
-            nargs="?",
-            metavar="TOPIC",
-            help="Show all flags, those of a group, or those that mention a word.",
-        )
-
-    def format_topic(self, topic: str) -> str:
-        """Help on the group `topic`, or else on the flags that mention the word; empty if there are none."""
-        word = topic.lstrip("-").replace("_", "-").lower()
-        named = word in self.groups()
-        formatter = self._get_formatter()
-        for group in self._action_groups:
-            actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-            formatter.start_section(group.title)
-            formatter.add_arguments(
-                action for action in actions if (group.title == word if named else _mentions(action, word))
-            )
-            formatter.end_section()
-        return formatter.format_help()
-
-    def groups(self) -> list[str]:
-        """Titles of the groups that have flags."""
-        return [group.title or "" for group in self._action_groups if group._group_actions]
-
-    def error(self, message: str) -> NoReturn:
-        """Print `error: …` and exit."""
-        self.exit(_BAD_COMMAND_LINE, f"error: {message.removeprefix('argument ')}\n")
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        """As argparse; the error for an unknown flag names the nearest known one."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(self._unknown(unknown[0]))
-        return parsed
-
-    def _unknown(self, argument: str) -> str:
-        name = argument.partition("=")[0].replace("_", "-")
-        if not name.startswith("-"):
-            return f"unexpected argument {argument!r}: all settings are flags, see --help"
-        flags = [flag for action in self._actions for flag in action.option_strings if "_" not in flag]
-        near = difflib.get_close_matches(name, flags, n=1)
-        return f"unknown flag {argument}: " + (f"did you mean {near[0]}?" if near else "see --help")
 
 
 def add_engine_args(parser: argparse.ArgumentParser) -> None:
@@ -141,11 +96,18 @@ def add_nodes_args(parser: argparse.ArgumentParser) -> None:
 
 
 def add_program_args(parser: argparse.ArgumentParser) -> None:
-    """Add --config, --plan, --json and --print-completion."""
+    """Add the model without a flag, --config, --plan, --json, --print-completion and other engines' flags.
+
+    To be called last: a flag that the parser has already is not another engine's.
+    """
+    model = parser.add_argument(
+        "model", nargs="?", action=_Model, default=argparse.SUPPRESS, metavar="MODEL", help=argparse.SUPPRESS
+    )
+    complete_paths(model)
     config = parser.add_argument(
         "--config", metavar="FILE", help=f"YAML file with one key per flag. [env: {CONFIG_VARIABLE}]"
     )
-    _complete_paths(config)
+    complete_paths(config)
     parser.add_argument(
         "--plan",
         nargs="?",
@@ -157,10 +119,31 @@ def add_program_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="With --plan: print JSON.")
     parser.add_argument(
         "--print-completion",
-        action=_PrintCompletion,
-        choices=_SHELLS,
+        action=PrintCompletion,
+        choices=SHELLS,
         help="Print a completion script for this shell and exit.",
     )
+    _add_other_flags(parser)
+
+
+def _add_other_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of other engines, with dashes and underscores; --help does not show them."""
+    known = parser._option_string_actions
+    for name, (engine, flag) in other_flags().items():
+        spellings = {name, "--" + name[2:].replace("-", "_")} if name.startswith("--") else {name}
+        if new := sorted(spellings - known.keys()):
+            nargs = {None: "?", Takes.NOTHING: 0, Takes.A_VALUE: None}[flag.accepted]
+            dest = "_other" + name.replace("-", "_")
+            parser.add_argument(
+                *new,
+                dest=dest,
+                action=_Other,
+                engine=engine,
+                flag=flag,
+                nargs=nargs,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
 
 
 def all_fields() -> list[Field]:
@@ -193,6 +176,25 @@ def with_launcher(
         places = {field.name for field in fields_of(NodesConfig)}
         found = {name: value for name, value in found.items() if name not in places}
     return _filled(namespace, found)
+
+
+def with_http_port(namespace: argparse.Namespace) -> argparse.Namespace:
+    """The namespace, with --port as the HTTP port on one node where no --server-port is given.
+
+    Other engines' scripts mean the HTTP port, and on one node there are no other ports.
+    """
+    given = explicit_fields(namespace)
+    if "port" not in given or "server_port" in given or namespace.nnodes > 1:
+        return namespace
+    notes = [*notes_of(namespace), f"--port {namespace.port} is the HTTP port here, as is --server-port"]
+    values = {"server_port": namespace.port, "port": None, _NOTES: notes}
+    values[_EXPLICIT] = given - {"port"} | {"server_port"}
+    return argparse.Namespace(**{**vars(namespace), **values})
+
+
+def notes_of(namespace: argparse.Namespace) -> list[str]:
+    """Log lines about accepted flags that mean something else or nothing here."""
+    return list(getattr(namespace, _NOTES, ()))
 
 
 def with_environment(
@@ -232,7 +234,8 @@ def engine_config_from_kwargs(**options: Any) -> EngineConfig:
         if name in REFUSED and (reason := refusal(name, value)):
             raise ConfigError(f"{name}={value!r}: {reason}")
         if name not in known and name not in REFUSED:
-            raise TypeError(f"unknown setting {name!r}; known settings: {', '.join(sorted(known))}")
+            advice = setting_advice(name) or f"known settings: {', '.join(sorted(known))}"
+            raise TypeError(f"unknown setting {name!r}; {advice}")
     return _engine_config(options)
 
 
@@ -258,6 +261,8 @@ class _Store(argparse.Action):
     """Stores a value and records that the user set it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if self.dest == "model" and hasattr(namespace, _ARGUMENT):  # of several --model the last holds
+            raise argparse.ArgumentError(None, _two_models(namespace.model, values))
         _note_explicit(namespace, self.dest)
         setattr(namespace, self.dest, values)
 
@@ -292,34 +297,35 @@ class _Refuse(argparse.Action):
             raise argparse.ArgumentError(None, f"{option_string}: {reason}")
 
 
-class _Help(argparse.Action):
-    """`--help`, `--help GROUP` and `--help WORD`."""
+class _Model(argparse.Action):
+    """The model without a flag, as other servers take it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        text = parser.format_help() if values is None else parser.format_topic(values)
-        if not text:
-            groups = ", ".join(parser.groups())
-            parser.error(f"--help {values}: no flag mentions it; the groups are {groups}")
-        print(text, end="")
-        parser.exit()
+        if self.dest in explicit_fields(namespace):
+            raise argparse.ArgumentError(None, _two_models(namespace.model, values))
+        _note_explicit(namespace, self.dest)
+        namespace.model = vars(namespace)[_ARGUMENT] = values
 
 
-class _PrintCompletion(argparse.Action):
+class _Other(argparse.Action):
+    """A flag of another engine: refused with what to use, or noted as without effect."""
+
+    def __init__(self, *args: Any, engine: str, flag: OtherFlag, **options: Any):
+        super().__init__(*args, **options)
+        self._engine = engine
+        self._flag = flag
+
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        import shtab
-
-        print(shtab.complete(parser, values))
-        parser.exit()
-
-
-def _mentions(action: argparse.Action, word: str) -> bool:
-    """Whether a word in the names or the help of a flag starts with `word`."""
-    text = " ".join([*action.option_strings, action.help or ""]).lower()
-    return re.search(r"(?<![a-z0-9])" + re.escape(word), text) is not None
+        flag = self._flag
+        given = " ".join([option_string or "", *([values] if isinstance(values, str) else [])])
+        if flag.accepted is None or (flag.values and values not in flag.values):
+            raise argparse.ArgumentError(None, f"{given} is a flag of {self._engine}: {flag.advice}")
+        notes = vars(namespace).setdefault(_NOTES, [])
+        notes.append(f"{given} has no effect, it is a flag of {self._engine}: {flag.advice}")
 
 
-def _complete_paths(action: argparse.Action) -> None:
-    action.complete = _COMPLETE_PATHS  # type: ignore[attr-defined]
+def _two_models(first: str, second: str) -> str:
+    return f"two models are given, {first!r} and {second!r}: name one"
 
 
 def _note_explicit(namespace: argparse.Namespace, name: str) -> None:
@@ -367,7 +373,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field, flags: list[str], he
         help=help_text,
     )
     if field.name in _PATHS:
-        _complete_paths(action)
+        complete_paths(action)
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}

@@ -14,6 +14,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from functools import cache
 from itertools import pairwise
 from textwrap import dedent
@@ -33,6 +34,13 @@ OBJECT = Meta(extra={"holds": "a JSON object"})
 NAMES = Meta(extra={"holds": "names"})
 """Marks names separated by commas; a list of them, also as JSON, is accepted."""
 
+_BYTES = {"holds": "bytes"}
+
+
+def bytes_from(least: int) -> Meta:
+    """Marks a size in bytes of at least `least`, which may have a unit: see `size_in_bytes`."""
+    return Meta(ge=least, extra=_BYTES)
+
 
 @dataclass(frozen=True)
 class Field:
@@ -46,10 +54,17 @@ class Field:
     choices: tuple[str, ...]
     limits: Meta
 
+    @property
+    def is_size(self) -> bool:
+        """Whether it is a size in bytes."""
+        return self.limits.extra == _BYTES
+
     def parse(self, text: str) -> Any:
         """The value of `text` from a command line or a variable. Raises ConfigError."""
         if self.kind is bool:
             return parse_switch(text)
+        if self.is_size:
+            return self.check(text)
         try:
             value = self.kind(text)
         except ValueError:
@@ -68,6 +83,8 @@ class Field:
             return object_text(value)
         if self.limits == NAMES:
             return names_text(value)
+        if self.is_size and isinstance(value, str):
+            value = size_in_bytes(value)
         if type(value) is not self.kind:
             raise ConfigError(f"{value!r} is not {_KIND_NAMES[self.kind]}")
         if self.choices and value not in self.choices:
@@ -88,6 +105,22 @@ class Field:
             fits, words = _FURTHER_RULES[self.name]
             if not fits(value):
                 raise ConfigError(f"{value} is invalid: it must be {words}")
+
+
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?b?)", re.IGNORECASE | re.ASCII)
+_POWERS = " kmgt"
+
+
+def size_in_bytes(text: str) -> int:
+    """The bytes of a size such as 4G, 512M, 1.5GiB, 2GB or 1048576, at most one part of a byte less.
+
+    K, M, G and T count by 1024, as KiB does; KB, MB, GB and TB by 1000. Raises ConfigError.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or ("." in found[1] and not found[2]) or (found[3].lower() == "i" and not found[2]):
+        raise ConfigError(f"{text!r:.40} is not a size in bytes, such as 4G, 512M, 1.5GiB or 1048576")
+    base = 1000 if found[3].lower() == "b" else 1024
+    return int(Decimal(found[1]) * base ** _POWERS.index(found[2].lower() or " "))
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class ParallelConfig:
     nnodes: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Number of nodes that the workers are spread over: one `atom-launch` on each, with its --node-rank."""
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
-    """First internal TCP port of this node; free ones if unset. HTTP has --server-port."""
+    """First internal TCP port of this node; free ones if unset. Alone on one node it is the HTTP port."""
 
     @property
     def num_workers(self) -> int:

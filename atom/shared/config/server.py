@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from atom.shared.config.fields import NAMES
+from atom.shared.config.fields import NAMES, OBJECT, bytes_from
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,9 @@ class ServerConfig:
     """Number of HTTP processes that share the port."""
     default_max_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Default of a request's max_tokens. If unset: min(8192, what fits) for chat, 256 for completions."""
+    override_generation_config: Annotated[str, OBJECT] | None = None
+    """JSON object: how requests sample that do not say it, over generation_config.json's values, as
+    '{"temperature": 0.2}'; also top_p, top_k, min_p, repetition_penalty."""
     lenient_fields: bool = False
     """Accept unsupported request fields and list them as `warnings` in the response."""
     allow_control_tokens_in_content: bool = False
@@ -48,11 +51,11 @@ class ServerConfig:
     """Unix socket of the administration instead, which only the server's user can open."""
     max_queued_requests: Annotated[int, Meta(ge=0)] = 1024
     """Most waiting requests; further ones get status 429 with Retry-After."""
-    max_body_bytes: Annotated[int, Meta(ge=1024)] | None = None
+    max_body_bytes: Annotated[int, bytes_from(1024)] | None = None
     """Largest request body. If unset: 8 MiB, or 16 bytes per token of the context length if that is more."""
     disable_status_page: bool = False
     """Do not serve the status page at / and its data at /status."""
-    max_stored_response_bytes: Annotated[int, Meta(ge=0)] = 64 << 20
+    max_stored_response_bytes: Annotated[int, bytes_from(0)] = 64 << 20
     """Memory for responses that `previous_response_id` may name; 0 keeps none."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """Jinja chat template file that replaces the checkpoint's."""

@@ -14,6 +14,7 @@ import yaml
 
 from atom.shared.config.fields import ConfigError, Field, parse_switch
 from atom.shared.config.not_yet import REFUSED, refusal
+from atom.shared.config.other_engines import setting_advice
 from atom.shared.utils.envs import VARIABLES
 
 CONFIG_VARIABLE = "ATOM_CONFIG"
@@ -73,7 +74,8 @@ def file_values(path: str, fields: Iterable[Field]) -> dict[str, Any]:
         if name in REFUSED:
             _check_refused(where, name, value)
         elif name not in by_name:
-            raise ConfigError(f"{where} is not a setting: {_nearest(name, by_name, 'see --help')}")
+            advice = setting_advice(name) or _nearest(name, by_name, "see --help")
+            raise ConfigError(f"{where} is not a setting: {advice}")
         else:
             values[name] = _checked(by_name[name], value, where)
     return values

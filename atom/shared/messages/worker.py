@@ -150,6 +150,8 @@ class Loaded(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
     kv_specs: list[KVSpec]
     kv_bytes: int
     weight_bytes: int
+    kv_room: int = -1
+    """Bytes that the KV cache may take at most on this rank; -1: the device refuses what is too much."""
 
 
 class WorkerReady(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False):

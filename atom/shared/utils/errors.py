@@ -31,6 +31,31 @@ _MEMORY_MESSAGES = (
 )
 
 
+# Libraries in other languages report a full disk by types and texts of their own.
+_DISK_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
+_DISK_MESSAGES = ("no space left on device", "disk quota exceeded")
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether the error, or an error that caused it, is a lack of disk space."""
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number in _DISK_NUMBERS or any(words in str(cause).lower() for words in _DISK_MESSAGES):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def disk_full_line(error: BaseException, cache_dir: str) -> str:
+    """One line with the remedy if the error is a lack of disk space, else empty."""
+    if not disk_full(error):
+        return ""
+    file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+    text = f"{error.strerror}{file}" if isinstance(error, OSError) and error.strerror else one_line(error)
+    return f"{text}: free some, or set ATOM_CACHE_DIR ({cache_dir}) to a directory on another disk"
+
+
 def out_of_memory(error: BaseException) -> str:
     """One line if the error, or an error that caused it, is a lack of memory; else empty."""
     cause: BaseException | None = error

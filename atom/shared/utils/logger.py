@@ -10,8 +10,11 @@ _VERBOSE = (
 )
 
 
-def setup_logging(process_label: str) -> logging.Logger:
-    """Configure and return the root of ATOM's loggers; ATOM_LOG_MORE=1 adds process id, file and line."""
+def setup_logging(process_label: str, level: str = "info") -> logging.Logger:
+    """Configure and return the root of ATOM's loggers, from `level` on (debug, info, warning or error).
+
+    ATOM_LOG_MORE=1 adds process id, file and line.
+    """
     from atom.shared.utils import envs
 
     handler = logging.StreamHandler(sys.stderr)
@@ -24,7 +27,7 @@ def setup_logging(process_label: str) -> logging.Logger:
     )
     logger = logging.getLogger("atom")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level.upper())
     logger.propagate = False
     return logger
 

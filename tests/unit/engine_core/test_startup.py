@@ -102,3 +102,14 @@ def test_states_are_as_many_as_requests() -> None:
     assert plan_cache(config(), 64, richer).num_blocks == [9, 4]
     with pytest.raises(StartupError, match="500 bytes for the KV cache, and one block takes 1700"):
         plan_cache(config(), 64, [Loaded(0, [FULL, state], 500, 7)])
+
+
+def test_a_cache_beyond_memory_is_refused() -> None:
+    loaded = [Loaded(0, [FULL], 5000, 7, 5000), Loaded(1, [FULL], 5000, 7, 4000)]
+    with pytest.raises(StartupError, match="takes 4.9 KiB on rank 1, and .* leave 3.9 KiB: lower"):
+        plan_cache(config(), 64, loaded)
+    with pytest.raises(StartupError, match="--num-kv-blocks"):
+        plan_cache(config(num_kv_blocks=9), 64, [Loaded(0, [FULL], 5000, 7, 5000)])
+    # The blocks that an engine had before its restart, and a device that refuses too much itself.
+    assert plan_cache(config(), 64, loaded, [5]).num_blocks == [5]
+    assert plan_cache(config(), 64, [Loaded(0, [FULL], 5000, 7)]).num_blocks == [5]

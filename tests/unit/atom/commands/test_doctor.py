@@ -11,14 +11,15 @@ import pytest
 
 from atom.commands import doctor, host
 from atom.commands.doctor_report import report_text
-from atom.commands.host import Cpu, Host, Package
+from atom.commands.host import Cache, Cpu, Host, Package
 from atom.shared.messages.doctor import Devices, Gpu, Library, LibraryLaunch
 from tests.helpers.fake_hub import FakeHub
 
 GIB = 1 << 30
 CPU = Cpu("A CPU", 8, ["AVX2"], 64 * GIB, 32 * GIB, None, None)
 PACKAGES = [Package("torch", "2.11.0", ">=2.11", True), Package("triton", "", "", True)]
-HOST = Host(CPU, "", [], PACKAGES, (1024, 4096), GIB, 8000, True)
+CACHE = Cache("/home/me/.cache/atom", 20 * GIB)
+HOST = Host(CPU, "", [], PACKAGES, (1024, 4096), GIB, 8000, True, compiler="/usr/bin/c++ (13.2)", cache=CACHE)
 DEVICES = Devices("", "2.11.0 (CPU)", [], "", ["bfloat16", "float32"], {"cpu": "every other op: torch"})
 
 NVIDIA = """\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m
@@ -131,7 +132,28 @@ def changed(value: Any, **fields: Any) -> Any:
 def test_a_good_host_has_neither_problems_nor_warnings() -> None:
     good = report()
     assert good.can_serve and not good.warnings
-    assert "a model can be served on the CPU" in report_text(good)
+    text = report_text(good)
+    assert "a model can be served on the CPU" in text
+    assert (
+        "compiler   /usr/bin/c++ (13.2)" in text and "cache      /home/me/.cache/atom, 20.0 GiB free" in text
+    )
+
+
+def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
+    found = host.find_cache(tmp_path / "not" / "yet")
+    assert not found.problem and found.free_bytes > 0 and list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    bad = host.find_cache(tmp_path / "file")
+    assert bad.problem == f"cannot write to {tmp_path / 'file'}: Not a directory"
+    (line,) = doctor._unusable_directories(bad)
+    assert line == f"{bad.problem}: set ATOM_CACHE_DIR to a writable directory"
+
+
+def test_the_compiler_is_the_one_that_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    assert host._compiler() == ""
+    monkeypatch.setenv("CXX", "sh -c")
+    assert host._compiler().startswith("/") and " -c" in host._compiler()
 
 
 @pytest.mark.parametrize(
@@ -165,6 +187,8 @@ def test_problems_say_what_to_do(found: Host, devices: Devices, text: str) -> No
         (changed(HOST, driver="NVIDIA 580"), DEVICES, "but torch finds no GPU"),
         (changed(HOST, port_is_free=False), DEVICES, "port 8000 is in use"),
         (changed(HOST, cpu=changed(CPU, available_bytes=5 << 20)), DEVICES, "only 5 MiB of memory"),
+        (changed(HOST, compiler=""), DEVICES, "there is no C++ compiler"),
+        (changed(HOST, cache=changed(CACHE, free_bytes=9 << 20)), DEVICES, "only 9 MiB are free in /home"),
         (HOST, changed(DEVICES, dtypes=["float32"]), "no 16-bit arithmetic"),
         (
             changed(HOST, shared_memory_bytes=64 << 20),

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from atom.commands import plan as planning
-from atom.commands.plan_report import plan_text, size_text
+from atom.commands.plan_report import plan_text
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.device import DeviceConfig
@@ -18,6 +18,7 @@ from atom.shared.config.resolve import DeviceCapabilities
 from atom.shared.config.scheduler import SchedulerConfig
 from atom.shared.messages.plan import LayoutPlan, PlanResult, RankPlan
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom.shared.utils.sizes import size_text
 
 GIB = 1 << 30
 BLOCK = 16

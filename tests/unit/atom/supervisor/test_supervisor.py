@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import zmq
 
+from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.model import ModelConfig
+from atom.shared.config.observability import ObservabilityConfig
 from atom.shared.config.parallel import ParallelConfig
 from atom.shared.config.reliability import ReliabilityConfig
 from atom.shared.messages.admin import ServerState
@@ -349,3 +351,9 @@ def test_an_engine_that_does_not_stop_is_killed_and_named(
     supervisor.close()
     assert process.returncode == -9
     assert [record.message for record in caplog.records] == ["not ended within 0 s, and killed: core"]
+
+
+def test_the_configured_log_level_is_what_frontends_start_with(supervisor: Supervisor) -> None:
+    config = EngineConfig(observability=ObservabilityConfig(log_level="warning"))
+    supervisor.gather_nodes(config, Checkpoint("/m", "LlamaForCausalLM", "llama", {}, "float32", 9, 9))
+    assert supervisor.engine_state.state == ServerState("warning")

@@ -320,6 +320,15 @@ def test_what_cannot_be_built_runs_on_torch_and_is_said(
     assert line.startswith("ops run without kernels in C++: ")
 
 
+def test_a_full_disk_is_no_compiler_that_fails(
+    built_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "echo 'kernels.cpp:300: fatal error: error writing to x.s: No space left on device' >&2; exit 1"
+    monkeypatch.setenv("CXX", failing(tmp_path / "compiler", text))
+    with pytest.raises(OSError, match="cannot be compiled: .*No space left on device"):
+        build.library()
+
+
 def test_a_library_that_another_user_can_have_written_is_not_loaded(
     built_here: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

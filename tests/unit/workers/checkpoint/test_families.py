@@ -71,3 +71,10 @@ def test_what_does_not_run_is_refused_with_what_does(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         check_supported(architecture, model_type, own_code)
+
+
+def test_what_runs_is_listed_once() -> None:
+    with pytest.raises(ValueError, match="supported are: ") as raised:
+        check_supported("MambaForCausalLM", "mamba")
+    listed = str(raised.value).partition("supported are: ")[2].split(", ")
+    assert listed == sorted(set(listed)) and "LlamaForCausalLM" in listed

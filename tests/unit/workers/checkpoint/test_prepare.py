@@ -1,6 +1,7 @@
 """From --model to a Checkpoint: directories, the process that reads them, and what is refused."""
 
 import errno
+import io
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -21,6 +23,7 @@ from atom.shared.messages.supervisor import Progress
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.process import spawn
 from workers.checkpoint import hf_directory
+from workers.checkpoint import prepare as prepare_module
 from workers.checkpoint.prepare import _reason, _status, prepare
 from workers.checkpoint.quantization_files import stated_quantization
 
@@ -354,7 +357,6 @@ def test_the_process_prints_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (OSError(errno.ENOSPC, "No space left", "big.bin"), ExitStatus.RESOURCES, r"\(big.bin\): free some"),
         (PermissionError(errno.EACCES, "Permission denied", "w"), ExitStatus.MODEL, "give this user"),
         (MemoryError(), ExitStatus.RESOURCES, "MemoryError"),
         (ValueError("has\nlines"), ExitStatus.MODEL, "^has lines$"),
@@ -364,6 +366,34 @@ def test_the_process_prints_one_line(tmp_path: Path) -> None:
 def test_kinds_of_failure(error: Exception, status: ExitStatus, words: str) -> None:
     assert _status(error) is status
     assert re.search(words, _reason("here", error))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "big.bin"), r"the disk \(big.bin\): free some"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk: free some"),
+        (SafetensorError("Error: I/O error: No space left on device (os error 28)"), "the disk: free some"),
+    ],
+)
+def test_a_full_disk_names_the_cache_and_what_moves_it(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(prepare_module, "prepare", fail)
+    for name, hint in ((str(tmp_path), False), ("owner/name", True)):
+        launch = PrepareLaunch(ModelConfig(model=name), str(tmp_path / "cache"), "")
+        monkeypatch.setattr(prepare_module, "read_launch", lambda kind, launch=launch: launch)
+        line = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", line)
+        with pytest.raises(SystemExit) as end:
+            prepare_module.main()
+        assert end.value.code == ExitStatus.RESOURCES
+        text = json.loads(line.getvalue())["error"]
+        assert re.search(words, text) and f"ATOM_CACHE_DIR ({tmp_path / 'cache'})" in text
+        assert ("--download-dir" in text) == hint
 
 
 def test_a_directory_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:

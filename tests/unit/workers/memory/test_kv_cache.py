@@ -1,11 +1,13 @@
 """The memory of the KV cache, and its dtypes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from atom.shared.config.cache import CacheConfig
 from atom.shared.utils.logger import get_logger
-from workers.memory.kv_cache import cpu_kv_bytes, cuda_kv_bytes, kv_dtype
+from workers.memory.kv_cache import available_memory, cpu_kv_bytes, cuda_kv_bytes, kv_dtype
 
 
 def test_kv_memory_on_a_cpu() -> None:
@@ -49,3 +51,13 @@ def test_kv_dtypes() -> None:
     assert found == {"auto": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
     with pytest.raises(ValueError, match="'int4' is not supported; supported are: auto, bf16, fp8"):
         kv_dtype(CacheConfig(kv_cache_dtype="int4"), torch.float16)
+
+
+def test_the_page_cache_of_a_control_group_is_available(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("50000\n")
+    (tmp_path / "memory.current").write_text("40000\n")
+    assert available_memory(tmp_path) == 10_000
+    (tmp_path / "memory.stat").write_text("anon 9000\nactive_file 20000\ninactive_file 10000\nshmem 1000\n")
+    assert available_memory(tmp_path) == 40_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory(tmp_path) > 1 << 20

@@ -1,13 +1,14 @@
 """The command line and the keyword arguments."""
 
 import argparse
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atom.shared.config import cli, not_yet, sources
+from atom.shared.config import cli, not_yet, parser, sources
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.fields import ConfigError, fields_of
 from atom.shared.config.server import ServerConfig
@@ -16,11 +17,11 @@ ALL_FIELDS = [field for concern in (*cli._concerns(), ServerConfig) for field in
 
 
 def parse(*args: str) -> argparse.Namespace:
-    parser = cli.CommandLineParser(prog="atom-launch")
-    cli.add_engine_args(parser)
-    cli.add_server_args(parser)
-    cli.add_program_args(parser)
-    return parser.parse_args(args)
+    made = cli.CommandLineParser(cli.COMMON_FLAGS, prog="atom-launch", usage="atom-launch [MODEL] [FLAG]...")
+    cli.add_engine_args(made)
+    cli.add_server_args(made)
+    cli.add_program_args(made)
+    return made.parse_args(args)
 
 
 def engine(*args: str) -> EngineConfig:
@@ -66,6 +67,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     "hf_overrides": ('{"a":{"b":[1]}}', '{"a": {"b": [1]}}'),
     "eplb_config": ('{"window_size":9}', '{"window_size": 9}'),
     "online_quant_config": ('{"global_quant_config":"mxfp4"}', '{"global_quant_config": "mxfp4"}'),
+    "override_generation_config": ('{"top_k":9}', '{"top_k": 9}'),
     "kv_events_config": ('{"hwm":9}', '{"hwm": 9}'),
 }
 
@@ -120,7 +122,9 @@ def test_short_name_and_equals_sign() -> None:
         (["--hf-overrides", '{"b": {"a": 1, "a": 2}}'], "a is given twice"),
         (["--bock-size", "16"], "did you mean --block-size?"),
         (["--max-model", "16"], "unknown flag --max-model"),
-        (["models/mine"], "all settings are flags"),
+        (["two", "models"], "unexpected argument 'models': all settings are flags"),
+        (["two", "--model", "models"], "two models are given, 'two' and 'models'"),
+        (["--kv-cache-memory-bytes", "4 apples"], "is not a size in bytes, such as 4G"),
     ],
 )
 def test_errors_are_one_line_that_names_the_flag(
@@ -128,7 +132,7 @@ def test_errors_are_one_line_that_names_the_flag(
 ) -> None:
     error = refused(capsys, *args)
     assert words in error
-    assert args[0].partition("=")[0] in error
+    assert not args[0].startswith("-") or args[0].partition("=")[0] in error
 
 
 @pytest.mark.parametrize("name", not_yet.REFUSED)
@@ -174,10 +178,18 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().out
 
 
+def test_help_begins_with_the_commonest_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "--help").splitlines()
+    assert lines[0] == "usage: atom-launch [MODEL] [FLAG]..."
+    assert len(lines) <= 24 and max(map(len, lines)) <= 110
+    assert all(any(f"{flag} " in line for line in lines) for flag in cli.COMMON_FLAGS)
+    assert any("--help all" in line for line in lines) and "scheduler" in lines[-1]
+
+
 def test_help_shows_each_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--help")
+    text = printed(capsys, "--help", "all")
     assert "--kv-cache-dtype" in text and "--kv_cache_dtype" not in text
-    assert "--draft-model" not in text
+    assert "--draft-model" not in text and "--swap-space" not in text
     for field in ALL_FIELDS:
         assert f"[env: {sources.variable_of(field.name)}]" in " ".join(text.split())
 
@@ -196,12 +208,12 @@ def test_help_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no flag mentions it; the groups are" in refused(capsys, "--help", "frobnicate")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize("shell", parser.SHELLS)
 def test_shells_complete_flags_and_choices(capsys: pytest.CaptureFixture[str], shell: str) -> None:
     text = printed(capsys, "--print-completion", shell)
-    assert "--kv-cache-dtype" in text and "--kv_cache_dtype" not in text
+    assert "kv-cache-dtype" in text and "--kv_cache_dtype" not in text
     assert "bfloat16" in text
-    assert "--draft-model" not in text
+    assert "draft-model" not in text and "swap-space" not in text
 
 
 def test_bash_takes_the_completion(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -266,3 +278,85 @@ def test_keyword_arguments_of_the_wrong_kind_are_refused(options: dict[str, Any]
 @pytest.mark.parametrize("names", [["a", "b"], ["a,b"], ['["a", "b"]']])
 def test_several_names_of_the_model(names: list[str]) -> None:
     assert engine("--served-model-name", *names, "--model", "some/where").model.names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["some/where"],
+        ["some/where", "--max-num-seqs", "3"],
+        ["--max-num-seqs", "3", "some/where"],
+        ["--enforce-eager", "some/where"],
+        ["--swap-space", "4", "some/where"],
+        ["--enable-auto-tool-choice", "some/where"],
+    ],
+)
+def test_the_model_needs_no_flag(args: list[str]) -> None:
+    namespace = parse(*args)
+    assert cli.engine_config_from(namespace).model.model == "some/where"
+    assert "model" in cli.explicit_fields(namespace)
+
+
+def test_the_model_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "two models are given" in refused(capsys, "--model", "a", "b")
+    assert engine("--model", "a", "--model", "b").model.model == "b"
+
+
+def test_another_engines_flag_without_effect_is_noted() -> None:
+    namespace = parse("--swap_space", "4", "--enable-auto-tool-choice", "--load-format=auto", "-fa", "on")
+    assert cli.explicit_fields(namespace) == set()
+    first, second, third, fourth = cli.notes_of(namespace)
+    assert first.startswith("--swap_space 4 has no effect, it is a flag of vLLM: nothing is swapped")
+    assert second.startswith("--enable-auto-tool-choice has no effect")
+    assert third.startswith("--load-format auto has no effect")
+    assert fourth.startswith("-fa on has no effect, it is a flag of llama.cpp")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--quantization", "awq"], "--quantization awq is a flag of vLLM: .*--online-quant-config"),
+        (["-q", "fp8"], "-q fp8 is a flag of vLLM"),
+        (["--load-format", "dummy"], "--load-dummy"),
+        (["--speculative-config={}"], "--method ngram"),
+        (["-m", "model.gguf"], "-m model.gguf is a flag of llama.cpp: use --model"),
+        (["-hf", "owner/name"], "-hf owner/name is a flag of llama.cpp"),
+        (["-t", "8"], "-t 8 is a flag of llama.cpp: use --cpu-threads"),
+        (["-n", "-1"], "-n .*is a flag of llama.cpp: use --default-max-tokens"),
+        (["-c", "4096"], "use --max-model-len"),
+    ],
+)
+def test_another_engines_flag_names_ours(
+    capsys: pytest.CaptureFixture[str], args: list[str], words: str
+) -> None:
+    assert re.search(words, refused(capsys, *args))
+
+
+def test_another_engines_setting_is_named_for_the_library_too() -> None:
+    with pytest.raises(TypeError, match="'swap_space'; it is vLLM's: leave it out, nothing is swapped"):
+        cli.engine_config_from_kwargs(swap_space=4)
+
+
+@pytest.mark.parametrize(
+    ("args", "http", "internal"),
+    [
+        (["--port", "9000"], 9000, None),
+        (["--port", "9000", "--server-port", "80"], 80, 9000),
+        (["--port", "9000", "--nnodes", "2"], 8000, 9000),
+        ([], 8000, None),
+    ],
+)
+def test_port_alone_is_the_http_port_of_one_node(args: list[str], http: int, internal: int | None) -> None:
+    namespace = cli.with_http_port(parse(*args))
+    assert cli.server_config_from(namespace).server_port == http
+    assert cli.engine_config_from(namespace).parallel.port == internal
+    changed = args == ["--port", "9000"]
+    assert ("server_port" in cli.explicit_fields(namespace)) == (changed or "--server-port" in args)
+    assert any("--server-port" in note for note in cli.notes_of(namespace)) == changed
+
+
+def test_sizes_have_units() -> None:
+    assert engine("--kv-cache-memory-bytes", "4G").cache.kv_cache_memory_bytes == 4 << 30
+    config = cli.engine_config_from_kwargs(kv_cache_memory_bytes="512M")
+    assert config.cache.kv_cache_memory_bytes == 512 << 20
+    assert cli.server_config_from(parse("--max-body-bytes", "1.5MiB")).max_body_bytes == 3 << 19

@@ -25,6 +25,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     "ssl_cert_reqs": ("2", 2),
     "eplb_config": ('{"window_size": 9}', '{"window_size": 9}'),
     "online_quant_config": ('{"global_quant_config": "ptpc_fp8"}', '{"global_quant_config": "ptpc_fp8"}'),
+    "override_generation_config": ('{"top_k": 9}', '{"top_k": 9}'),
     "kv_events_config": ('{"publisher": "zmq"}', '{"publisher": "zmq"}'),
     "hf_overrides": ('{"a": {"b": [1]}}', '{"a": {"b": [1]}}'),
 }
@@ -135,6 +136,11 @@ def test_unknown_variables_are_reported() -> None:
     [
         ("max-num-sequences: 3", "FILE: max-num-sequences is not a setting: did you mean max_num_seqs?"),
         ("frobnicate: 3", "FILE: frobnicate is not a setting: see --help"),
+        (
+            "swap-space: 4",
+            "FILE: swap-space is not a setting: it is vLLM's: leave it out, nothing is swapped",
+        ),
+        ("ctx_size: 4096", "FILE: ctx_size is not a setting: it is llama.cpp's: use --max-model-len"),
         ("max-num-seqs: many", "FILE: max-num-seqs: 'many' is not a whole number"),
         ("max-num-seqs: 1.5", "FILE: max-num-seqs: 1.5 is not a whole number"),
         ("max-num-seqs: true", "FILE: max-num-seqs: True is not a whole number"),

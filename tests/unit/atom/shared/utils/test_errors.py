@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from atom.shared.utils.errors import one_line, out_of_memory
+from atom.shared.utils.errors import disk_full, disk_full_line, one_line, out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,19 @@ def caused_by(cause: Exception) -> Exception:
 )
 def test_lack_of_memory(error: Exception, line: str) -> None:
     assert out_of_memory(error) == line
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.EDQUOT, "x"), True),
+        (Exception("Error while serializing: I/O error: No space left on device (os error 28)"), True),
+        (caused_by(OSError(errno.ENOSPC, "No space left on device")), True),
+        (OSError(errno.EACCES, "Permission denied"), False),
+        (ValueError("no space"), False),
+    ],
+)
+def test_a_full_disk(error: Exception, full: bool) -> None:
+    assert disk_full(error) is full
+    assert ("ATOM_CACHE_DIR (/a/cache)" in disk_full_line(error, "/a/cache")) is full
