@@ -1,4 +1,4 @@
-"""Random JSON schemas of the kinds of the JSON-Schema test suite, with instances to try: valid ones and others.
+"""Random JSON schemas of the kinds of the JSON-Schema test suite, and instances to try.
 
 They leave out what docs/use/http-api.md lists as differences to a validator: names are in alphabetical order,
 the undeclared ones last, and constrained strings need no escape sequences.
@@ -11,12 +11,40 @@ Schema = dict[str, Any] | bool
 
 _DECLARED = ("a", "b", "c d", "cé", "k/e~y", 'qu"o')
 _FURTHER = ("x1", "x_2", "y", "zz")
-_TEXTS = ("", "a", "b", "ab", "ba", "aab", "x1", "x_2", "0", "12", "a-b", "é", "\U0001f600b", "https://a", "a b")
+_TEXTS = (
+    "",
+    "a",
+    "b",
+    "ab",
+    "ba",
+    "aab",
+    "x1",
+    "x_2",
+    "0",
+    "12",
+    "a-b",
+    "é",
+    "\U0001f600b",
+    "https://a",
+    "a b",
+)
 _ESCAPED = ('"', "a\nb", "\\", "\u0001")
 _NUMBERS = (0, 1, -1, 2, 3, 5, 7, 10, -10, 99, 100, 12345, 0.5, -0.5, 1.5, 2.25, -2.75, 3.000001, 0.1)
 _SCALARS = (None, True, False, *_TEXTS, *_NUMBERS)
 _PATTERNS = (
-    *("^a", "b$", "^[ab]{1,2}$", "a|^0", "(?:^|-)b", "^(a|b)+$", "\\d", "^[a-z\\d]+$", "[^a]", "^https?://", ""),
+    *(
+        "^a",
+        "b$",
+        "^[ab]{1,2}$",
+        "a|^0",
+        "(?:^|-)b",
+        "^(a|b)+$",
+        "\\d",
+        "^[a-z\\d]+$",
+        "[^a]",
+        "^https?://",
+        "",
+    ),
     *("^\\S*$", "^.$", "x_?\\d", "^(?:a(?:b|$))", "^\\u0061.*", "^[^\\s-]{2,}$", "\\Aa", "a\\Z"),
 )
 
@@ -57,7 +85,9 @@ def random_instance(draw: random.Random, schema: Schema, root: Schema, depth: in
     types = schema.get("type", "any")
     match draw.choice(types) if isinstance(types, list) else types:
         case "string":
-            return draw.choice(_TEXTS if {"pattern", "minLength", "maxLength"} & schema.keys() else _TEXTS + _ESCAPED)
+            return draw.choice(
+                _TEXTS if {"pattern", "minLength", "maxLength"} & schema.keys() else _TEXTS + _ESCAPED
+            )
         case "integer":
             return draw.choice([value for value in _NUMBERS if isinstance(value, int)])
         case "number":
@@ -123,7 +153,9 @@ def _integer(draw: random.Random, depth: int) -> Schema:
 
 
 def _number(draw: random.Random, depth: int) -> Schema:
-    return {"type": "number"} | _number_bounds(draw, [-1000.5, -10, -0.5, 0, 0.1, 1, 2.25, 3.000001, 99, 5000])
+    return {"type": "number"} | _number_bounds(
+        draw, [-1000.5, -10, -0.5, 0, 0.1, 1, 2.25, 3.000001, 99, 5000]
+    )
 
 
 def _constant(draw: random.Random, depth: int) -> Schema:
@@ -157,7 +189,9 @@ def _array_schema(draw: random.Random, depth: int) -> Schema:
     if draw.random() < 0.4:
         found["prefixItems"] = [random_schema(draw, max(depth - 1, 0)) for _ in range(draw.randrange(1, 4))]
     if draw.random() < 0.7:
-        found["items"] = draw.choice([True, False]) if draw.random() < 0.2 else random_schema(draw, max(depth - 1, 0))
+        found["items"] = (
+            draw.choice([True, False]) if draw.random() < 0.2 else random_schema(draw, max(depth - 1, 0))
+        )
     return found | _bounds(draw, "minItems", "maxItems", 3)
 
 

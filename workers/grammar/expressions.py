@@ -1,7 +1,7 @@
 """Regular expressions as trees: the syntax of ECMAScript (JSON schemas) or of Python.
 
-`\\d`, `\\w` and `\\s` mean what they mean in ECMAScript, or in Python with re.ASCII. What has no meaning here is
-refused by name: lookbehinds, backreferences, word boundaries, flags, Unicode properties.
+`\\d`, `\\w` and `\\s` mean what they mean in ECMAScript, or in Python with re.ASCII. What cannot be enforced
+is refused by name: lookbehinds, backreferences, word boundaries, flags, Unicode properties.
 """
 
 import re
@@ -300,7 +300,9 @@ class _Parser:
 
     def _code(self, at: int, kind: str) -> int:
         """The code point of `\\x`, `\\u` or `\\U`, of which the digits stand here."""
-        braces = None if self._is_python else re.compile(r"\{([0-9A-Fa-f]{1,8})\}").match(self._text, self._at)
+        braces = (
+            None if self._is_python else re.compile(r"\{([0-9A-Fa-f]{1,8})\}").match(self._text, self._at)
+        )
         match = braces if kind == "u" and braces is not None else self._digits(_HEX[kind], self._at)
         if match is None:
             raise self._wrong(f"the escape sequence '\\{kind}' lacks its {_HEX[kind]} digits", at)

@@ -23,8 +23,8 @@ from workers.grammar.schema_parts import (
     SchemaError,
     array_keywords,
     cannot_enforce,
-    is_exact_bound,
     integer_keywords,
+    is_exact_bound,
     listed,
     number_keywords,
     string_keywords,
@@ -44,7 +44,9 @@ _IGNORED = frozenset(
 _NEUTRAL = {"uniqueItems": False, "minContains": 0}
 _HEADS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Where one of these is, xgrammar reads no other keyword."""
-_KEYWORDS = frozenset({"type", *_HEADS}) | OBJECT_KEYWORDS | ARRAY_KEYWORDS | STRING_KEYWORDS | NUMBER_KEYWORDS
+_KEYWORDS = (
+    frozenset({"type", *_HEADS}) | OBJECT_KEYWORDS | ARRAY_KEYWORDS | STRING_KEYWORDS | NUMBER_KEYWORDS
+)
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_WHOLE = 2**63
 
@@ -172,7 +174,9 @@ class _SchemaReader:
         for name in names:
             key = unquote(name).replace("~1", "/").replace("~0", "~")
             if isinstance(found, list):
-                found = found[int(key)] if key.isdecimal() and len(key) < 9 and int(key) < len(found) else None
+                found = (
+                    found[int(key)] if key.isdecimal() and len(key) < 9 and int(key) < len(found) else None
+                )
             else:
                 found = found.get(key) if isinstance(found, dict) else None
         if first != "#" or found is None:

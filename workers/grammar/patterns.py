@@ -1,8 +1,8 @@
 """Regular expressions as xgrammar honours them.
 
 It ignores lookarounds and anchors within an expression, takes `\\A` for the letter, and lets `.` match a line
-break. So it gets an expression of character sets, groups, alternatives and repetitions alone, which matches the whole
-text: what is an anchor is said by what may stand next to the rest.
+break. So it gets character sets, groups, alternatives and repetitions alone, which match the whole text: what
+may stand before and after replaces the anchors.
 """
 
 from collections.abc import Iterable
@@ -61,7 +61,7 @@ def all_but(texts: Iterable[str]) -> Node:
 
 
 def spelled(node: Node, allowed: Ranges) -> str | None:
-    """The expression for xgrammar, and for `re.fullmatch`, of characters in `allowed`; None: no text matches."""
+    """For xgrammar and `re.fullmatch`, with characters in `allowed` alone; None: no text matches."""
     match node:
         case Chars(ranges):
             kept = intersection(ranges, allowed)
@@ -99,7 +99,7 @@ def _spelled_end(code: int) -> str:
 
 
 def _anchored(node: Node, rest: Node) -> Node:
-    """`node` without anchors: `rest` stands before and after it, where no anchor does. Raises PatternError."""
+    """`node` with `rest` before and after it, where no anchor is. Raises PatternError for other anchors."""
     resolved = _extended(_extended(node, rest, False), rest, True)
     _check_resolved(resolved)
     return resolved
@@ -159,6 +159,8 @@ def _check_resolved(node: Node) -> None:
         raise PatternError(f"a lookahead '{sign}' cannot be enforced (position {node.position})")
     if isinstance(node, Anchor):
         where = "after the end" if node.is_end else "before the beginning"
-        raise PatternError(f"'{node.sign}' with something {where} cannot be enforced (position {node.position})")
+        raise PatternError(
+            f"'{node.sign}' with something {where} cannot be enforced (position {node.position})"
+        )
     for child in _children(node):
         _check_resolved(child)

@@ -1,7 +1,7 @@
 """The keywords of objects, as xgrammar reads them right.
 
-An object is what it declares, in the order of the schema, and then further properties of one kind: any names, those
-that `propertyNames` allows, or those of `patternProperties`.
+An object has what it declares, in the order of the schema, and then further properties of one kind: of any
+names, of those that `propertyNames` allows, or of those that fit `patternProperties`.
 """
 
 import re
@@ -153,7 +153,9 @@ def _written(
     low, high = bounds(part, "minProperties", "maxProperties", path)
     has_further = further.value is not None and further.names != _NO_NAME
     if high is not None and len(required) > high:
-        raise SchemaError(f"no value fits: {len(required)} properties are required, 'maxProperties' is {high}", path)
+        raise SchemaError(
+            f"no value fits: {len(required)} properties are required, 'maxProperties' is {high}", path
+        )
     if not has_further and low > len(declared):
         raise SchemaError(f"no value fits: 'minProperties' is {low}, {len(declared)} are declared", path)
     found: dict[str, Any] = {"additionalProperties": False}

@@ -143,7 +143,9 @@ def spelled_pattern(node: Node, path: str) -> str:
     """`node` as a pattern for xgrammar, which excludes escape sequences. Raises SchemaError."""
     spelling = spelled(node, PLAIN)
     if spelling is None:
-        raise cannot_enforce("a pattern that only quotes, backslashes or control characters, or nothing, fit", path)
+        raise cannot_enforce(
+            "a pattern that only quotes, backslashes or control characters, or nothing, fit", path
+        )
     return spelling
 
 
@@ -171,7 +173,9 @@ def integer_keywords(part: Schema, path: str) -> Schema:
         raise cannot_enforce("a bound of more than 64 bits", path)
     found = {"minimum": least, "maximum": most}
     return {
-        name: max(-_MAX_INTEGER, min(value, _MAX_INTEGER)) for name, value in found.items() if value is not None
+        name: max(-_MAX_INTEGER, min(value, _MAX_INTEGER))
+        for name, value in found.items()
+        if value is not None
     }
 
 

@@ -24,7 +24,9 @@ def check_finite(parts: Sequence[tuple[Schema, str]], targets: Mapping[str, Sche
         left = remaining[::-1]  # chains of references go in either direction
     if left:
         culprit = _culprit({id(part): part for part in left}, targets)
-        raise SchemaError("no value fits: each would need another one of the same schema inside", paths[culprit])
+        raise SchemaError(
+            "no value fits: each would need another one of the same schema inside", paths[culprit]
+        )
 
 
 def _alternatives(part: Schema, targets: Mapping[str, Schema]) -> list[Schema]:

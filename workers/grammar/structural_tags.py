@@ -1,4 +1,4 @@
-"""Structural tags for xgrammar: their JSON schemas and regular expressions prepared, special tokens excluded."""
+"""Structural tags for xgrammar: schemas and regular expressions prepared, special tokens excluded."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,7 +33,9 @@ class PreparedTag:
             part["json_schema"] = prepared(part.get("json_schema"))
         except SchemaError as error:
             if not is_lenient:
-                raise SchemaError(f"the parameters of the tool {tool!r:.80}: {error.what}", error.path) from None
+                raise SchemaError(
+                    f"the parameters of the tool {tool!r:.80}: {error.what}", error.path
+                ) from None
             self._relax(tool, part, str(error))
         else:
             if is_lenient:
