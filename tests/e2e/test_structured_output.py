@@ -191,6 +191,8 @@ def test_required_and_named_calls(server: Server) -> None:
             one = ASKED | {"parallel_tool_calls": False}
             required = await sender.choices(**one, tool_choice="required", n=2)
             chosen = await sender.choices(**ASKED, tool_choice=named, n=2)
+            _, answer = await sender.post(**one, tool_choice="required", max_tokens=1)
+            assert "'wait'" in answer["warnings"][0] and "'not'" in answer["warnings"][0]
             status, content = await sender.post(
                 **ASKED, tool_choice={"type": "function", "function": {"name": "x"}}
             )

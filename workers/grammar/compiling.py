@@ -71,14 +71,19 @@ def _compile_schema(
 
 
 def _compile_tag(tag: PreparedTag, compiler: "xgrammar.GrammarCompiler") -> "xgrammar.CompiledGrammar":
-    import xgrammar
-
     try:
         return compiler.compile_structural_tag(written(tag.tag))
     except RuntimeError:
-        if not tag.relax(lambda schema: xgrammar.Grammar.from_json_schema(written(schema))):
+        if not tag.relax(_check_schema):
             raise
     return compiler.compile_structural_tag(written(tag.tag))
+
+
+def _check_schema(schema: Schema) -> None:
+    """Raises RuntimeError for a schema that xgrammar refuses."""
+    import xgrammar
+
+    xgrammar.Grammar.from_json_schema(written(schema))
 
 
 def _one_line(text: str) -> str:

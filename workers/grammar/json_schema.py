@@ -107,9 +107,12 @@ class _SchemaReader:
         """The part at `path`, for xgrammar; None: it is `false`, which no value fits."""
         if value is False:
             return None
-        if not isinstance(value, (dict, bool)):
+        if value is True:
+            written: Schema = {}
+        elif isinstance(value, dict):
+            written = self._written(value, path)
+        else:
             raise SchemaError("a schema must be an object or a boolean", path)
-        written = {} if value is True else self._written(value, path)
         self._parts.append((written, path))
         return written
 

@@ -121,9 +121,7 @@ def _extended(node: Node, rest: Node, at_end: bool) -> Node:
 def _extended_join(parts: tuple[Node, ...], rest: Node, at_end: bool) -> Node:
     outer, inner = (parts[-1], parts[:-1]) if at_end else (parts[0], parts[1:])
     if isinstance(outer, Anchor) and outer.is_end == at_end:
-        while inner and isinstance(inner[-at_end], Anchor) and inner[-at_end].is_end == at_end:
-            inner = inner[:-1] if at_end else inner[1:]
-        return _extended(Join(inner), _EMPTY, at_end) if inner else _EMPTY
+        return _extended(Join(inner), _EMPTY, at_end)
     if _has_anchor(outer, at_end):
         return _joined((_extended(outer, rest, at_end), Join(inner)), at_end)
     return _joined((rest, *(reversed(parts) if at_end else parts)), at_end)

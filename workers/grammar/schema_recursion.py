@@ -93,7 +93,7 @@ def _is_finite_object(part: Schema, finite: set[int]) -> bool:
 
 def _culprit(left: Mapping[int, Schema], targets: Mapping[str, Schema]) -> int:
     """A part that needs itself: the first one met again on a way through parts that are not finite."""
-    part = next(reversed(left.values()))
+    part = next(iter(left.values()))
     met: set[int] = set()
     while id(part) not in met:
         met.add(id(part))
