@@ -45,7 +45,18 @@ _PATTERNS = (
         "^https?://",
         "",
     ),
-    *("^\\S*$", "^.$", "x_?\\d", "^(?:a(?:b|$))", "^\\u0061.*", "^[^\\s-]{2,}$", "\\Aa", "a\\Z"),
+    *(
+        "^\\S*$",
+        "^.$",
+        "x_?\\d",
+        "^(?:a(?:b|$))",
+        "^\\u0061.*",
+        "^[^\\s-]{2,}$",
+        "\\Aa",
+        "a\\Z",
+        "^(?!a)",
+        "^(?=.*b)a",
+    ),
 )
 
 
@@ -138,7 +149,8 @@ def _string(draw: random.Random, depth: int) -> Schema:
             return {"type": "string"}
         case 1:
             return {"type": "string"} | _bounds(draw, "minLength", "maxLength", 4)
-    return {"type": "string", "pattern": draw.choice(_PATTERNS)}
+    bounds = _bounds(draw, "minLength", "maxLength", 4) if draw.random() < 0.2 else {}
+    return {"type": "string", "pattern": draw.choice(_PATTERNS)} | bounds
 
 
 def _number_bounds(draw: random.Random, values: list[float]) -> dict[str, float]:
@@ -212,7 +224,9 @@ def _names(draw: random.Random, depth: int) -> Schema:
     names: Schema = draw.choice(
         [{"pattern": "^x"}, {"enum": ["x1", "y", 3]}, {"maxLength": 2}, {"const": "zz"}, {"type": "string"}]
     )
-    return {"type": "object", "propertyNames": names, "additionalProperties": random_schema(draw, depth - 1)}
+    declared = {name: random_schema(draw, 0) for name in ("a", "x0") if draw.random() < 0.3}
+    further = random_schema(draw, depth - 1)
+    return {"type": "object", "propertyNames": names, "additionalProperties": further, "properties": declared}
 
 
 def _patterns(draw: random.Random, depth: int) -> Schema:

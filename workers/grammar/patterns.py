@@ -7,6 +7,7 @@ may stand before and after replaces the anchors.
 
 from collections.abc import Iterable
 
+from workers.grammar.automata import restricted
 from workers.grammar.expressions import (
     ANYTHING,
     Anchor,
@@ -100,9 +101,36 @@ def _spelled_end(code: int) -> str:
 
 def _anchored(node: Node, rest: Node) -> Node:
     """`node` with `rest` before and after it, where no anchor is. Raises PatternError for other anchors."""
-    resolved = _extended(_extended(node, rest, False), rest, True)
+    resolved = _without_looks(_extended(_extended(node, rest, False), rest, True))
     _check_resolved(resolved)
     return resolved
+
+
+def _without_looks(node: Node) -> Node:
+    """`node`, which matches the rest of a text, without the lookaheads that stand in no inner group."""
+    if isinstance(node, Choice):
+        return Choice(tuple(map(_without_looks, node.options)))
+    parts = node.parts if isinstance(node, Join) else (node,)
+    index = next((index for index, part in enumerate(parts) if isinstance(part, Look)), None)
+    if index is None:
+        is_inner = len(parts) == 0 or not isinstance(parts[-1], Choice)
+        return node if is_inner else Join((*parts[:-1], _without_looks(parts[-1])))
+    look = parts[index]
+    assert isinstance(look, Look)
+    ahead = _extended(look.part, _REST, True)
+    following = _without_looks(Join(parts[index + 1 :]))
+    for each in (ahead, following):
+        _check_resolved(each)
+    try:
+        made = restricted(following, ahead, look.is_negative)
+    except PatternError as error:
+        raise _refused(look, f"here: {error}") from None
+    return Join((*parts[:index], made))
+
+
+def _refused(look: Look, why: str) -> PatternError:
+    sign = "(?!" if look.is_negative else "(?="
+    return PatternError(f"a lookahead '{sign}' cannot be enforced {why} (position {look.position})")
 
 
 def _extended(node: Node, rest: Node, at_end: bool) -> Node:
@@ -139,7 +167,7 @@ def _children(node: Node) -> tuple[Node, ...]:
     match node:
         case Join(parts) | Choice(parts):
             return parts
-        case Repeat(part) | Look(part):
+        case Repeat(part):
             return (part,)
     return ()
 
@@ -153,8 +181,7 @@ def _has_anchor(node: Node, at_end: bool) -> bool:
 def _check_resolved(node: Node) -> None:
     """Raises PatternError for what is not resolved."""
     if isinstance(node, Look):
-        sign = "(?!" if node.is_negative else "(?="
-        raise PatternError(f"a lookahead '{sign}' cannot be enforced (position {node.position})")
+        raise _refused(node, "inside of a group or lookahead")
     if isinstance(node, Anchor):
         where = "after the end" if node.is_end else "before the beginning"
         raise PatternError(

@@ -5,10 +5,12 @@ names, of those that `propertyNames` allows, or of those that fit `patternProper
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.grammar.expressions import ANYTHING, Chars, Choice, Join, Node
+from workers.grammar.automata import restricted
+from workers.grammar.expressions import ANYTHING, Chars, Choice, Join, Node, PatternError
 from workers.grammar.patterns import all_but, spelled
 from workers.grammar.schema_parts import (
     FORMATS,
@@ -55,13 +57,16 @@ def object_keywords(part: Schema, path: str, reader: PartReader) -> Schema:
         value = reader.read(each, _inside(path, "properties", name))
         if value is not None and _is_allowed(name, names):
             declared[name] = value
-            _check_one_schema(name, value, further, path)
+            if "patternProperties" in part:
+                _check_one_schema(name, value, further, path)
         elif further.has(name):
             raise cannot_enforce(f"further properties beside the excluded property {name!r:.60}", path)
     required = _required(part, path)
     for name in required:
         if name not in declared:
             declared[name] = _undeclared(name, part, path, names, further)
+    if names is not None:
+        further = replace(further, names=_without(names, declared, path))
     return _written(part, path, declared, required, further)
 
 
@@ -95,6 +100,15 @@ def _literal(text: str) -> Node:
     return Join(tuple(Chars(((ord(character), ord(character)),)) for character in text))
 
 
+def _without(names: Node, declared: Iterable[str], path: str) -> Node:
+    """`names` but those that are declared."""
+    found = [name for name in declared if _is_allowed(name, names)]
+    try:
+        return restricted(names, Choice(tuple(map(_literal, found))), is_excluded=True) if found else names
+    except PatternError as error:
+        raise cannot_enforce(f"'propertyNames' beside 'properties' ({error})", path) from None
+
+
 def _is_allowed(name: str, names: Node | None) -> bool:
     if names is None:
         return True
@@ -125,7 +139,7 @@ def _further(part: Schema, path: str, reader: PartReader, names: Node | None) ->
 
 def _check_one_schema(name: str, value: Schema, further: _Further, path: str) -> None:
     """Raises SchemaError for a declared property that may have another schema too, by its name."""
-    if further.names is not None and further.has(name) and further.value != value:
+    if further.has(name) and further.value != value:
         raise cannot_enforce(f"a pattern of names that the declared property {name!r:.60} fits", path)
 
 

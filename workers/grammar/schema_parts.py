@@ -7,6 +7,7 @@ import math
 from fractions import Fraction
 from typing import Any, Protocol
 
+from workers.grammar.automata import restricted
 from workers.grammar.expressions import ANYTHING, Chars, Node, Repeat
 from workers.grammar.patterns import PLAIN, PatternError, found_anywhere, spelled
 
@@ -125,10 +126,16 @@ def string_node(part: Schema, path: str) -> Node | None:
         pattern = part["pattern"]
         if not isinstance(pattern, str):
             raise SchemaError("'pattern' must be a string", path)
-        if low or high is not None:
-            raise cannot_enforce("'minLength' or 'maxLength' beside 'pattern'", path)
-        return pattern_node(pattern, f"{path}/pattern")
+        node = pattern_node(pattern, f"{path}/pattern")
+        return _of_length(node, low, high, path) if low or high is not None else node
     return Repeat(Chars(ANYTHING), low, high) if low or high is not None else None
+
+
+def _of_length(node: Node, low: int, high: int | None, path: str) -> Node:
+    try:
+        return restricted(node, Repeat(Chars(ANYTHING), low, high), is_excluded=False)
+    except PatternError as error:
+        raise cannot_enforce(f"'minLength' or 'maxLength' beside 'pattern' ({error})", path) from None
 
 
 def pattern_node(pattern: str, path: str) -> Node:

@@ -53,7 +53,7 @@ def test_white_space_is_bounded(kind: str, content: Any) -> None:
         ),
         ("json_schema", '{"minimum": NaN}', "not valid JSON"),
         ("json_schema", '{"const": "\\ud800"}', "surrogate"),
-        ("regex", "a(?=b)", "a lookahead '(?='"),
+        ("regex", "a(?<=b)", "a lookbehind '(?<='"),
         ("structural_tag", "[", "not valid JSON"),
     ],
 )

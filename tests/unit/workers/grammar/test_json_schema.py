@@ -18,10 +18,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"anyOf": [{"type": "null"}], "type": "object"}, "'type' beside 'anyOf'"),
     ({"allOf": [{}, {}]}, "'allOf' with several parts"),
     ({"minLength": 3}, "'minLength' without 'type'"),
-    ({"type": "string", "pattern": "a+", "maxLength": 3}, "'maxLength' beside 'pattern'"),
+    ({"type": "string", "pattern": "^[a-z]+-[a-z]+$", "maxLength": 999}, "'maxLength' beside 'pattern'"),
     ({"type": "string", "format": "uuid", "minLength": 3}, "'maxLength' beside 'format'"),
     ({"type": "string", "pattern": '^"a"$'}, "quotes"),
-    ({"type": "string", "pattern": "^(?!a)b"}, "lookahead '(?!'"),
+    ({"type": "string", "pattern": "^(?:(?!a).)*b"}, "lookahead '(?!'"),
     ({"type": "string", "pattern": 3}, "'pattern' must be a string"),
     ({"type": "integer", "enum": ["a"]}, "no value of 'enum'"),
     ({"$ref": "http://a/b"}, "names no part"),
@@ -155,6 +155,11 @@ def test_annotations_and_neutral_values_are_taken() -> None:
 
 
 ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (
+        {"type": "string", "pattern": "a", "minLength": 2, "maxLength": 3},
+        ['"ab"', '"bca"'],
+        ['"a"', '"bcda"', '"bb"'],
+    ),
     ({"type": "array"}, ["[]", '[1, "a"]'], ["{}"]),
     ({"type": "array", "maxItems": 2}, ["[]", '[1, {"a": 1}]'], ["[1, 2, 3]"]),
     ({"type": "array", "minItems": 1}, ["[1]", '["a", 2, 3]'], ["[]"]),

@@ -11,6 +11,7 @@ from tests.helpers.byte_grammars import accepts, byte_compiler, compile_bytes
 from workers.grammar.expressions import ANYTHING, PatternError
 from workers.grammar.patterns import PLAIN, all_but, found_anywhere, full_match, spelled
 
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 FOUND = [
     ("^https?://", ["https://a/b", "http://"], ["ftp://", "a https://"]),
     ("a", ["a", "bab"], ["", "b"]),
@@ -25,10 +26,20 @@ FOUND = [
     ("^[^]$", ["a", "é"], ["", "ab"]),
     ("^a{2$", ["a{2"], ["aa"]),
     ("^(?<n>a)(?P<m>b)??$", ["a", "ab"], ["b"]),
+    ("^(?!.*b)[ab]{6}$", ["aaaaaa"], ["bbbbbb", "aaabaa", "aaaaa"]),
+    ("foo(?!bar)", ["foo", "xfoobarfoo"], ["foobar"]),
+    ("^(?=a|b$)..?$", ["a", "ab", "b"], ["bc"]),
+    ("^(?:(?!ab)[a-z]+|X)$", ["abx"[1:], "X"], ["abc"]),
+    ("^[a-z](?!.*--)(?=.*x)[a-z-]*[a-z]$", ["a-x", "axb"], ["a--x", "ab"]),
+    (EMAIL, ["a@b.de", "x'y+z@a-b.com"], [".a@b.de", "a..b@c.de", "a.@b.de", "ab"]),
 ]
 REFUSED = [
-    ("^(?!.*b)a", "lookahead '(?!'"),
-    ("(?=a)b", "lookahead '(?='"),
+    ("^(?:(?!b).)*a", "lookahead '(?!' cannot be enforced inside of a group"),
+    ("(?=(?=a))b", "lookahead '(?=' cannot be enforced inside of a group"),
+    (
+        "^(?=.*\\d)(?=.*[a-z])(?=.*[A-Z])(?=.*-).{40,}$",
+        "lookahead '(?=' cannot be enforced here: the expression is too large",
+    ),
     ("(?<=a)b", "lookbehind '(?<='"),
     ("(?<!a)b", "lookbehind '(?<!'"),
     ("(a)\\1", "backreference '\\1'"),

@@ -63,8 +63,8 @@ def test_lenient_schemas_that_fail_later_are_replaced() -> None:
 def test_expressions_are_prepared() -> None:
     tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "\\Aa.\\Z"}}
     assert "\\A" not in prepared_tag(tag).tag["format"]["pattern"]
-    with pytest.raises(SchemaError, match="lookahead"):
-        prepared_tag({"type": "regex", "pattern": "(?=a)b"})
+    with pytest.raises(SchemaError, match="lookbehind"):
+        prepared_tag({"type": "regex", "pattern": "(?<=a)b"})
 
 
 def test_free_text_has_no_special_tokens() -> None:
