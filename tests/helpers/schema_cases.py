@@ -5,6 +5,7 @@ the undeclared ones last, and constrained strings need no escape sequences.
 """
 
 import random
+import re
 from typing import Any
 
 Schema = dict[str, Any] | bool
@@ -231,10 +232,11 @@ def _names(draw: random.Random, depth: int) -> Schema:
 
 def _patterns(draw: random.Random, depth: int) -> Schema:
     names = sorted(draw.sample(_DECLARED, draw.randrange(3)))
+    patterns = draw.choice([["^x"], ["^[x-z]"], ["_"], ["^x", "^[yz]"], ["^y$", "^z", "^x1$"]])
     return {
         "type": "object",
         "properties": {name: random_schema(draw, depth - 1) for name in names},
-        "patternProperties": {draw.choice(["^x", "^[x-z]", "_"]): random_schema(draw, depth - 1)},
+        "patternProperties": {pattern: random_schema(draw, depth - 1) for pattern in patterns},
         "additionalProperties": False,
         "required": [name for name in names if draw.random() < 0.4],
     }
@@ -285,8 +287,10 @@ def _object(draw: random.Random, schema: dict[str, Any], root: Schema, depth: in
         for name, part in schema.get("properties", {}).items()
         if name in required or draw.random() < 0.6
     }
-    further = [*schema.get("patternProperties", {}).values(), schema.get("additionalProperties", True)][0]
-    if further is not False:
-        for name in draw.sample(_FURTHER, draw.randrange(3)):
+    patterns = schema.get("patternProperties", {})
+    others = schema.get("additionalProperties", True)
+    for name in draw.sample(_FURTHER, draw.randrange(3)):
+        further = next((part for pattern, part in patterns.items() if re.search(pattern, name)), others)
+        if further is not False:
             found[name] = random_instance(draw, further, root, depth - 1)
     return found

@@ -5,8 +5,9 @@ names, of those that `propertyNames` allows, or of those that fit `patternProper
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 from workers.grammar.automata import restricted
@@ -32,20 +33,44 @@ __all__ = ["object_keywords"]
 _NAME_KEYWORDS = frozenset({"type", "enum", "const", *STRING_KEYWORDS})
 _ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "deprecated"})
 _NO_NAME = Choice(())
+_MAX_PAIRS = 200
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of properties."""
+
+    node: Node
+
+    @cached_property
+    def _expression(self) -> re.Pattern[str] | None:
+        spelling = spelled(self.node, ANYTHING)
+        return None if spelling is None else re.compile(spelling)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._expression is None
+
+    def __contains__(self, name: str) -> bool:
+        return self._expression is not None and self._expression.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class _Further:
-    """Properties that an object may have without declaring them."""
+    """Properties that an object may have without declaring them: names, None for any, and what they are.
 
-    value: Schema | None
-    """None: there are none."""
-    names: Node | None
-    """None: any names."""
+    A value of None excludes the names.
+    """
 
-    def has(self, name: str) -> bool:
-        """Whether a property of this name may be one of these."""
-        return self.value is not None and _is_allowed(name, self.names)
+    kinds: tuple[tuple[_Names | None, Schema | None], ...]
+
+    def value(self, name: str) -> Schema | None:
+        """What a property of this name is; None: there cannot be one."""
+        return next((value for names, value in self.kinds if names is None or name in names), None)
+
+    def excludes(self, name: str) -> bool:
+        """Whether no property, declared or not, may have this name."""
+        return any(names is not None and value is None and name in names for names, value in self.kinds)
 
 
 def object_keywords(part: Schema, path: str, reader: PartReader) -> Schema:
@@ -55,18 +80,18 @@ def object_keywords(part: Schema, path: str, reader: PartReader) -> Schema:
     declared: dict[str, Schema] = {}
     for name, each in mapped(part, "properties", path).items():
         value = reader.read(each, _inside(path, "properties", name))
-        if value is not None and _is_allowed(name, names):
+        if value is not None and not further.excludes(name) and (names is None or name in names):
             declared[name] = value
             if "patternProperties" in part:
                 _check_one_schema(name, value, further, path)
-        elif further.has(name):
+        elif further.value(name) is not None:
             raise cannot_enforce(f"further properties beside the excluded property {name!r:.60}", path)
     required = _required(part, path)
     for name in required:
         if name not in declared:
             declared[name] = _undeclared(name, part, path, names, further)
-    if names is not None:
-        further = replace(further, names=_without(names, declared, path))
+    if names is not None and (found := [name for name in declared if name in names]):
+        further = _Further(((_without(names, found, path), further.kinds[0][1]),))
     return _written(part, path, declared, required, further)
 
 
@@ -74,12 +99,12 @@ def _inside(path: str, *names: str) -> str:
     return "/".join((path, *(name.replace("~", "~0").replace("/", "~1") for name in names)))
 
 
-def _allowed_names(part: Schema, path: str, reader: PartReader) -> Node | None:
+def _allowed_names(part: Schema, path: str, reader: PartReader) -> _Names | None:
     """What `propertyNames` allows; None: any name."""
     path = f"{path}/propertyNames"
     names = reader.resolved(part.get("propertyNames", True), path)
     if isinstance(names, bool):
-        return None if names else _NO_NAME
+        return None if names else _Names(_NO_NAME)
     if not isinstance(names, dict):
         raise SchemaError("a schema must be an object or a boolean", path)
     for name in sorted(names.keys() - _NAME_KEYWORDS - _ANNOTATIONS):
@@ -87,59 +112,63 @@ def _allowed_names(part: Schema, path: str, reader: PartReader) -> Node | None:
     if names.get("format") in FORMATS:
         raise cannot_enforce("'format' in 'propertyNames'", path)
     if "string" not in names.get("type", "string"):
-        return _NO_NAME
+        return _Names(_NO_NAME)
     node = string_node(names, path)
+    allowed = None if node is None else _Names(node)
     if "enum" not in names and "const" not in names:
-        return node
+        return allowed
     values = [names["const"]] if "const" in names else listed(names, "enum", path)
-    kept = [value for value in values if isinstance(value, str) and _is_allowed(value, node)]
-    return Choice(tuple(_literal(value) for value in kept))
+    kept = [value for value in values if isinstance(value, str) and (allowed is None or value in allowed)]
+    return _Names(Choice(tuple(map(_literal, kept))))
 
 
 def _literal(text: str) -> Node:
     return Join(tuple(Chars(((ord(character), ord(character)),)) for character in text))
 
 
-def _without(names: Node, declared: Iterable[str], path: str) -> Node:
+def _without(names: _Names, declared: list[str], path: str) -> _Names:
     """`names` but those that are declared."""
-    found = [name for name in declared if _is_allowed(name, names)]
     try:
-        return restricted(names, Choice(tuple(map(_literal, found))), is_excluded=True) if found else names
+        return _Names(restricted(names.node, Choice(tuple(map(_literal, declared))), is_excluded=True))
     except PatternError as error:
         raise cannot_enforce(f"'propertyNames' beside 'properties' ({error})", path) from None
 
 
-def _is_allowed(name: str, names: Node | None) -> bool:
-    if names is None:
-        return True
-    spelling = spelled(names, ANYTHING)
-    return spelling is not None and re.fullmatch(spelling, name) is not None
-
-
-def _further(part: Schema, path: str, reader: PartReader, names: Node | None) -> _Further:
+def _further(part: Schema, path: str, reader: PartReader, names: _Names | None) -> _Further:
     """What the object may have besides `properties`; if it declares any and says nothing else, nothing."""
     patterns = mapped(part, "patternProperties", path)
     is_open = part.get("additionalProperties", not patterns and "properties" not in part)
     if not patterns:
-        return _Further(reader.read(is_open, f"{path}/additionalProperties"), names)
+        return _Further(((names, reader.read(is_open, f"{path}/additionalProperties")),))
     if names is not None:
         raise cannot_enforce("'propertyNames' beside 'patternProperties'", path)
     if is_open is not False:
         raise cannot_enforce("'additionalProperties' beside 'patternProperties'", path)
-    found = []
+    kinds = []
     for pattern, each in patterns.items():
         inside = _inside(path, "patternProperties", pattern)
-        node = pattern_node(pattern, inside)
-        if (value := reader.read(each, inside)) is not None:
-            found.append((node, value))
-    if any(value != found[0][1] for _, value in found):
-        raise cannot_enforce("several 'patternProperties' with different schemas", path)
-    return _Further(found[0][1] if found else None, Choice(tuple(node for node, _ in found)))
+        kinds.append((_Names(pattern_node(pattern, inside)), reader.read(each, inside)))
+    _check_disjoint(kinds, path)
+    return _Further(tuple(kinds))
+
+
+def _check_disjoint(kinds: list[tuple[_Names, Schema | None]], path: str) -> None:
+    """Raises SchemaError where a name may fit two patterns with different schemas."""
+    pairs = [(one, other) for one, other in combinations(kinds, 2) if one[1] != other[1]]
+    if len(pairs) > _MAX_PAIRS:
+        raise cannot_enforce("so many 'patternProperties'", path)
+    for (one, _), (other, _) in pairs:
+        try:
+            common = restricted(one.node, other.node, is_excluded=False)
+        except PatternError as error:
+            raise cannot_enforce(f"several 'patternProperties' ({error})", path) from None
+        if common != _NO_NAME:
+            raise cannot_enforce("several 'patternProperties' that one name may fit", path)
 
 
 def _check_one_schema(name: str, value: Schema, further: _Further, path: str) -> None:
     """Raises SchemaError for a declared property that may have another schema too, by its name."""
-    if further.has(name) and further.value != value:
+    if further.value(name) not in (None, value):
         raise cannot_enforce(f"a pattern of names that the declared property {name!r:.60} fits", path)
 
 
@@ -150,13 +179,12 @@ def _required(part: Schema, path: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _undeclared(name: str, part: Schema, path: str, names: Node | None, further: _Further) -> Schema:
+def _undeclared(name: str, part: Schema, path: str, names: _Names | None, further: _Further) -> Schema:
     """The schema of a required property that the object does not declare. Raises SchemaError."""
-    if further.has(name):
-        assert further.value is not None
-        return further.value
+    if (value := further.value(name)) is not None:
+        return value
     is_closed = part.get("additionalProperties") is False or name in part.get("properties", {})
-    if is_closed or not _is_allowed(name, names):
+    if is_closed or further.excludes(name) or (names is not None and name not in names):
         raise SchemaError(f"no value fits: the required property {name!r:.60} is not allowed", path)
     return {}
 
@@ -165,23 +193,31 @@ def _written(
     part: Schema, path: str, declared: dict[str, Schema], required: list[str], further: _Further
 ) -> Schema:
     low, high = bounds(part, "minProperties", "maxProperties", path)
-    has_further = further.value is not None and further.names != _NO_NAME
+    kinds = [
+        (names, value)
+        for names, value in further.kinds
+        if value is not None and (names is None or not names.is_empty)
+    ]
     if high is not None and len(required) > high:
         raise SchemaError(
             f"no value fits: {len(required)} properties are required, 'maxProperties' is {high}", path
         )
-    if not has_further and low > len(declared):
+    if not kinds and low > len(declared):
         raise SchemaError(f"no value fits: 'minProperties' is {low}, {len(declared)} are declared", path)
     found: dict[str, Any] = {"additionalProperties": False}
     if declared or "properties" in part:
         found["properties"] = declared
     if required:
         found["required"] = required
-    if has_further and further.names is None and not declared:
-        found["additionalProperties"] = further.value or True
-    elif has_further:
-        names = all_but(declared) if further.names is None else further.names
-        found["patternProperties"] = {spelled_pattern(names, path): further.value}
+    patterns = {}
+    for names, value in kinds:
+        if names is None and not declared:
+            found["additionalProperties"] = value or True
+        else:
+            node = all_but(declared) if names is None else names.node
+            patterns[spelled_pattern(node, path)] = value
+    if patterns:
+        found["patternProperties"] = patterns
     if low > len(required):
         found["minProperties"] = low
     if high is not None:

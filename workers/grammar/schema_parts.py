@@ -149,10 +149,10 @@ def pattern_node(pattern: str, path: str) -> Node:
 def spelled_pattern(node: Node, path: str) -> str:
     """`node` as a pattern for xgrammar, which excludes escape sequences. Raises SchemaError."""
     spelling = spelled(node, PLAIN)
+    if spelling is None and spelled(node, ANYTHING) is None:
+        raise SchemaError("no value fits: no string matches the pattern", path)
     if spelling is None:
-        raise cannot_enforce(
-            "a pattern that only quotes, backslashes or control characters, or nothing, fit", path
-        )
+        raise cannot_enforce("a pattern that needs quotes, backslashes or control characters", path)
     return spelling
 
 
