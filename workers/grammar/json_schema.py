@@ -53,7 +53,10 @@ _MAX_WHOLE = 2**63
 
 def prepared(schema: Any) -> Schema:
     """The schema, decoded from JSON, for xgrammar. Raises SchemaError."""
-    return _SchemaReader(schema).whole()
+    try:
+        return _SchemaReader(schema).whole()
+    except RecursionError:
+        raise SchemaError("the schema is nested too deeply, or has too long names", "#") from None
 
 
 def loaded(text: str) -> Any:

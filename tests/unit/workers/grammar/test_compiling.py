@@ -7,7 +7,7 @@ import pytest
 
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
 from tests.helpers.byte_grammars import accepts, byte_compiler, compile_bytes
-from workers.grammar.compiling import compiled
+from workers.grammar.compiling import compile_source, compiled
 from workers.grammar.structural_tags import MAX_WHITESPACE
 
 PERSON = {
@@ -41,6 +41,12 @@ def test_white_space_is_bounded(kind: str, content: Any) -> None:
         parts = text.split("|")
         long = "".join(parts[: index + 1]) + " " * (MAX_WHITESPACE + 1) + "".join(parts[index + 1 :])
         assert not accepts(grammar, long), long
+
+
+def test_white_space_may_be_fixed() -> None:
+    grammar, _ = compile_source(GrammarSource("json_schema", json.dumps(PERSON), False), byte_compiler())
+    assert accepts(grammar, '{"name": "x", "age": 3}')
+    assert not accepts(grammar, '{"name":  "x", "age": 3}')
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,14 @@ def test_a_long_chain_of_references_is_read() -> None:
     assert len(prepared({"$ref": "#/$defs/0", "$defs": chain})["$defs"]) == count + 1
 
 
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(800):
+        schema = {"items": schema}
+    with pytest.raises(SchemaError, match="too deeply"):
+        prepared(schema)
+
+
 @pytest.mark.parametrize("value", [[1], 3, "x", None])
 def test_a_schema_is_an_object(value: Any) -> None:
     with pytest.raises(SchemaError, match="object or a boolean"):
