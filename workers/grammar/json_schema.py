@@ -2,7 +2,7 @@
 
     {}                                        any value
     {"$ref": "#/$defs/3"}                     a part that something refers to
-    {"anyOf": [...]}, {"enum": [...]}         with nothing beside them
+    {"anyOf": [...]}, {"enum": [...]}         with nothing next to them
     {"type": ..., keywords of these types}    see `schema_parts` and `schema_objects`
 
 What it would ignore is refused with its place in the schema, and so is a part that no value fits.
@@ -157,7 +157,7 @@ class _SchemaReader:
         if head is not None:
             allowed = {head, "type"} if head in ("enum", "const") else {head}
             if others := (_KEYWORDS & part.keys()) - allowed:
-                raise cannot_enforce(f"'{min(others)}' beside '{head}'", path)
+                raise cannot_enforce(f"'{min(others)}' next to '{head}'", path)
             if head == "allOf" and len(listed(part, head, path)) > 1:
                 raise cannot_enforce("'allOf' with several parts", path)
         return head

@@ -85,7 +85,7 @@ def object_keywords(part: Schema, path: str, reader: PartReader) -> Schema:
             if "patternProperties" in part:
                 _check_one_schema(name, value, further, path)
         elif further.value(name) is not None:
-            raise cannot_enforce(f"further properties beside the excluded property {name!r:.60}", path)
+            raise cannot_enforce(f"further properties next to the excluded property {name!r:.60}", path)
     required = _required(part, path)
     for name in required:
         if name not in declared:
@@ -131,7 +131,7 @@ def _without(names: _Names, declared: list[str], path: str) -> _Names:
     try:
         return _Names(restricted(names.node, Choice(tuple(map(_literal, declared))), is_excluded=True))
     except PatternError as error:
-        raise cannot_enforce(f"'propertyNames' beside 'properties' ({error})", path) from None
+        raise cannot_enforce(f"'propertyNames' next to 'properties' ({error})", path) from None
 
 
 def _further(part: Schema, path: str, reader: PartReader, names: _Names | None) -> _Further:
@@ -141,9 +141,9 @@ def _further(part: Schema, path: str, reader: PartReader, names: _Names | None) 
     if not patterns:
         return _Further(((names, reader.read(is_open, f"{path}/additionalProperties")),))
     if names is not None:
-        raise cannot_enforce("'propertyNames' beside 'patternProperties'", path)
+        raise cannot_enforce("'propertyNames' next to 'patternProperties'", path)
     if is_open is not False:
-        raise cannot_enforce("'additionalProperties' beside 'patternProperties'", path)
+        raise cannot_enforce("'additionalProperties' next to 'patternProperties'", path)
     kinds = []
     for pattern, each in patterns.items():
         inside = _inside(path, "patternProperties", pattern)

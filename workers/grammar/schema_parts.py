@@ -135,7 +135,7 @@ def _of_length(node: Node, low: int, high: int | None, path: str) -> Node:
     try:
         return restricted(node, Repeat(Chars(ANYTHING), low, high), is_excluded=False)
     except PatternError as error:
-        raise cannot_enforce(f"'minLength' or 'maxLength' beside 'pattern' ({error})", path) from None
+        raise cannot_enforce(f"'minLength' or 'maxLength' next to 'pattern' ({error})", path) from None
 
 
 def pattern_node(pattern: str, path: str) -> Node:
@@ -165,7 +165,7 @@ def string_keywords(part: Schema, path: str) -> Schema:
     if node is None:
         return {"format": form} if form in FORMATS else {}
     if "pattern" not in part and form in FORMATS:
-        raise cannot_enforce("'minLength' or 'maxLength' beside 'format'", path)
+        raise cannot_enforce("'minLength' or 'maxLength' next to 'format'", path)
     return {"pattern": spelled_pattern(node, path)}
 
 
