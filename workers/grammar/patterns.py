@@ -6,6 +6,7 @@ may stand before and after replaces the anchors.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from workers.grammar.automata import restricted
 from workers.grammar.expressions import (
@@ -30,6 +31,7 @@ __all__ = ["PLAIN", "PatternError", "all_but", "found_anywhere", "full_match", "
 PLAIN: Ranges = intersection(ANYTHING, ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10FFFF)))
 """All that may stand in a JSON string without an escape sequence."""
 
+_MAX_CACHED = 1024  # expressions have few different sets
 _EMPTY = Join(())
 _REST = Repeat(Chars(ANYTHING), 0, None)
 
@@ -55,18 +57,21 @@ def all_but(texts: Iterable[str]) -> Node:
         if text:
             tails.setdefault(text[0], []).append(text[1:])
         is_one = is_one or not text
-    heads = union([(ord(head), ord(head)) for head in tails])
-    others = Join((Chars(complement(heads)), _REST))
+    others = Join((Chars(_others("".join(sorted(tails)))), _REST))
     longer = [Join((Chars(((ord(head), ord(head)),)), all_but(rest))) for head, rest in tails.items()]
     return Choice((*(() if is_one else (_EMPTY,)), others, *longer))
+
+
+@lru_cache(_MAX_CACHED)
+def _others(characters: str) -> Ranges:
+    return complement(union([(ord(character), ord(character)) for character in characters]))
 
 
 def spelled(node: Node, allowed: Ranges) -> str | None:
     """For xgrammar and `re.fullmatch`, with characters in `allowed` alone; None: no text matches."""
     match node:
         case Chars(ranges):
-            kept = intersection(ranges, allowed)
-            return _spelled_set(kept) if kept else None
+            return _spelled_set(ranges, allowed)
         case Join(parts):
             spellings = [spelled(part, allowed) for part in parts]
             return None if None in spellings else "".join(map(str, spellings))
@@ -87,9 +92,11 @@ def _spelled_bounds(low: int, high: int | None) -> str:
     return f"{{{low},{high}}}"
 
 
-def _spelled_set(ranges: Ranges) -> str:
-    texts = (_spelled_end(a) if a == b else f"{_spelled_end(a)}-{_spelled_end(b)}" for a, b in ranges)
-    return f"[{''.join(texts)}]"
+@lru_cache(_MAX_CACHED)
+def _spelled_set(ranges: Ranges, allowed: Ranges) -> str | None:
+    kept = intersection(ranges, allowed)
+    texts = (_spelled_end(a) if a == b else f"{_spelled_end(a)}-{_spelled_end(b)}" for a, b in kept)
+    return f"[{''.join(texts)}]" if kept else None
 
 
 def _spelled_end(code: int) -> str:

@@ -34,6 +34,8 @@ _NAME_KEYWORDS = frozenset({"type", "enum", "const", *STRING_KEYWORDS})
 _ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "deprecated"})
 _NO_NAME = Choice(())
 _MAX_PAIRS = 200
+_PLAIN_NAME = re.compile(r"[ !#-\[\]-~]*")
+"""A declared name that xgrammar excludes from further ones; not one with other characters."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def _written(
         found["required"] = required
     patterns = {}
     for names, value in kinds:
-        if names is None and not declared:
+        if names is None and all(map(_PLAIN_NAME.fullmatch, declared)):  # much less to compile
             found["additionalProperties"] = value or True
         else:
             node = all_but(declared) if names is None else names.node
