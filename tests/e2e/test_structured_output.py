@@ -125,6 +125,7 @@ KINDS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
     ),
     ({"structured_outputs": {"json": '{"type": "null"}'}}, "null".__eq__),
     ({"guided_json": {"enum": [7]}, "logprobs": 2}, "7".__eq__),
+    ({"guided_json": {"type": "string", "pattern": "^(?!.*b)[ab]{6}$"}}, '"aaaaaa"'.__eq__),
     (
         {
             "response_format": {"type": "structural_tag", "format": TAG},
@@ -132,11 +133,17 @@ KINDS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
         re.compile("<[0-9]>").fullmatch,
     ),
 ]
+_REQUIRED = {"type": "object", "required": ["a"]}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "", "foo"),
     ({"guided_regex": "(a"}, "", "parenthesis"),
     ({"guided_grammar": "root ::= other"}, "", "other"),
     ({"guided_json": {"not": {}}}, "", "'not'"),
+    ({"guided_json": {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}}}, "", "#/$defs/A"),
+    ({"guided_json": _REQUIRED | {"properties": {"a": {"anyOf": []}}}}, "", "#/properties/a"),
+    ({"guided_json": _REQUIRED | {"properties": {"a": {"$ref": "#/properties/a"}}}}, "", "#/properties/a"),
+    ({"guided_json": {"type": "string", "pattern": "(?<!a)b"}}, "", "lookbehind '(?<!'"),
+    ({"guided_regex": "a\\b"}, "", "word boundary"),
     ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "send one"),
     ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "ignore_eos"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "", "exactly one"),
@@ -192,6 +199,8 @@ def test_required_and_named_calls(server: Server) -> None:
             one = ASKED | {"parallel_tool_calls": False}
             required = await sender.choices(**one, tool_choice="required", n=2)
             chosen = await sender.choices(**ASKED, tool_choice=named, n=2)
+            _, answer = await sender.post(**one, tool_choice="required", max_tokens=1)
+            assert "'wait'" in answer["warnings"][0] and "'not'" in answer["warnings"][0]
             status, content = await sender.post(
                 **ASKED, tool_choice={"type": "function", "function": {"name": "x"}}
             )

@@ -11,12 +11,14 @@ from atom.shared.messages.grammar import (
     GrammarSource,
 )
 from workers.grammar.cost import MAX_TOKEN_S, token_s
-from workers.grammar.json_schema import SchemaError, prepared, prepared_tag
+from workers.grammar.json_schema import loaded, prepared, written
+from workers.grammar.patterns import full_match
+from workers.grammar.schema_parts import Schema, SchemaError
+from workers.grammar.structural_tags import ANY_OBJECT, MAX_WHITESPACE, PreparedTag, prepared_tag
 
 if TYPE_CHECKING:
     import xgrammar
 
-_ANY_OBJECT = '{"type": "object"}'
 _COMPRESSION = 1  # the fastest level: JSON of numbers shrinks to a quarter
 _MAX_REASON = 400
 _WHERE = re.compile(r"\[[0-9:]+\] \S+?:\d+: ")  # time and place in xgrammar's sources
@@ -25,7 +27,7 @@ _WHERE = re.compile(r"\[[0-9:]+\] \S+?:\d+: ")  # time and place in xgrammar's s
 def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> CompiledGrammar:
     """The compiled grammar, or why the source cannot be used."""
     try:
-        grammar = _compile(source, compiler)
+        grammar, warnings = compile_source(source, compiler)
     except SchemaError as error:
         return CompiledGrammar(error=_one_line(str(error)))
     except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's own are RuntimeErrors
@@ -46,25 +48,51 @@ def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> Com
             f"{MAX_TOKEN_S * 1000:.0f} are possible. Let each text be derived in one way: no repetition in a "
             "repetition, no rule that begins with itself, fewer alternatives that begin alike"
         )
-    return CompiledGrammar(data, memory, max(1, round(seconds * 1e6)))
+    warnings = [_one_line(_WHERE.sub("", text)) for text in warnings]
+    return CompiledGrammar(data, memory, max(1, round(seconds * 1e6)), warnings=warnings)
 
 
-def _compile(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> "xgrammar.CompiledGrammar":
+def compile_source(
+    source: GrammarSource, compiler: "xgrammar.GrammarCompiler"
+) -> "tuple[xgrammar.CompiledGrammar, list[str]]":
+    """(the grammar, what it does not enforce)."""
     match source.kind:
         case "json_schema":
-            return compiler.compile_json_schema(prepared(source.text), any_whitespace=source.any_whitespace)
+            return _compile_schema(prepared(loaded(source.text)), source, compiler), []
         case "json_object":
-            return compiler.compile_json_schema(
-                _ANY_OBJECT, any_whitespace=source.any_whitespace, strict_mode=False
-            )
+            return _compile_schema(ANY_OBJECT, source, compiler), []
         case "regex":
-            return compiler.compile_regex(source.text)
+            return compiler.compile_regex(full_match(source.text)), []
         case "grammar":
-            return compiler.compile_grammar(source.text)
+            return compiler.compile_grammar(source.text), []
         case "structural_tag" | "tool_calls":
-            tag = prepared_tag(source.text, lenient=source.kind == "tool_calls")
-            return compiler.compile_structural_tag(tag)
+            tag = prepared_tag(loaded(source.text), of_tools=source.kind == "tool_calls")
+            return _compile_tag(tag, compiler), tag.warnings
     raise ValueError(f"there is no grammar of kind {source.kind!r}")
+
+
+def _compile_schema(
+    schema: Schema, source: GrammarSource, compiler: "xgrammar.GrammarCompiler"
+) -> "xgrammar.CompiledGrammar":
+    return compiler.compile_json_schema(
+        written(schema), any_whitespace=source.any_whitespace, max_whitespace_cnt=MAX_WHITESPACE
+    )
+
+
+def _compile_tag(tag: PreparedTag, compiler: "xgrammar.GrammarCompiler") -> "xgrammar.CompiledGrammar":
+    try:
+        return compiler.compile_structural_tag(written(tag.tag))
+    except RuntimeError:
+        if not tag.relax(_check_schema):
+            raise
+    return compiler.compile_structural_tag(written(tag.tag))
+
+
+def _check_schema(schema: Schema) -> None:
+    """Raises RuntimeError for a schema that xgrammar refuses."""
+    import xgrammar
+
+    xgrammar.Grammar.from_json_schema(written(schema))
 
 
 def _one_line(text: str) -> str:

@@ -1,18 +1,42 @@
-"""JSON schemas as xgrammar honours them: what it would ignore is refused."""
+"""JSON schemas as xgrammar honours them: read part by part, and written in the few forms that it reads right.
+
+    {}                                        any value
+    {"$ref": "#/$defs/3"}                     a part that something refers to
+    {"anyOf": [...]}, {"enum": [...]}         with nothing next to them
+    {"type": ..., keywords of these types}    see `schema_parts` and `schema_objects`
+
+What it would ignore is refused with its place in the schema, and so is a part that no value fits.
+"""
 
 import json
-import re
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
-from workers.grammar.vocabulary import SPECIAL_SIGN
+from workers.grammar.schema_objects import object_keywords
+from workers.grammar.schema_parts import (
+    ARRAY_KEYWORDS,
+    NUMBER_KEYWORDS,
+    OBJECT_KEYWORDS,
+    STRING_KEYWORDS,
+    Schema,
+    SchemaError,
+    array_keywords,
+    cannot_enforce,
+    integer_keywords,
+    is_exact_bound,
+    listed,
+    number_keywords,
+    string_keywords,
+)
+from workers.grammar.schema_recursion import check_finite
 
-Schema = dict[str, Any]
+__all__ = ["loaded", "prepared", "written"]
 
 _IGNORED = frozenset(
     {
         *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
-        *("contains", "minContains", "maxContains", "uniqueItems", "multipleOf"),
+        *("contains", "minContains", "maxContains", "uniqueItems", "multipleOf", "additionalItems"),
         *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
     }
 )
@@ -20,197 +44,241 @@ _IGNORED = frozenset(
 _NEUTRAL = {"uniqueItems": False, "minContains": 0}
 _HEADS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Where one of these is, xgrammar reads no other keyword."""
-_LENGTHS = ("minLength", "maxLength")
-_OBJECTS = frozenset(
-    {
-        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
-        *("minProperties", "maxProperties"),
-    }
+_KEYWORDS = (
+    frozenset({"type", *_HEADS}) | OBJECT_KEYWORDS | ARRAY_KEYWORDS | STRING_KEYWORDS | NUMBER_KEYWORDS
 )
-_ARRAYS = frozenset({"items", "prefixItems", "minItems", "maxItems"})
-_OTHERS = frozenset(
-    {
-        *("type", "pattern", "format", *_LENGTHS, *_HEADS),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-    }
-)
-_FORMATS = frozenset(
-    {
-        *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"),
-        *("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
-    }
-)
-"""Those that xgrammar enforces; others are annotations."""
-_NAMED_PARTS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTED_PARTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_LISTS = (*_LISTED_PARTS, "enum", "required")
-_OPEN = ("properties", "patternProperties", "additionalProperties", "propertyNames")
-_CHARACTER_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
-_PLAIN_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
-"""All that may stand in a JSON string without an escape sequence."""
-_NO_PLAIN_CHARACTER = re.compile(r'["\x00-\x1f]|\\[\\nrtfv]')
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_MAX_WHOLE = 2**63
 
 
-class SchemaError(ValueError):
-    """A schema that cannot be honoured; the text is for the client."""
-
-
-def prepared(text: str) -> str:
-    """The schema `text` for xgrammar. Raises SchemaError."""
-    schema = _loaded(text)
-    if not isinstance(schema, (dict, bool)):
-        raise SchemaError("a JSON schema must be an object")
-    _prepare(schema)
-    return json.dumps(schema, ensure_ascii=False)
-
-
-def prepared_tag(text: str, lenient: bool) -> str:
-    """The structural tag `text` with its JSON schemas for xgrammar.
-
-    Raises SchemaError for one that cannot be honoured; if `lenient`, that one becomes any object.
-    """
-    tag = _loaded(text)
-    waiting = [tag]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, list):
-            waiting += part
-        if not isinstance(part, dict):
-            continue
-        _exclude_special(part)
-        if part.get("type") != "json_schema":
-            waiting += part.values()
-            continue
-        try:
-            _prepare(part.get("json_schema"))
-        except SchemaError:
-            if not lenient:
-                raise
-            part["json_schema"] = {"type": "object", "additionalProperties": True}
-    return json.dumps(tag, ensure_ascii=False)
-
-
-def _exclude_special(part: dict[str, Any]) -> None:
-    """Exclude special tokens from a part of a structural tag in which xgrammar would allow them."""
-    if part.get("type") == "qwen_xml_parameter":  # its older name
-        part |= {"type": "json_schema", "style": "qwen_xml"}
-    is_free = (
-        part.get("type") in ("any_text", "dispatch", "triggered_tags") or part.get("style", "json") != "json"
-    )
-    if is_free and isinstance(excludes := part.get("excludes", []), list):
-        part["excludes"] = [*excludes, SPECIAL_SIGN]
-
-
-def _loaded(text: str) -> Any:
+def prepared(schema: Any) -> Schema:
+    """The schema, decoded from JSON, for xgrammar. Raises SchemaError."""
     try:
-        return json.loads(text)
+        return _SchemaReader(schema).whole()
+    except RecursionError:
+        raise SchemaError("the schema is nested too deeply, or has too long names", "#") from None
+
+
+def loaded(text: str) -> Any:
+    """Decoded JSON. Raises SchemaError."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
-        raise SchemaError(f"it is not valid JSON: {error}") from None
+        raise SchemaError(f"it is not valid JSON: {error}", "#") from None
 
 
-def _prepare(schema: Any) -> None:
-    for part in _parts(schema):
-        _check(part)
-        _rewrite(part)
+def written(value: Any) -> str:
+    """`value` as JSON for xgrammar. Raises SchemaError for text that is no Unicode."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SchemaError("a text in it has half of a surrogate pair", "#") from None
+    return text
 
 
-def _parts(schema: Schema | bool) -> Iterator[Schema]:
-    """The schema, all schemas inside of it, and what they refer to; each once. Raises SchemaError."""
-    waiting: list[Any] = [schema]
-    seen: set[int] = set()
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, dict) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(names := part.get("propertyNames"), dict) and not _OTHERS & {*names} - {*_LENGTHS}:
-            names["type"] = "string"
-        yield part
-        for name in _NAMED_PARTS:
-            waiting += part.get(name, {}).values()
-        for name in _LISTED_PARTS:
-            waiting += part.get(name, ())
-        waiting += [part.get(name) for name in ("items", "additionalProperties", "propertyNames")]
-        if "$ref" in part:
-            waiting.append(_target(schema, part["$ref"]))
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
-def _target(schema: Any, reference: Any) -> Any:
-    """What a `$ref` names, found as xgrammar does; it would take a reference to elsewhere as any value."""
-    first, *names = reference.split("/") if isinstance(reference, str) else [""]
-    found = schema
-    for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    if first != "#" or found is None:
-        raise SchemaError(f"'$ref' is {reference!r:.80}, which names no part of the schema")
-    return found
+@dataclass
+class _SchemaReader:
+    """Reads one schema."""
 
+    schema: Any
+    _names: dict[int, str] = field(default_factory=dict)
+    """`$ref`s of what is written, by the part of `schema` that they name."""
+    _waiting: list[tuple[str, Any, str]] = field(default_factory=list)
+    _parts: list[tuple[Schema, str]] = field(default_factory=list)
 
-def _check(part: Schema) -> None:
-    """Raises SchemaError for a wrong value, and for a keyword that xgrammar does not read where it stands."""
-    _check_values(part)
-    for name in sorted(_IGNORED & part.keys()):
-        if name not in _NEUTRAL or part[name] != _NEUTRAL[name]:
-            raise _refusal(f"'{name}'")
-    keywords = part.keys() & (_OBJECTS | _ARRAYS | _OTHERS)
-    head = next((name for name in _HEADS if name in part), None)
-    if head is not None:
-        others = keywords - {head} - ({"type"} if head in ("enum", "const") else set())
-        if others:
-            raise _refusal(f"'{min(others)}' beside '{head}'")
-        if head == "allOf" and len(part[head]) > 1:
-            raise _refusal("'allOf' with several parts")
-    elif "type" not in part and not keywords <= (_OBJECTS if "properties" in part else _ARRAYS):
-        raise _refusal(f"'{min(keywords)}' without 'type'")
-    if "pattern" in part:
-        _check_pattern(part["pattern"])
-    for name in _LENGTHS:
-        if name in part and ("pattern" in part or part.get("format") in _FORMATS):
-            raise _refusal(f"'{name}' beside 'pattern' or 'format'")
-    undeclared = [name for name in part.get("required", ()) if name not in part.get("properties", {})]
-    if undeclared:
-        raise _refusal(f"a required property that 'properties' does not declare, {undeclared[0]!r:.60}")
+    def whole(self) -> Schema:
+        self._names[id(self.schema)] = "#"
+        written = self.read(self.schema, "#")
+        if written is None:
+            raise SchemaError("no value fits 'false'", "#")
+        targets = {"#": written}
+        while self._waiting:
+            name, value, path = self._waiting.pop()
+            target = self.read(value, path)
+            assert target is not None, "a reference to `false` is refused"
+            targets[name] = target
+        check_finite(self._parts, targets)
+        definitions = {name.removeprefix("#/$defs/"): part for name, part in targets.items() if name != "#"}
+        return written | {"$defs": definitions} if definitions else written
 
+    def read(self, value: Any, path: str) -> Schema | None:
+        """The part at `path`, for xgrammar; None: it is `false`, which no value fits."""
+        if value is False:
+            return None
+        if value is True:
+            written: Schema = {}
+        elif isinstance(value, dict):
+            written = self._written(value, path)
+        else:
+            raise SchemaError("a schema must be an object or a boolean", path)
+        self._parts.append((written, path))
+        return written
 
-def _check_values(part: Schema) -> None:
-    """Raises SchemaError for values of the wrong type, of the keywords that this module reads."""
-    for names, kind, wanted in ((_NAMED_PARTS, dict, "an object"), (_LISTS, list, "an array")):
+    def resolved(self, value: Any, path: str) -> Any:
+        """The part itself, or what its `$ref` names."""
+        seen = set()
+        while isinstance(value, dict) and "$ref" in value:
+            self._check_keywords(value, path)
+            if id(value) in seen:
+                raise SchemaError("the schema refers to itself without progress", path)
+            seen.add(id(value))
+            value, path = self._target(value["$ref"], path)
+        return value
+
+    def _written(self, part: Schema, path: str) -> Schema:
+        head = self._check_keywords(part, path)
+        match head:
+            case "$ref":
+                return self._reference(part["$ref"], path)
+            case "enum" | "const":
+                return self._enumerated(_values(part, head, path), path)
+            case None:
+                return self._typed(part, path)
+        options = [
+            option
+            for index, each in enumerate(listed(part, head, path))
+            if (option := self.read(each, f"{path}/{head}/{index}")) is not None
+        ]
+        if not options:
+            raise SchemaError(f"no value fits an empty '{head}'", path)
+        return options[0] if head == "allOf" else {"anyOf": options}
+
+    def _check_keywords(self, part: Schema, path: str) -> str | None:
+        """The keyword that excludes others, if there is one. Raises SchemaError for what it would hide."""
+        for name in sorted(_IGNORED & part.keys()):
+            if name not in _NEUTRAL or part[name] != _NEUTRAL[name]:
+                raise cannot_enforce(f"'{name}'", path)
+        head = next((name for name in _HEADS if name in part), None)
+        if head is not None:
+            allowed = {head, "type"} if head in ("enum", "const") else {head}
+            if others := (_KEYWORDS & part.keys()) - allowed:
+                raise cannot_enforce(f"'{min(others)}' next to '{head}'", path)
+            if head == "allOf" and len(listed(part, head, path)) > 1:
+                raise cannot_enforce("'allOf' with several parts", path)
+        return head
+
+    def _reference(self, reference: Any, path: str) -> Schema:
+        target, target_path = self._target(reference, path)
+        if target is True:
+            return {}
+        name = self._names.get(id(target))
+        if name is None:
+            name = f"#/$defs/{len(self._names)}"
+            self._names[id(target)] = name
+            self._waiting.append((name, target, target_path))
+        return {"$ref": name}
+
+    def _target(self, reference: Any, path: str) -> tuple[Any, str]:
+        """What a `$ref` names, and its path."""
+        first, *names = reference.split("/") if isinstance(reference, str) else [""]
+        found = self.schema
         for name in names:
-            if not isinstance(part.get(name, kind()), kind):
-                raise SchemaError(f"'{name}' must be {wanted}")
-    for name in _LENGTHS:
-        length = part.get(name, 0)
-        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-            raise SchemaError(f"'{name}' must be a whole number, 0 or more")
-    if not isinstance(part.get("type", ""), (str, list)):
-        raise SchemaError("'type' must be a string or an array")
+            key = unquote(name).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list):
+                found = (
+                    found[int(key)] if key.isdecimal() and len(key) < 9 and int(key) < len(found) else None
+                )
+            else:
+                found = found.get(key) if isinstance(found, dict) else None
+        if first != "#" or found is None:
+            raise SchemaError(f"'$ref' is {reference!r:.80}, which names no part of the schema", path)
+        if found is False:
+            raise SchemaError(f"no value fits 'false', which {reference!r:.80} names", path)
+        return found, reference
+
+    def _enumerated(self, values: list[Any], path: str) -> Schema:
+        """One of `values`, by the parts that say what xgrammar would write in one way only, or inexactly."""
+        plain = [value for value in values if _is_plain(value, path)]
+        parts: list[Schema] = [{"enum": plain}] if plain else []
+        parts += [self._constant(value, path) for value in values if not _is_plain(value, path)]
+        self._parts += [(part, path) for part in parts]
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+    def _constant(self, value: Any, path: str) -> Schema:
+        if isinstance(value, float):
+            return {"type": "number", "minimum": value, "maximum": value}
+        if isinstance(value, list):
+            items = [self._enumerated([each], path) for each in value]
+            first: Schema = {"prefixItems": items, "minItems": len(items)} if items else {}
+            return {"type": "array", "items": False, **first}
+        properties = {name: self._enumerated([each], path) for name, each in value.items()}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+
+    def _typed(self, part: Schema, path: str) -> Schema:
+        kinds = _kinds(part, path)
+        if not kinds:
+            return {}
+        written: Schema = {"type": kinds[0] if len(kinds) == 1 else kinds}
+        for kind in kinds:
+            match kind:
+                case "string":
+                    written |= string_keywords(part, path)
+                case "integer":
+                    written |= integer_keywords(part, path)
+                case "number":
+                    written |= number_keywords(part, path)
+                case "array":
+                    written |= array_keywords(part, path, self)
+                case "object":
+                    written |= object_keywords(part, path, self)
+        return written
 
 
-def _check_pattern(pattern: Any) -> None:
-    if isinstance(pattern, str) and _NO_PLAIN_CHARACTER.search(_CHARACTER_CLASS.sub("", pattern)):
-        raise _refusal("a 'pattern' with quotes, backslashes or control characters")
+def _kinds(part: Schema, path: str) -> list[str]:
+    """The types of values that a part allows; empty: any value at all."""
+    if "type" in part:
+        return _types(part["type"], path)
+    keywords = _KEYWORDS & part.keys()
+    if not keywords:
+        return []
+    for kind, names in (("object", OBJECT_KEYWORDS), ("array", ARRAY_KEYWORDS)):
+        if keywords <= names:
+            return [kind]
+    raise cannot_enforce(f"'{min(keywords)}' without 'type'", path)
 
 
-def _rewrite(part: Schema) -> None:
-    """Say in another way what xgrammar would read otherwise than JSON Schema."""
-    types = part.get("type")
-    if types == "object" and not any(name in part for name in _OPEN):
-        part["additionalProperties"] = True  # it would allow the empty object alone
-    if any(name in part for name in _LENGTHS):  # it would allow control characters, and surrogates
-        low = part.pop("minLength", 0)
-        high = part.pop("maxLength", "")
-        part["pattern"] = f"^{_PLAIN_CHARACTER}{{{low},{high}}}$"
-    for name in ("enum", "const"):
-        if name in part and types is not None:
-            values = part[name] if name == "enum" else [part[name]]
-            kept = [value for value in values if _has_type(value, types)]
-            if not kept:
-                raise SchemaError(f"no value of '{name}' has the type {types!r:.60}")
-            part.pop("const", None)
-            part["enum"] = kept
+def _types(given: Any, path: str) -> list[str]:
+    types = [given] if isinstance(given, str) else given
+    if not isinstance(types, list) or not types or not all(isinstance(each, str) for each in types):
+        raise SchemaError("'type' must be a string, or an array of strings", path)
+    if unknown := [each for each in types if each not in _TYPES]:
+        raise SchemaError(f"'type' is {unknown[0]!r:.60}, which is none of {', '.join(_TYPES)}", path)
+    return [kind for kind in _TYPES if kind in types and not (kind == "integer" and "number" in types)]
 
 
-def _has_type(value: Any, types: str | list[str]) -> bool:
+def _values(part: Schema, head: str, path: str) -> list[Any]:
+    """The values of `enum` or `const` that have the type of the part."""
+    values = [part["const"]] if head == "const" else listed(part, "enum", path)
+    if not values:
+        raise SchemaError("no value fits an empty 'enum'", path)
+    if "type" in part:
+        types = _types(part["type"], path)
+        values = [value for value in values if _has_type(value, types)]
+        if not values:
+            raise SchemaError(f"no value of '{head}' has the type {part['type']!r:.60}", path)
+    return values
+
+
+def _is_plain(value: Any, path: str) -> bool:
+    """Whether xgrammar writes the value as JSON usually is, and it has no parts."""
+    if isinstance(value, int) and not -_MAX_WHOLE <= value < _MAX_WHOLE:
+        raise cannot_enforce("an integer constant of more than 64 bits", path)
+    if isinstance(value, float):  # it writes 17 digits, such as 0.10000000000000001
+        return f"{value:.17g}" == repr(value) or not is_exact_bound(value)
+    return not isinstance(value, (list, dict))
+
+
+def _has_type(value: Any, types: list[str]) -> bool:
     match value:
         case None:
             name = "null"
@@ -227,7 +295,3 @@ def _has_type(value: Any, types: str | list[str]) -> bool:
         case _:
             name = "object"
     return name in types or (name == "integer" and "number" in types)
-
-
-def _refusal(what: str) -> SchemaError:
-    return SchemaError(f"the schema uses {what}, which this server cannot enforce")

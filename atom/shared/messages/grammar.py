@@ -15,11 +15,12 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     kind: str
     """json_schema, json_object, regex, grammar (EBNF), structural_tag (JSON), or tool_calls: a structural tag
-    in which a JSON schema that cannot be enforced means any object."""
+    in which a JSON schema has `tool`, a name for error messages, and `lenient`: whether it means any object if
+    it cannot be enforced."""
     text: str
     """The schema, the expression …; empty for json_object."""
     any_whitespace: bool = True
-    """Whether JSON may have white space between its tokens, as much as the model likes."""
+    """Whether JSON may have white space between its tokens, at most 16 characters."""
 
 
 class CompiledGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -33,6 +34,8 @@ class CompiledGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """CPU time that a token takes in a worker, in microseconds."""
     error: str = ""
     """Why the source cannot be used, in one line, for the client."""
+    warnings: list[str] = []
+    """What the grammar does not enforce, for the client."""
 
 
 class GrammarCompilerLaunch(msgspec.Struct, frozen=True):

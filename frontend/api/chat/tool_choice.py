@@ -84,7 +84,7 @@ def call_constraint(
         reply = _any_content(named, text, is_single)
         field = "tools"
     tag = msgspec.json.encode({"type": "structural_tag", "format": in_frame(reply, frame)}).decode()
-    return Constraint(GrammarSource("structural_tag" if is_strict else "tool_calls", tag), field)
+    return Constraint(GrammarSource("tool_calls", tag), field)
 
 
 def optional_calls(
@@ -133,6 +133,8 @@ def _call(function: Function, text: CallText, with_schema: bool) -> Format:
         "type": "json_schema",
         "json_schema": (function.parameters or _NO_ARGUMENTS) if with_schema else _ANY_ARGUMENTS,
         "style": text.style,
+        "tool": function.name,
+        "lenient": not function.strict,
     }
     return sequence(
         *literal(text.before_name + function.name, text.tokens),

@@ -149,7 +149,9 @@ class Generation:
         self, endpoint: Endpoint, parsed: ParsedRequest, size: int, caller: Caller, started: float
     ) -> GenerateRequest:
         checked = await self._executor.run(size + parsed.earlier_bytes, lambda: self._check(parsed, caller))
-        grammar = None if checked.constraint is None else await self._grammar(checked, caller, started)
+        grammar = None
+        if checked.constraint is not None:
+            grammar = await self._grammar(checked, caller, started, parsed.warnings)
         self._client.check_ready(checked.data_parallel_rank)
         n = checked.params[0].n
         # The ids of one request are consecutive, since only the event loop allocates them.
@@ -354,8 +356,10 @@ class Generation:
         )
         return [_with_max_tokens(params, limit) for limit in limits]
 
-    async def _grammar(self, checked: _Checked, caller: Caller, started: float) -> Grammar:
-        """The compiled grammar of the outputs.
+    async def _grammar(
+        self, checked: _Checked, caller: Caller, started: float, warnings: list[str]
+    ) -> Grammar:
+        """The compiled grammar of the outputs; adds what it does not enforce to `warnings`.
 
         Raises RequestError for a constraint that cannot be met, DeadlineError if compiling takes too long.
         """
@@ -369,6 +373,7 @@ class Generation:
         except TimeoutError:
             assert timeout_s is not None
             raise DeadlineError(timeout_s) from None
+        warnings += compiled.warnings
         return self._grammars.live.grammar(row, compiled)
 
     def _requests(self, checked: _Checked, ids: list[int], grammar: Grammar | None) -> list[AddRequest]:

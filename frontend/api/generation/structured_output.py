@@ -43,10 +43,12 @@ def reply_constraint(fields: GenerationRequest, prompt: Prompt) -> Constraint | 
     if prompt.optional_calls is None and prompt.frame is None:
         return content
     reply = as_content(_as_format(content), prompt.frame)
+    kind = "structural_tag"
     if prompt.optional_calls is not None:
+        kind = "tool_calls"
         reply = any_of(prompt.optional_calls, reply)
     text = msgspec.json.encode({"type": "structural_tag", "format": in_frame(reply, prompt.frame)}).decode()
-    return Constraint(GrammarSource("structural_tag", text), content.field)
+    return Constraint(GrammarSource(kind, text), content.field)
 
 
 def _as_format(content: Constraint) -> Format:

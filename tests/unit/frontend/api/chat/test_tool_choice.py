@@ -23,7 +23,7 @@ from frontend.text.reply_formats.choose import TOOL_CALLS, TextFormat
 from frontend.text.reply_formats.harmony import HarmonyFormat, _Tag
 from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
-from workers.grammar.json_schema import prepared_tag
+from workers.grammar.compiling import compile_source
 from workers.grammar.vocabulary import tokenizer_info
 
 LOOK: dict[str, Any] = {
@@ -124,7 +124,9 @@ class Model:
         return token_id
 
     def compiled(self, source: GrammarSource) -> Any:
-        return self.compiler.compile_structural_tag(prepared_tag(source.text, lenient=False))
+        grammar, warnings = compile_source(source, self.compiler)
+        assert warnings == []
+        return grammar
 
     def walk(self, grammar: Any, seed: int) -> list[int]:
         """The ids of a reply up to its end."""

@@ -1,0 +1,104 @@
+"""Compiled sources: what is accepted, and what a client is told."""
+
+import json
+from typing import Any
+
+import pytest
+
+from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
+from tests.helpers.byte_grammars import accepts, byte_compiler, compile_bytes
+from workers.grammar.compiling import compile_source, compiled
+from workers.grammar.structural_tags import MAX_WHITESPACE
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+def _compiled(kind: str, content: Any) -> CompiledGrammar:
+    text = content if isinstance(content, str) else json.dumps(content)
+    return compiled(GrammarSource(kind, text), byte_compiler())
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("json_schema", PERSON),
+        ("json_object", ""),
+        (
+            "structural_tag",
+            {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": PERSON}},
+        ),
+    ],
+)
+def test_white_space_is_bounded(kind: str, content: Any) -> None:
+    grammar = compile_bytes(kind, content if isinstance(content, str) else json.dumps(content))
+    text = '{|"name"|:|"x"|,|"age"|:|3|}'
+    assert accepts(grammar, text.replace("|", " " * MAX_WHITESPACE))
+    for index in range(text.count("|")):
+        parts = text.split("|")
+        long = "".join(parts[: index + 1]) + " " * (MAX_WHITESPACE + 1) + "".join(parts[index + 1 :])
+        assert not accepts(grammar, long), long
+
+
+def test_white_space_may_be_fixed() -> None:
+    grammar, _ = compile_source(GrammarSource("json_schema", json.dumps(PERSON), False), byte_compiler())
+    assert accepts(grammar, '{"name": "x", "age": 3}')
+    assert not accepts(grammar, '{"name":  "x", "age": 3}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "reason"),
+    [
+        (
+            "json_schema",
+            {"properties": {"a": {"anyOf": []}}},
+            "no value fits an empty 'anyOf', at #/properties/a",
+        ),
+        ("json_schema", '{"minimum": NaN}', "not valid JSON"),
+        ("json_schema", '{"const": "\\ud800"}', "surrogate"),
+        ("regex", "a(?<=b)", "a lookbehind '(?<='"),
+        ("structural_tag", "[", "not valid JSON"),
+    ],
+)
+def test_errors_say_what_is_wrong_and_where(kind: str, content: Any, reason: str) -> None:
+    assert reason in _compiled(kind, content).error
+
+
+def _calls(*tools: tuple[Any, bool]) -> dict[str, Any]:
+    parts = [
+        {"type": "json_schema", "json_schema": schema, "tool": f"tool{index}", "lenient": is_lenient}
+        for index, (schema, is_lenient) in enumerate(tools)
+    ]
+    return {"type": "structural_tag", "format": {"type": "or", "elements": parts}}
+
+
+AWKWARD: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "exclusiveMinimum": True}}},
+    {"type": "object", "properties": {"n": {"type": "array", "items": [{"type": "integer"}]}}},
+    {"type": "object", "properties": {"n": {"type": "string", "pattern": "^\\p{L}+$"}}},
+    {"type": "object", "properties": {"n": {"$ref": "#/properties/n"}}, "required": ["n"]},
+]
+
+
+@pytest.mark.parametrize("schema", AWKWARD, ids=str)
+def test_one_awkward_tool_fails_no_other(schema: dict[str, Any]) -> None:
+    tag = _calls((PERSON, True), (schema, True))
+    found = _compiled("tool_calls", tag)
+    assert found.error == ""
+    (warning,) = found.warnings
+    assert "'tool1'" in warning and "at #/properties/n" in warning
+    grammar = compile_bytes("tool_calls", json.dumps(tag))
+    assert accepts(grammar, '{"name": "x", "age": 3}') and accepts(grammar, '{"what": [1]}')
+    strict = _compiled("tool_calls", _calls((PERSON, True), (schema, False)))
+    assert "the tool 'tool1'" in strict.error and "at #/properties/n" in strict.error
+
+
+def test_a_tool_with_bare_counts_is_enforced() -> None:
+    counts = {"type": "object", "properties": {"n": {"type": "array", "minItems": 1}}, "required": ["n"]}
+    tag = _calls((counts, True))
+    assert _compiled("tool_calls", tag).warnings == []
+    grammar = compile_bytes("tool_calls", json.dumps(tag))
+    assert accepts(grammar, '{"n": [3]}') and not accepts(grammar, '{"n": []}')
