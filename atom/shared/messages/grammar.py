@@ -14,7 +14,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What to compile."""
 
     kind: str
-    """json_schema, json_object, regex, grammar (EBNF), structural_tag (JSON), or tool_calls: a structural tag
+    """json_schema, json_object, regex, grammar (EBNF), structural_tag (JSON), or tool_calls: such a tag
     whose JSON schemas have `tool`, a name for errors, and `lenient`: whether one that cannot be enforced means
     any object."""
     text: str
