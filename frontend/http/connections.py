@@ -9,11 +9,11 @@ from aiohttp import HttpVersion11, http_exceptions, web
 
 from atom.shared.utils.logger import get_logger
 from frontend.errors import InternalError, RequestError
+from frontend.http.event_stream import PROBE, unbuffered, with_deadline
 from frontend.http.expect import EXPECT, without_expect
 from frontend.http.limits import HttpLimits
 from frontend.metrics.metrics import Metrics
 from frontend.routes.errors import add_request_id, error_response, http_exception_response
-from frontend.routes.writing import PROBE, unbuffered, with_deadline
 
 __all__ = ["Listener"]
 

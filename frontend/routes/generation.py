@@ -10,12 +10,12 @@ from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import Endpoint
 from frontend.engine_client.admission import AdmissionSlot
 from frontend.errors import RequestError
+from frontend.http.event_stream import EventStream, send_json
 from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, MESSAGES, METRICS, RESPONSES
 from frontend.metrics.tracing import TraceContext
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 from frontend.routes.errors import client_request_id
-from frontend.routes.writing import EventStream, send_json
 
 __all__ = ["routes"]
 

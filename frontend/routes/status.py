@@ -5,8 +5,8 @@ import contextlib
 from aiohttp import web
 
 from frontend.errors import ApiError
+from frontend.http.event_stream import EventStream
 from frontend.keys import STATUS
-from frontend.routes.writing import EventStream
 
 __all__ = ["routes"]
 

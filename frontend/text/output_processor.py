@@ -20,8 +20,9 @@ from atom.shared.messages.engine import (
     unpack_ids,
 )
 from atom.shared.utils.logger import get_logger
-from frontend.text.detokenizer import Detokenizer, StopFinder
+from frontend.text.detokenizer import Detokenizer
 from frontend.text.reply_formats.base import CallDelta, ReplyDelta, ReplyParser, call_characters, merge_calls
+from frontend.text.stop_strings import StopFinder
 from frontend.text.token_logprobs import (
     LogprobColumns,
     LogprobRow,

@@ -1,4 +1,4 @@
-"""Sending responses, with deadlines for clients that do not read them."""
+"""Sending responses: server-sent events, and JSON; with deadlines for clients that do not read them."""
 
 import asyncio
 import contextlib
