@@ -36,11 +36,15 @@ def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> Com
         return CompiledGrammar(error="it is too large or nested too deeply")
     memory = grammar.memory_size_bytes
     data = zlib.compress(grammar.serialize_json().encode(), _COMPRESSION)
-    if memory > MAX_GRAMMAR_MEMORY or len(data) > MAX_COMPILED_BYTES:
-        return CompiledGrammar(
-            error=f"compiled it takes {memory >> 20} MiB, at most {MAX_GRAMMAR_MEMORY >> 20} are possible: "
-            "use smaller repetitions, enumerations or length limits"
-        )
+    for size, most, what in (
+        (memory, MAX_GRAMMAR_MEMORY, "compiled it takes"),
+        (len(data), MAX_COMPILED_BYTES, "compiled and compressed it takes"),
+    ):
+        if size > most:
+            return CompiledGrammar(
+                error=f"{what} {size / (1 << 20):.1f} MiB, at most {most >> 20} are possible: use smaller "
+                "repetitions, enumerations or length limits"
+            )
     seconds = token_s(grammar)
     if seconds > MAX_TOKEN_S:
         return CompiledGrammar(
