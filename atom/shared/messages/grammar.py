@@ -15,8 +15,8 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     kind: str
     """json_schema, json_object, regex, grammar (EBNF), structural_tag (JSON), or tool_calls: such a tag
-    whose JSON schemas have `tool`, a name for errors, and `lenient`: whether one that cannot be enforced means
-    any object."""
+    whose JSON schemas have `tool`, a name for errors, and `lenient`: whether one that cannot be enforced
+    means any object."""
     text: str
     """The schema, the expression …; empty for json_object."""
     any_whitespace: bool = True
