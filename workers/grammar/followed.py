@@ -29,6 +29,8 @@ class Output:
     """Ids that were sent."""
     serial: int
     """Number of the last message."""
+    first_serial: int = 0
+    """Number of the message that began it: its slot may have had another output before."""
     done: int = 0
     """Number of the last message whose mask is written."""
     failure: str = ""
@@ -61,6 +63,11 @@ class FollowedGrammar:
         self._serial = 1  # of the next message
         self._unsent: list[FollowOutput] = []
         self._is_dropped = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its process follows no output any more."""
+        return self._frames.is_closed
 
     @property
     def has_died(self) -> bool:
@@ -114,7 +121,7 @@ class FollowedGrammar:
             ready = self._decoder.decode(frame)
             for slot in ready.slots:
                 output = self._by_slot.get(slot)
-                if output is not None and output.serial >= ready.serial > output.done:
+                if output is not None and max(output.first_serial, output.done + 1) <= ready.serial:
                     output.done = ready.serial
                     output.failure = ready.failures.get(slot, "")
 
@@ -128,7 +135,7 @@ class FollowedGrammar:
         self._frames.close()
 
     def _begin(self, owner: int, grammar: RowGrammar, ids: list[int]) -> Output:
-        output = Output(owner, self._free.pop(), grammar, 0, 0)
+        output = Output(owner, self._free.pop(), grammar, 0, 0, self._serial)
         self._by_slot[output.slot] = output
         self._send(output, ids, grammar)
         return output

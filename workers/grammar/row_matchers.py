@@ -45,7 +45,7 @@ class _Row:
     def is_ready(self) -> bool:
         """Whether a step need not wait for the row."""
         assert self.followed is not None and self.output is not None
-        return self.is_late or self.followed.has_died or self.output.is_ready
+        return self.is_late or self.followed.is_closed or self.output.is_ready
 
     @property
     def failure(self) -> str:
@@ -163,8 +163,9 @@ class RowMatchers:
             followed.is_slow = bool(late) if own else followed.is_slow
             for row in late:
                 row.is_late = True
-            if followed.has_died and self._library is not None:
-                self._library.report_death(followed.key, _DIED)
+        for row in rows:
+            if self._library is not None and row.followed is not None and row.followed.has_died:
+                self._library.report_death(row.followed.key, _DIED)
 
     def _poll(self, waiting: Sequence[_Row]) -> None:
         deadline = time.monotonic() + MAX_WAIT_S
@@ -187,4 +188,4 @@ class RowMatchers:
 def _grammars(rows: Sequence[_Row]) -> list[FollowedGrammar]:
     """The grammars of these rows, each once, whose processes have not ended."""
     found = {id(row.followed): row.followed for row in rows if row.followed is not None}
-    return [followed for followed in found.values() if not followed.has_died]
+    return [followed for followed in found.values() if not followed.is_closed]

@@ -310,3 +310,21 @@ def test_a_long_output_is_resumed_in_pieces(checkpoint: Checkpoint, library: Gra
     assert allowed(made, 0) == [{e}]
     made.set_row(new_row(0, inside, [s] * 5000 + [end, y, e], number=-5))
     assert allowed(made, 0) == [{s}]
+
+
+def test_a_late_answer_is_not_that_of_the_next_output_of_its_slot(
+    checkpoint: Checkpoint, library: GrammarLibrary
+) -> None:
+    followed = library.followed(KEY)
+    (o,) = letters(checkpoint, "o")
+    lost = followed.follow(-7, 0, RowGrammar(KEY, [EOS]), [o])  # outside of the grammar
+    followed.release(lost, 0)
+    followed._forget(followed._outputs.pop(-7))
+    after = followed.follow(-8, 0, RowGrammar(KEY, [EOS]), [])
+    assert after.slot == lost.slot
+    deadline = time.monotonic() + 60
+    while not after.is_ready:
+        assert time.monotonic() < deadline
+        followed.update()
+        assert not after.failure
+    followed.release(after, 0)
