@@ -86,10 +86,9 @@ class Request:
         "is_cacheable",
         "last_decode_step",
         "last_step",
-        "late_at",
+        "late",
         "max_length",
         "num_computed_tokens",
-        "num_late",
         "output_ids",
         "preemptions",
         "priority",
@@ -127,10 +126,9 @@ class Request:
         self.prompt_logprobs = prompt_logprobs
         """As in the message, until the last chunk of the prompt is scheduled; -1 from then on."""
         self.arrival = 0
-        self.arrived_at = 0.0
+        self.arrived_at = self.first_token_at = 0.0
         self.admitted_at = 0.0
         """Time of the first admission."""
-        self.first_token_at = 0.0
         self.preemptions = self.accepted_drafts = 0
         self.state = State.WAITING
         self.row = NO_ROW
@@ -146,14 +144,11 @@ class Request:
         """Once it stops running: the last step that uses its row and blocks."""
         self.discarded_until = 0
         """Tokens sampled in steps up to this one are dropped."""
-        self.num_late = 0
-        """Times that it was late for a step, one after another without a token."""
-        self.late_at = -1
-        """Generated tokens when it was late last."""
+        self.late = (0, -1)
+        """(times that it was late for a step since its last token, generated tokens at the last time)."""
         self.is_cacheable = True
         """False where its blocks hold values of a failed step."""
-        self.decode_offset = 0
-        self.last_decode_step = 0
+        self.decode_offset = self.last_decode_step = 0
         self.drafts_in_flight = 0
         """Drafts among `computed` that may be rejected."""
         self.covered = 0

@@ -111,12 +111,13 @@ class ResultProcessor:
         """
         if not step.is_valid_for(request):
             return None
-        request.num_late = request.num_late + 1 if request.late_at == request.num_generated else 1
-        request.late_at = request.num_generated
-        if request.num_late > _MAX_LATE:
+        times, generated = request.late
+        times = times + 1 if generated == request.num_generated else 1
+        request.late = times, request.num_generated
+        if times > _MAX_LATE:
             self._states.end(request)
             return request, Finished(request.request_id, FinishReason.ERROR, message=_TOO_LATE)
-        self._states.hold(request, self._clock() + _HOLD_S * 2 ** (request.num_late - 1))
+        self._states.hold(request, self._clock() + _HOLD_S * 2 ** (times - 1))
         return None
 
     def _recompute(self, request: Request) -> None:

@@ -175,7 +175,7 @@ class CoreDriver:
         failing = choose(batch.rows)
         owners = {request.row: request.request_id for request in self._requests_with_row()}
         self.failing.append({owners[row] for row in failing if row in owners})
-        often = {request.row for request in self._requests_with_row() if request.num_late > 6}
+        often = {request.row for request in self._requests_with_row() if request.late[0] > 6}
         late = {*choose_late(batch.rows)} - often
         self.results.append(self.worker.execute(batch, failing, late))
         self.num_late += len(self.results[-1].late)
