@@ -27,7 +27,7 @@ from benchmarks.common.report import report, write
 _MAX_TOKENS = 100_000
 _ALONE_S = 5.0
 _RUN_S = 3.0
-_SHOWN = 5
+_SHOWN = 3  # of those that are admitted, and of the others
 ATTACKS: list[dict[str, Any]] = [
     {"grammar": 'root ::= "#" | root root'},
     {"grammar": 'root ::= a\na ::= a a | b\nb ::= [#a-z]+ | [#a-z]* c\nc ::= [#a-z]+ | ""'},
@@ -162,12 +162,14 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         finally:
             for task in tasks:
                 task.cancel()
-    worst = sorted(rows, key=lambda row: -row.longest_gap_ms["free"])[:_SHOWN]
+    rows.sort(key=lambda row: -row.longest_gap_ms["free"])
+    admitted = [row for row in rows if row.status == 200]
+    refused = [row for row in rows if row.status != 200]
     return {
         "alone_ms": alone,
         "sent": len(rows),
-        "admitted": sum(row.status == 200 for row in rows),
-        "worst": [asdict(row) for row in worst],
+        "admitted": len(admitted),
+        "worst": [asdict(row) for row in admitted[:_SHOWN] + refused[:_SHOWN]],
     }
 
 
