@@ -10,7 +10,7 @@ from atom.shared.messages.grammar import (
     CompiledGrammar,
     GrammarSource,
 )
-from workers.grammar.cost import MAX_TOKEN_S, token_s
+from workers.grammar.cost import CostError, token_s
 from workers.grammar.json_schema import loaded, prepared, written
 from workers.grammar.patterns import full_match
 from workers.grammar.schema_parts import Schema, SchemaError
@@ -45,11 +45,11 @@ def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> Com
                 error=f"{what} {size / (1 << 20):.1f} MiB, at most {most >> 20} are possible: use smaller "
                 "repetitions, enumerations or length limits"
             )
-    seconds = token_s(grammar)
-    if seconds > MAX_TOKEN_S:
+    try:
+        seconds = token_s(grammar)
+    except CostError as error:
         return CompiledGrammar(
-            error=f"it is too ambiguous: a token takes {seconds * 1000:.1f} ms of CPU time, at most "
-            f"{MAX_TOKEN_S * 1000:.0f} are possible. Let each text be derived in one way: no repetition in a "
+            error=f"it is too ambiguous: {error}. Let each text be derived in one way: no repetition in a "
             "repetition, no rule that begins with itself, fewer alternatives that begin alike"
         )
     warnings = [_one_line(_WHERE.sub("", text)) for text in warnings]
