@@ -117,7 +117,9 @@ class EngineCore:
         if failed:
             self._check = None
             self._scheduler.abort([request.request_id for request in failed])
-        return self._refusals(failed, message.error)
+        return self._refusals(
+            failed, message.error, FinishReason.REFUSED if message.is_refused else FinishReason.ERROR
+        )
 
     def grammar_questions(self) -> list[tuple[bytes, GetGrammar]]:
         """Grammars that the workers lack, and the frontends to ask for them."""
@@ -267,17 +269,23 @@ class EngineCore:
         for request in requests:
             self._scheduler.add(request)
 
-    def _refusals(self, requests: list[Request], reason: str) -> dict[bytes, TokenDeltas]:
+    def _refusals(
+        self, requests: list[Request], message: str, reason: FinishReason = FinishReason.ERROR
+    ) -> dict[bytes, TokenDeltas]:
         """The ends of requests that cannot run, by frontend."""
         return {
-            frontend: self._refusal([r.request_id for r in requests if r.frontend == frontend], reason)
+            frontend: self._refusal(
+                [r.request_id for r in requests if r.frontend == frontend], message, reason
+            )
             for frontend in {request.frontend for request in requests}
         }
 
-    def _refusal(self, request_ids: list[int], reason: str) -> TokenDeltas:
+    def _refusal(
+        self, request_ids: list[int], message: str, reason: FinishReason = FinishReason.ERROR
+    ) -> TokenDeltas:
         """The end of sequences that cannot run."""
-        reason = reason[:MAX_REASON_CHARS]
-        refusals = [Finished(i, FinishReason.ERROR, message=reason) for i in request_ids]
+        message = message[:MAX_REASON_CHARS]
+        refusals = [Finished(i, reason, message=message) for i in request_ids]
         return TokenDeltas(self._scheduler.counters.steps, [], b"", finished=refusals)
 
     def _check_request(self, message: AddRequest, frontend: bytes) -> tuple[SharedSettings, Prompt, bytes]:

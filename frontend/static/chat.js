@@ -11,7 +11,7 @@ import { eventsOf } from "./sse.js";
 
 const CHAT_HINT = "Enter sends, Shift+Enter starts a line, Esc stops. Chats stay in this browser.";
 const COMPLETE_HINT = `This model has no chat template: it continues your text. ${CHAT_HINT}`;
-// Of the time, drawing may take one part in so many: a long block takes longer.
+// Drawing may take one part in so many of the time: a long block takes longer.
 const DRAWING_SHARE = 4;
 
 export class Chat {

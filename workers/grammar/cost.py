@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.grammar.output_matcher import WORD_BITS
+
 if TYPE_CHECKING:
     import xgrammar
 
@@ -80,7 +82,7 @@ def _try_output(
     import xgrammar
 
     matcher = xgrammar.GrammarMatcher(compiled)
-    words_1W = np.zeros((1, -(-vocab_size // 32)), np.int32)
+    words_1W = np.zeros((1, -(-vocab_size // WORD_BITS)), np.int32)
     taken = []
     for _ in range(_MAX_TOKENS):
         started = time.thread_time()

@@ -80,7 +80,7 @@ class GrammarLibrary:
         if key not in self._dead:
             self._dead.add(key)
             self._num_loading += 1
-            self._loaded.put((GrammarLoaded(key, reason), None))
+            self._loaded.put((GrammarLoaded(key, reason, is_refused=True), None))
 
     def followed(self, key: bytes) -> FollowedGrammar:
         """Where outputs of a grammar are followed. Raises KeyError for one that is not loaded."""

@@ -119,6 +119,8 @@ class GrammarLoaded(msgspec.Struct, tag=22, array_like=True, frozen=True, gc=Fal
 
     key: bytes
     error: str = ""
+    is_refused: bool = False
+    """With an error: whether the grammar itself is the cause, as its process needed too much."""
 
 
 class StartMatcher(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -28,7 +28,7 @@ _SYSTEM = "system"
 _DEVELOPER = "developer"
 _COMMON_ROLES = frozenset({_SYSTEM, "user", ASSISTANT})
 _TOOL_ROLES = frozenset({"tool", "function"})
-# Of further roles a template may expect them at some place that no probe has.
+# A template may expect messages of further roles at some place that no probe has.
 _PROBED_ROLES = _COMMON_ROLES | _TOOL_ROLES
 _TEXT = "text"
 _REFUSAL = "refusal"

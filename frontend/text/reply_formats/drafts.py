@@ -69,8 +69,8 @@ class Drafts:
     def end(self, complete: bool) -> tuple[str, str]:
         """(the rest of the reasoning, the text of the calls that end the reply).
 
-        `complete` tells whether the model ended the reply itself: of a reply that was cut off, nobody knows
-        how it would have gone on.
+        `complete` tells whether the model ended the reply itself: how a reply that was
+        cut off would have gone on is not known.
         """
         self._parser.finish("", complete)
         held = self.drop()

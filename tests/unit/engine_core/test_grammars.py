@@ -94,9 +94,9 @@ def test_all_requests_of_a_grammar_fail_when_its_process_has_ended() -> None:
     core.grammar_loaded(GrammarLoaded(b"a"))
     batch = core.schedule()
     assert batch is not None and len(batch.rows) == 4
-    deltas = core.grammar_loaded(GrammarLoaded(b"a", "too ambiguous"))[FRONTEND]
-    assert {(end.request_id, end.message) for end in deltas.finished} == {
-        (number, "too ambiguous") for number in range(3)
+    deltas = core.grammar_loaded(GrammarLoaded(b"a", "too ambiguous", is_refused=True))[FRONTEND]
+    assert {(end.request_id, end.reason, end.message) for end in deltas.finished} == {
+        (number, FinishReason.REFUSED, "too ambiguous") for number in range(3)
     }
     assert core.grammar_messages() == [DropGrammar(b"a")]
     core.update_from_output(BatchResult(batch.step, pack_ids([7] * 4)))
@@ -295,7 +295,7 @@ def test_a_grammar_is_asked_for_once_whatever_the_number_of_requests() -> None:
     core.grammar_messages()
     assert core.grammar_questions() == [(FRONTEND, GetGrammar(b"a"))]
     assert core.grammar_provided(GrammarBytes(b"a", b"x")) == {}
-    assert core.grammar_provided(GrammarBytes(b"a", b"y")) == {}, "nobody has asked for it"
+    assert core.grammar_provided(GrammarBytes(b"a", b"y")) == {}, "it was not asked for"
     assert core.grammar_messages() == [LoadGrammar(b"a", b"x")]
     core.grammar_loaded(GrammarLoaded(b"a"))
     core.add(request(99, b"a"), FRONTEND)

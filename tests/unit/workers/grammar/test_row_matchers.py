@@ -279,7 +279,7 @@ def test_a_process_that_takes_too_long_ends_and_its_rows_fail(
         assert time.monotonic() < deadline
         made.masks([0, 1, 2])
     assert [*made.failures([0, 1, 2])] == [0, 1] and "too ambiguous" in made.failures([0])[0]
-    assert next_loaded(library) == GrammarLoaded(SLOW, made.failures([0])[0])
+    assert next_loaded(library) == GrammarLoaded(SLOW, made.failures([0])[0], is_refused=True)
     assert not library.is_loading
     library.drop(SLOW)
     assert len(allowed(made, 2)[0]) < checkpoint.vocab_size
