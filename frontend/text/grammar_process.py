@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.codec import Decoder, WireError, encode
 from atom.shared.messages.grammar import CompiledGrammar, GrammarCompilerLaunch, GrammarSource
-from atom.shared.utils.process import spawn
+from atom.shared.utils.fork_server import ForkServer
 
 __all__ = ["MAX_PARALLEL", "Compilation", "CompileError", "GrammarProcess"]
 
@@ -61,11 +60,10 @@ class GrammarProcess:
     """Starts the process with the first grammar, and again after it has died. Safe to use in any thread."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self._checkpoint = checkpoint
         self._decoder: Decoder[CompiledGrammar] = Decoder(CompiledGrammar)
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._forks = ForkServer(
+            _MODULE, lambda fd: GrammarCompilerLaunch(checkpoint, fd, TIMEOUT_S, MAX_PARALLEL)
+        )
 
     def compile(
         self, source: GrammarSource, compilation: Compilation | None = None
@@ -82,7 +80,10 @@ class GrammarProcess:
                 theirs.close()
                 return _CANCELLED, False
             with theirs:
-                self._pass(theirs)
+                try:
+                    self._forks.pass_descriptors([theirs.fileno()])
+                except OSError as error:
+                    raise CompileError(f"the grammar compiler has ended: {error}") from None
             started = time.monotonic()
             answer = _exchange(ours, encode(source), started + _START_DEADLINE_S + 2 * TIMEOUT_S)
         if compilation.is_cancelled:
@@ -96,41 +97,11 @@ class GrammarProcess:
 
     def close(self) -> None:
         """End the process; a compilation ends without an answer."""
-        with self._lock:
-            self._end()
-
-    def _pass(self, connection: socket.socket) -> None:
-        """Give the process one end of a connection."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._end()
-                self._start()
-            assert self._control is not None
-            try:
-                socket.send_fds(self._control, [b"c"], [connection.fileno()])
-            except OSError as error:
-                raise CompileError(f"the grammar compiler has ended: {error}") from None
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            launch = GrammarCompilerLaunch(self._checkpoint, theirs.fileno(), TIMEOUT_S, MAX_PARALLEL)
-            self._process = spawn(_MODULE, launch, pass_fds=[theirs.fileno()])
-        self._control = ours
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.kill()
-            self._process.wait()
-            self._process.stdin.close()
-        self._process = self._control = None
+        self._forks.close()
 
     def _killed(self, took_s: float) -> tuple[CompiledGrammar, bool]:
         """A connection was closed without an answer."""
-        if self._process is None or self._process.poll() is not None:
+        if self._forks.pid is None:
             raise CompileError("the grammar compiler has ended")
         if took_s >= TIMEOUT_S:
             return CompiledGrammar(error=f"it takes longer than {TIMEOUT_S} s to compile: simplify it"), False

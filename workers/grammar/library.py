@@ -1,10 +1,8 @@
 """The grammars that rank 0 of a tensor-parallel group has loaded, each in a process of its own."""
 
-import contextlib
 import os
 import queue
 import socket
-import subprocess
 import threading
 
 from atom.shared.config.checkpoint import Checkpoint
@@ -17,7 +15,7 @@ from atom.shared.messages.grammar import (
     StartMatcher,
 )
 from atom.shared.utils.errors import one_line
-from atom.shared.utils.process import spawn
+from atom.shared.utils.fork_server import ForkServer
 from workers.grammar.followed import KEPT_OUTPUTS, FollowedGrammar, shared_masks
 from workers.grammar.frame_socket import read_frame, write_frame
 from workers.grammar.output_matcher import WORD_BITS
@@ -34,7 +32,7 @@ class GrammarLibrary:
     """
 
     def __init__(self, checkpoint: Checkpoint, max_rows: int):
-        self._checkpoint = checkpoint
+        self._forks = ForkServer(_MODULE, lambda fd: GrammarMatcherLaunch(checkpoint, fd))
         self._num_slots = max_rows + KEPT_OUTPUTS + 1
         self._num_words = -(-checkpoint.vocab_size // WORD_BITS)
         self._grammars: dict[bytes, FollowedGrammar] = {}
@@ -43,8 +41,6 @@ class GrammarLibrary:
         self._loaded: queue.SimpleQueue[tuple[GrammarLoaded, FollowedGrammar | None]] = queue.SimpleQueue()
         self._num_loading = 0
         self._thread: threading.Thread | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
 
     @property
     def is_loading(self) -> bool:
@@ -90,7 +86,7 @@ class GrammarLibrary:
         """End all processes."""
         for key in list(self._grammars):
             self.drop(key)
-        self._end()
+        self._forks.close()
 
     def _load_all(self) -> None:
         """Load the waiting grammars, one after another; runs in a thread."""
@@ -110,7 +106,7 @@ class GrammarLibrary:
         descriptor, masks = shared_masks(self._num_slots, self._num_words)
         try:
             with theirs:
-                socket.send_fds(self._forks(), [b"g"], [theirs.fileno(), descriptor])
+                self._forks.pass_descriptors([theirs.fileno(), descriptor])
             ours.settimeout(_START_DEADLINE_S)
             write_frame(ours, encode(StartMatcher(message.compiled, self._num_slots, self._num_words)))
             answer = read_frame(ours)
@@ -124,24 +120,3 @@ class GrammarLibrary:
         finally:
             os.close(descriptor)
         return FollowedGrammar(message.key, ours, masks, self._num_slots, self._num_words)
-
-    def _forks(self) -> socket.socket:
-        """The control socket of the process that forks, which is started if it does not run."""
-        if self._control is None or self._process is None or self._process.poll() is not None:
-            self._end()
-            self._control, theirs = socket.socketpair()
-            with theirs:
-                launch = GrammarMatcherLaunch(self._checkpoint, theirs.fileno())
-                self._process = spawn(_MODULE, launch, pass_fds=[theirs.fileno()])
-        return self._control
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.kill()
-            self._process.wait()
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        self._process = self._control = None

@@ -31,8 +31,8 @@ def process(tmp_path: Path) -> Iterator[GrammarProcess]:
 
 
 def forks_of(process: GrammarProcess) -> list[int]:
-    assert process._process is not None
-    pid = process._process.pid
+    pid = process._forks.pid
+    assert pid is not None
     found = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [int(each) for each in found[0] if "Z" not in _state(int(each))]
 

@@ -1,0 +1,62 @@
+"""A child process that forks for each set of descriptors that its parent passes, from the parent's side."""
+
+import contextlib
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from atom.shared.utils.process import spawn
+
+__all__ = ["ForkServer"]
+
+
+class ForkServer:
+    """Starts the process with the first descriptors, and again after it has died. Safe in any thread."""
+
+    def __init__(self, module: str, launch: Callable[[int], msgspec.Struct]):
+        """`launch(fd)` is the launch message of `python -m module`, where `fd` is its control socket."""
+        self._module = module
+        self._launch = launch
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None while it does not run."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def pass_descriptors(self, descriptors: Sequence[int]) -> None:
+        """Give the process copies of these. Raises OSError if it has ended just now."""
+        with self._lock:
+            if self.pid is None:
+                self._end()
+                self._start()
+            assert self._control is not None
+            socket.send_fds(self._control, [b"d"], list(descriptors))
+
+    def close(self) -> None:
+        """End the process and its forks."""
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = spawn(self._module, self._launch(theirs.fileno()), pass_fds=[theirs.fileno()])
+        self._control = ours
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.kill()
+            self._process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._process = self._control = None
