@@ -2,10 +2,17 @@
 
 import logging
 import multiprocessing.resource_tracker
+import os
 from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import settings
+
+# Examples are the same in every run, so that a change fails for what it breaks. `random` draws new ones.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("random", derandomize=False, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -187,9 +187,9 @@ def everywhere(family: str | None, text: str, **options: Any) -> Result:
     return whole
 
 
-def without_part(text: str, family: str, *more: str) -> str:
-    """`text` without the part of a marker, of this family or one of `more`, that it ends with."""
-    markers = (*TOOL_CALLS[family].MARKERS, *more)
+def without_part(text: str, family: str, *more: str, markers: tuple[str, ...] | None = None) -> str:
+    """`text` without the part of a marker that it ends with: one of `markers` or of `more`."""
+    markers = (*(TOOL_CALLS[family].MARKERS if markers is None else markers), *more)
     parts = {marker[:length] for marker in markers for length in range(1, len(marker))}
     return text[: len(text) - max((len(part) for part in parts if text.endswith(part)), default=0)]
 
