@@ -1,6 +1,7 @@
 """A worker without its sockets: load the model, allocate the KV cache, execute steps."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, Schedule
 from atom.shared.utils.logger import get_logger
 from atom_ops import backend
 from parallel.mesh import Mesh
+from workers.cpu_threads import CpuThreads
 from workers.expert_balancer import ExpertBalancer
 from workers.grammar.library import GrammarLibrary
 from workers.graphs.trace_ranges import add_module_ranges
@@ -49,6 +51,14 @@ def worker_device(config: EngineConfig, index: int) -> torch.device:
     return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", index)
 
 
+def _cpu_threads(config: EngineConfig) -> CpuThreads | None:
+    """What adapts the threads of a CPU worker that has several."""
+    most = config.device.cpu_threads or 1
+    if config.device.device != "cpu" or most == 1:
+        return None
+    return CpuThreads(most, os.sched_getaffinity(0))
+
+
 class Worker:
     """Call `load`, then `allocate`, then `execute` for each step."""
 
@@ -77,6 +87,7 @@ class Worker:
             self._used_before = cuda_bytes_in_use(self._device)
         assert config.scheduler.max_num_seqs is not None, "it is resolved before any worker starts"
         self.grammars = GrammarLibrary(checkpoint, config.scheduler.max_num_seqs)
+        self._cpu_threads = _cpu_threads(config)
         if config.observability.torch_profiler_dir is not None:
             directory = config.observability.torch_profiler_dir
             model = config.model.model
@@ -100,6 +111,8 @@ class Worker:
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
         """Launch one step. With several ranks, raises MemoryError if the device lacks memory."""
+        if self._cpu_threads is not None:
+            self._cpu_threads.adjust()
         with explain_out_of_memory(self._device, "a step", SMALLER_CACHE):
             if self.traces is None or not self.traces.recording:
                 return self._runner.launch(batch)

@@ -16,8 +16,8 @@ class DeviceConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the workers; cuda is NVIDIA and ROCm. auto uses a GPU if torch finds one."""
     cpu_threads: Annotated[int, Meta(ge=1)] | None = None
-    """Compute threads of each CPU worker. If unset: the cores divided by the number of workers; 1 for a model
-    of less than 256 features."""
+    """Most compute threads of each CPU worker; fewer compute while other programs use the CPUs. If unset: the
+    cores divided by the number of workers; 1 for a model of less than 256 features."""
     enforce_eager: bool = False
     """Do not capture graphs, nor record steps on a CPU; launch every kernel of every step."""
     level: Annotated[int, Meta(ge=0, le=3)] = 3
