@@ -61,6 +61,8 @@ class RequestFuncInput:
     multi_modal_content: dict[str, Any] | None = None
     """A content part in addition to the prompt, for chat only."""
     ignore_eos: bool = False
+    headers: dict[str, str] | None = None
+    """Additional HTTP headers."""
 
     @property
     def served_name(self) -> str:
@@ -83,6 +85,10 @@ class RequestFuncOutput:
     """Set by `calculate_metrics`."""
     prompt_len: int = 0
     error: str = ""
+    prompt_tokens: int | None = None
+    """The server's count; None without usage."""
+    cached_tokens: int | None = None
+    """Prompt tokens from the server's prefix cache; None if its usage does not say."""
 
     @property
     def events(self) -> int:
@@ -117,7 +123,7 @@ async def _request(
     """Send a request and time its response; failures become `error`."""
     output = RequestFuncOutput(prompt_len=request.prompt_len)
     body = msgspec.json.encode(backend.payload(request) | (request.extra_body or {}))
-    headers = _headers()
+    headers = _headers() | (request.headers or {})
     started = time.perf_counter()
     try:
         async with session.post(request.api_url, data=body, headers=headers) as response:
@@ -162,6 +168,8 @@ async def _read_stream(
                 last = now
             if part.output_tokens is not None:
                 output.output_tokens = part.output_tokens
+                output.prompt_tokens = part.prompt_tokens
+                output.cached_tokens = part.cached_tokens
             output.error = output.error or part.error
 
     async for chunk in response.content.iter_any():

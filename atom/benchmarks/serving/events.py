@@ -22,10 +22,20 @@ class Part(NamedTuple):
     output_tokens: int | None = None
     """The server's own count for the whole response."""
     error: str = ""
+    prompt_tokens: int | None = None
+    """The server's own count."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were in the server's prefix cache."""
+
+
+class _PromptDetails(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct, gc=False):
     completion_tokens: int | None = None
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _CompletionChoice(msgspec.Struct, gc=False):
@@ -96,7 +106,7 @@ def completions(event: bytes) -> Part:
     """/v1/completions: an event with a choice is a token, even if its text is empty."""
     found = _completion(event)
     text = (found.choices[0].text or "") if found.choices else None
-    return Part(text, _counted(found.usage), _message(found.error))
+    return _part(text, found.usage, found.error)
 
 
 def chat(event: bytes) -> Part:
@@ -108,7 +118,7 @@ def chat(event: bytes) -> Part:
         text = delta.content or delta.reasoning_content or delta.reasoning or ""
         if not text and delta.role is not None:
             text = None
-    return Part(text, _counted(found.usage), _message(found.error))
+    return _part(text, found.usage, found.error)
 
 
 def tgi(event: bytes) -> Part:
@@ -130,6 +140,14 @@ def deepspeed_mii(response: bytes) -> Part:
     texts = found.text if isinstance(found.text, list) else [found.text]
     text = found.choices[0].text if found.choices else next(iter(texts), None)
     return Part(text, _counted(found.usage), _message(found.error))
+
+
+def _part(text: str | None, usage: _Usage | None, error: Any) -> Part:
+    if usage is None:
+        return Part(text, error=_message(error))
+    details = usage.prompt_tokens_details
+    cached = details.cached_tokens if details else None
+    return Part(text, usage.completion_tokens, _message(error), usage.prompt_tokens, cached)
 
 
 def _counted(usage: _Usage | None) -> int | None:

@@ -1,19 +1,16 @@
 """The command line of the serving benchmark."""
 
 import argparse
-from collections.abc import Callable
-from typing import TypeVar
 
 from atom.benchmarks.backend_request_func import BACKENDS
 from atom.benchmarks.serving.datasets import DATASETS
 from atom.benchmarks.serving.errors import BenchmarkError
+from atom.benchmarks.serving.flag_values import at_least, goal, metric_names, pair, percentiles, positive
 from atom.benchmarks.serving.metrics import METRICS, SLO_METRICS
 from atom.benchmarks.serving.tokenizer import MODES
 from atom.shared.config.cli import CommandLineParser
 
 __all__ = ["DEFAULT_PROMPTS", "check", "make_parser"]
-
-N = TypeVar("N", int, float)
 
 DEFAULT_PROMPTS = 1000
 
@@ -82,7 +79,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--backend", default="vllm", choices=sorted(BACKENDS), help="Protocol of the server.")
     group.add_argument("--base-url", help="Such as http://host:port; replaces --host and --port.")
     group.add_argument("--host", default="127.0.0.1", help="Address of the server.")
-    group.add_argument("--port", type=_at_least(int, 1), default=8000, help="Its HTTP port.")
+    group.add_argument("--port", type=at_least(int, 1), default=8000, help="Its HTTP port.")
     group.add_argument("--endpoint", default="/v1/completions", help="Path of the requests.")
     group.add_argument("--model", required=True, help="Name or path of the model and its tokenizer.")
     group.add_argument("--served-model-name", help="Name of the model on the server, if different.")
@@ -96,34 +93,34 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument(
         "--num-prompts",
-        type=_at_least(int, 1),
+        type=at_least(int, 1),
         help=f"Requests to send. If unset: {DEFAULT_PROMPTS}, in a sweep ten times the concurrency.",
     )
     group.add_argument(
         "--request-rate",
-        type=_positive,
+        type=positive,
         default=float("inf"),
         help="Requests per second; inf sends all at once.",
     )
     group.add_argument(
         "--burstiness",
-        type=_positive,
+        type=positive,
         default=1.0,
         help="1 is a Poisson process; below 1 arrivals are burstier, above more regular.",
     )
-    group.add_argument("--max-concurrency", type=_at_least(int, 1), help="Most requests in flight.")
+    group.add_argument("--max-concurrency", type=at_least(int, 1), help="Most requests in flight.")
     group.add_argument(
         "--sweep",
-        type=_at_least(int, 1),
+        type=at_least(int, 1),
         nargs="+",
         metavar="CONCURRENCY",
         help="One run per concurrency, then a table and a plot.",
     )
     group.add_argument(
-        "--num-warmups", type=_at_least(int, 0), default=1, help="Untimed requests before the run."
+        "--num-warmups", type=at_least(int, 0), default=1, help="Untimed requests before the run."
     )
     group.add_argument(
-        "--seed", type=_at_least(int, 0), default=0, help="Seed of prompts, lengths and arrival times."
+        "--seed", type=at_least(int, 0), default=0, help="Seed of prompts, lengths and arrival times."
     )
     group.add_argument(
         "--profile", action="store_true", help="Run the server's profiler during the benchmark."
@@ -134,11 +131,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument("--ignore-eos", action="store_true", help="Generate the full output length.")
-    group.add_argument(
-        "--best-of", type=_at_least(int, 1), default=1, help="Sequences to choose the best of."
-    )
+    group.add_argument("--best-of", type=at_least(int, 1), default=1, help="Sequences to choose the best of.")
     group.add_argument("--use-beam-search", action="store_true", help="Beam search with --best-of beams.")
-    group.add_argument("--logprobs", type=_at_least(int, 0), help="Log probabilities to request per token.")
+    group.add_argument("--logprobs", type=at_least(int, 0), help="Log probabilities to request per token.")
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -160,10 +155,10 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         ("--hf-output-len", None, 1, "Output tokens. If unset: as in the dataset."),
     ]
     for flag, default, least, text in lengths:
-        group.add_argument(flag, type=_at_least(int, least), default=default, help=text)
+        group.add_argument(flag, type=at_least(int, least), default=default, help=text)
     group.add_argument(
         "--random-range-ratio",
-        type=_positive,
+        type=positive,
         default=1.0,
         help="Random lengths are uniform from this fraction of the length up to the length.",
     )
@@ -178,17 +173,17 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
     group.add_argument(
         "--percentile-metrics",
-        type=_metrics,
+        type=metric_names,
         default="ttft,tpot,itl",
         help=f"Metrics to report, separated by commas: {', '.join(METRICS)}.",
     )
     group.add_argument(
-        "--metric-percentiles", type=_percentiles, default="99", help="Percentiles, such as 25,50,99.9."
+        "--metric-percentiles", type=percentiles, default="99", help="Percentiles, such as 25,50,99.9."
     )
     group.add_argument(
         "--goodput",
         nargs="+",
-        type=_goal,
+        type=goal,
         metavar="METRIC:MS",
         help=f"Goals for {', '.join(SLO_METRICS)} in milliseconds; goodput counts requests that meet all.",
     )
@@ -199,7 +194,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--metadata",
         nargs="+",
-        type=_pair,
+        type=pair,
         metavar="KEY=VALUE",
         help="Added to the file; cannot replace figures of the run.",
     )
@@ -207,62 +202,3 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--result-filename", help="Name of the JSON file. If unset: backend, rate, model and date."
     )
-
-
-def _at_least(kind: Callable[[str], N], least: N) -> Callable[[str], N]:
-    def parse(text: str) -> N:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text} is too small: it must be at least {least}")
-        return value
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
-
-
-def _metrics(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in METRICS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a metric: choose from {', '.join(METRICS)}")
-    return names
-
-
-def _percentiles(text: str) -> list[float]:
-    try:
-        values = [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: it must be numbers separated by commas, such as 25,50,99"
-        ) from None
-    if not all(0 <= value <= 100 for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r}: percentiles are from 0 to 100")
-    return values
-
-
-def _goal(text: str) -> tuple[str, float]:
-    name, colon, limit = text.partition(":")
-    if not colon or name not in SLO_METRICS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: it must be METRIC:MS with one of {', '.join(SLO_METRICS)}"
-        )
-    return name, _positive(limit)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    return key, value

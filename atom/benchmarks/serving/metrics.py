@@ -13,6 +13,7 @@ __all__ = [
     "BenchmarkMetrics",
     "Distribution",
     "calculate_metrics",
+    "is_good",
     "percentile_name",
 ]
 
@@ -104,7 +105,7 @@ def calculate_metrics(
         completed=len(done),
         total_input=sum(output.prompt_len for output in done),
         total_output=sum(output.output_tokens or 0 for output in done),
-        good=sum(_is_good(output, goals_ms) for output in done) if goals_ms else None,
+        good=sum(is_good(output, goals_ms) for output in done) if goals_ms else None,
         concurrency=sum(measured["e2el"]) / duration,
         distributions={name: Distribution.of(values, percentiles) for name, values in measured.items()},
     )
@@ -115,7 +116,7 @@ def percentile_name(percentile: float) -> str:
     return f"{percentile:g}"
 
 
-def _is_good(output: RequestFuncOutput, goals_ms: dict[str, float]) -> bool:
+def is_good(output: RequestFuncOutput, goals_ms: dict[str, float]) -> bool:
     """Whether all goals are met. The TPOT of a single token is 0, which meets every goal."""
     values = {"ttft": output.ttft, "tpot": output.tpot, "e2el": output.latency}
     return all(values[name] * 1e3 <= goal for name, goal in goals_ms.items())

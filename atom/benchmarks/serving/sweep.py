@@ -99,30 +99,30 @@ def check_plotting() -> None:
         raise BenchmarkError("--sweep needs matplotlib: pip install 'atom-serve[bench]'") from None
 
 
-def save_plot(points: Sequence[Point], title: str, path: Path) -> None:
-    """A PNG of output tokens/s over tokens/s per user, with a point per run."""
+def save_plot(points: Sequence[Point], title: str, path: Path, num_gpus: int | None = None) -> None:
+    """A PNG of output tokens/s, or those per GPU, over tokens/s per user, with a point per run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(
-        [point.interactivity for point in points], [point.output_throughput for point in points], marker="o"
-    )
-    for point in points:
-        position = (point.interactivity, point.output_throughput)
+    positions = [(point.interactivity, point.output_throughput / (num_gpus or 1)) for point in points]
+    axes.plot([x for x, _ in positions], [y for _, y in positions], marker="o")
+    for point, position in zip(points, positions, strict=True):
         axes.annotate(str(point.concurrency), position, xytext=(5, 5), textcoords="offset points")
     axes.set_title(f"{title}: one point per concurrency")
     axes.set_xlabel("interactivity: tokens/s per user (1 / median TPOT)")
-    axes.set_ylabel("throughput: output tokens/s")
+    axes.set_ylabel("throughput: output tokens/s" + (" per GPU" if num_gpus else ""))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150, format="png")
 
 
-def write_sweep(args: argparse.Namespace, points: Sequence[Point], date: str) -> list[Path]:
+def write_sweep(
+    args: argparse.Namespace, points: Sequence[Point], date: str, num_gpus: int | None = None
+) -> list[Path]:
     """Write the table and the plot next to the files of the runs. Raises BenchmarkError."""
     base_model = args.model.rstrip("/").split("/")[-1]
     name = f"{args.backend}-{args.request_rate}qps-sweep-{base_model}-{date}"
@@ -135,7 +135,7 @@ def write_sweep(args: argparse.Namespace, points: Sequence[Point], date: str) ->
     try:
         directory.mkdir(parents=True, exist_ok=True)
         text.write_text("\n".join(table(points)) + "\n", encoding="utf-8")
-        save_plot(points, base_model, plot)
+        save_plot(points, base_model, plot, num_gpus)
     except OSError as error:
         raise BenchmarkError(f"cannot write the sweep: {error}") from None
     return [text, plot]
