@@ -3,7 +3,7 @@
 Whatever requests arrive, a `ScheduledBatch` has at most
 
     ids to compute      4 bytes for each of max_num_batched_tokens, and for each row (`next_ids`)
-    rows                rows, counts and appended blocks of max_num_seqs rows
+    rows                rows, counts, appended blocks and copies of states of max_num_seqs rows
     new rows            MAX_NEW_ROWS_BYTES, or a single row of at most MAX_ROW_BYTES
 
 and its result 1 + num_drafts tokens with log probabilities, or an error, for each row, and log
@@ -26,6 +26,7 @@ MAX_REASON_CHARS = 256
 
 _INT = 5  # bytes of an integer below 2^32 in msgpack, at most
 _ID = 4
+_COPY = 4 * _INT
 _HEADERS = 128  # of one row: array headers, numbers, empty lists
 _LOGPROBS = 8 * (1 + MAX_LOGPROBS) + 4  # of one token: ids, values, rank
 _RESULT_TOKEN = _ID + _LOGPROBS + _INT
@@ -34,7 +35,8 @@ _RESULT_TOKEN = _ID + _LOGPROBS + _INT
 def max_batch_bytes(max_num_seqs: int, max_num_batched_tokens: int, block_size: int, num_groups: int) -> int:
     """Most bytes of a `ScheduledBatch`."""
     blocks = num_groups * (max_num_batched_tokens // block_size + 2 * max_num_seqs)
-    rows = max_num_seqs * (3 * _INT + _ID + _HEADERS + num_groups * _INT)
+    copies = 2 * num_groups * _COPY  # saved and restored states
+    rows = max_num_seqs * (3 * _INT + _ID + _HEADERS + num_groups * _INT + copies)
     new_rows = max(MAX_NEW_ROWS_BYTES, MAX_ROW_BYTES)
     return _HEADERS + _ID * max_num_batched_tokens + rows + blocks * _INT + new_rows
 

@@ -46,6 +46,11 @@ class BlockPool:
         """Free blocks that are cached."""
         return len(self._evictable)
 
+    @property
+    def num_cached(self) -> int:
+        """Cached blocks, free or not."""
+        return len(self._block_of)
+
     def allocate(self, count: int) -> list[int]:
         """`count` free blocks for one request; of the cached ones, the least recently used are evicted.
 

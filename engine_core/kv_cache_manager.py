@@ -10,7 +10,8 @@ A request has one table for each group; entry i holds positions i * block_size a
 
 Entries before a window stay as placeholders, so that all tables have the same index. Their value
 is 0 and means nothing: block 0 is a block like any other, and no token attends that far back.
-A recurrent state is one slot from the first token to the last; slots come from a pool like blocks.
+A recurrent state is one slot from the first token to the last; slots come from a pool like blocks. Other
+slots hold states that were saved at ends of blocks (`engine_core.state_checkpoints`).
 
 Work that grows with a prompt (hashing, looking up, freeing) is bounded by the quota of the iteration, and
 continues in the next one. A block is freed by the CPU while steps in flight may still use it: the workers
@@ -24,12 +25,19 @@ from dataclasses import dataclass, field
 from xxhash import xxh64_digest
 
 from atom.shared.messages.admin import Miss
-from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom.shared.messages.worker import (
+    FullAttentionSpec,
+    KVSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+    StateCopy,
+)
 from engine_core.block_pool import CHECKED_AT_ONCE, BlockPool
 from engine_core.iteration_quota import FREES_PER_UNIT, LOOKUPS_PER_UNIT, IterationQuota
 from engine_core.kv_events import KVEventLog, listed_group
-from engine_core.kv_plan import covering_blocks, first_visible_block, holds_states, peak_blocks
+from engine_core.kv_plan import covering_blocks, first_visible_block, peak_blocks
 from engine_core.recent import Recent
+from engine_core.state_checkpoints import SavePoint, StateCheckpoints
 from engine_core.token_ids import TokenIds
 
 PLACEHOLDER = 0
@@ -94,16 +102,16 @@ class KVCacheManager:
         seed: int,
         enable_prefix_caching: bool = True,
         lists_events: bool = False,
+        state_interval: int = 4096,
     ):
         """`max_chunk` is the most tokens of one request in one step; `seed` enters every digest.
 
-        Raises ValueError for groups of different block sizes, and for prefix caching of states.
+        With prefix caching, recurrent states are saved every `state_interval` tokens. Raises ValueError for
+        groups of different block sizes.
         """
         sizes = {spec.block_size for spec in specs if not isinstance(spec, RecurrentStateSpec)}
         if len(sizes) != 1:
             raise ValueError(f"KV groups must have one common block size, not {sorted(sizes)}")
-        if enable_prefix_caching and holds_states(specs):
-            raise ValueError("recurrent states cannot be shared: prefix caching must be off")
         self.block_size = sizes.pop()
         self.specs = list(specs)
         self.pools = [BlockPool(blocks) for blocks in num_blocks]
@@ -117,7 +125,13 @@ class KVCacheManager:
         self._caching = enable_prefix_caching
         pairs = list(zip(self.specs, self.pools, strict=True))
         self._is_state = [isinstance(spec, RecurrentStateSpec) for spec in self.specs]
+        states = [(group, self.pools[group]) for group, is_state in enumerate(self._is_state) if is_state]
+        self._states: StateCheckpoints | None = None
+        """Saved states; None without prefix caching or recurrent layers."""
+        if states and enable_prefix_caching:
+            self._states = StateCheckpoints(states, self.block_size, state_interval)
         self._full = [pool for spec, pool in pairs if isinstance(spec, FullAttentionSpec)]
+        self._paged = [each for each in enumerate(self.pools) if not self._is_state[each[0]]]
         self._windows = [(spec, pool) for spec, pool in pairs if isinstance(spec, SlidingWindowSpec)]
         self._first_blocks: Recent[bytes] = Recent(_MAX_FIRST_BLOCKS)
         """By a digest without salt: the salt of the last request that cached such a first block."""
@@ -189,7 +203,8 @@ class KVCacheManager:
             run = self._cached_run(blocks, 0, earlier)
             if run < earlier:
                 blocks.num_found = run
-        return self._visible_prefix(blocks, blocks.num_found) if self._windows else blocks.num_found
+        hits = self._visible_prefix(blocks, blocks.num_found) if self._windows else blocks.num_found
+        return hits if self._states is None else self._saved_prefix(blocks, hits, self._states)
 
     def admit(self, blocks: RequestBlocks, hits: int) -> bool:
         """Put `hits` cached blocks, as `find_prefix` has found in this iteration, into empty tables.
@@ -198,7 +213,10 @@ class KVCacheManager:
         """
         digests, _ = blocks.hashes(0, hits)
         starts = [self._first_visible(spec, hits * self.block_size) for spec in self.specs]
-        found = [pool.blocks_of(digests[start:]) for pool, start in zip(self.pools, starts, strict=True)]
+        found = [
+            [] if is_state else pool.blocks_of(digests[start:])
+            for pool, start, is_state in zip(self.pools, starts, self._is_state, strict=True)
+        ]
         self.quota.spend(hits // LOOKUPS_PER_UNIT)
         if not self._has_room(len(blocks.tokens), hits, found):
             return False
@@ -207,6 +225,8 @@ class KVCacheManager:
             pool.share(group)
             shared_step = max(shared_step, pool.last_unconfirmed(group))
             table[:] = [PLACEHOLDER] * start + group
+        if hits and self._states is not None:
+            self._states.hold(digests[-1])  # `extend` takes a slot, and must not take these
         if blocks.miss is None:
             self._explain_miss(blocks, hits)
         blocks.shared_step = shared_step
@@ -221,6 +241,8 @@ class KVCacheManager:
         """
         for blocks in owners:
             blocks.collided = True
+        if self._states is not None:
+            self._states.forget_pending()
         if self.events is not None:
             self.events.cleared()
         return sum(pool.reset() for pool in self.pools)
@@ -273,7 +295,7 @@ class KVCacheManager:
             else:
                 digest = blocks.digests[index - in_prompt]
                 hash_input = blocks.hash_inputs[index - in_prompt]
-            for group, pool in enumerate(self.pools):
+            for group, pool in self._paged:
                 if index >= first_live[group] and not pool.cache(
                     tables[group][index], digest, hash_input, step
                 ):
@@ -305,6 +327,57 @@ class KVCacheManager:
         """Uncache the blocks that a step in flight writes, after one of these has failed."""
         for pool in self.pools:
             pool.uncache_unconfirmed()
+        if self._states is not None:
+            self._states.forget_pending()
+
+    # Saved states
+
+    def chunk_end(self, start: int, end: int, num_known: int) -> int:
+        """Where a chunk of positions start .. end - 1 ends, or earlier, to save the state there.
+
+        `num_known`: tokens of the sequence with known ids.
+        """
+        return end if self._states is None else self._states.chunk_end(start, end, num_known)
+
+    def save_prompt_state(self, blocks: RequestBlocks, num_computed: int) -> None:
+        """Save the state after a chunk of the step that is sent now, if it is wanted at its end."""
+        if self._states is not None and self._states.is_border(num_computed, len(blocks.tokens)):
+            self._save_state(blocks, num_computed, self._states)
+
+    def save_decode_state(self, blocks: RequestBlocks, num_computed: int) -> None:
+        """Save the state after the steps in flight of a sequence that generates, if it is wanted there."""
+        if self._states is not None and self._states.is_interval(num_computed):
+            self._save_state(blocks, num_computed, self._states)
+
+    def emit_saves(self, step: int) -> None:
+        """Let the next batch, `step`, save the states of which that was asked."""
+        if self._states is not None:
+            self._states.emit(step)
+
+    def restore_states(self, blocks: RequestBlocks, hits: int) -> None:
+        """Let the next batch restore the states after `hits` cached blocks, as `admit` has found them."""
+        if self._states is None or not hits:
+            return
+        digests, _ = blocks.hashes(hits - 1, hits)
+        slots = [table[0] for table, is_state in zip(blocks.tables, self._is_state, strict=True) if is_state]
+        blocks.shared_step = max(blocks.shared_step, self._states.restore(digests[0], slots))
+
+    def take_state_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
+        """Saves and restores of the batch that is sent now."""
+        return ([], []) if self._states is None else self._states.take_copies()
+
+    def _save_state(self, blocks: RequestBlocks, position: int, states: StateCheckpoints) -> None:
+        index = position // self.block_size
+        if blocks.collided or blocks.num_hashed < index:
+            return
+        digests, hash_inputs = blocks.hashes(index - 1, index)
+        slots = [table[0] for table, is_state in zip(blocks.tables, self._is_state, strict=True) if is_state]
+        states.save(SavePoint(slots, digests[0], hash_inputs[0]))
+
+    def _saved_prefix(self, blocks: RequestBlocks, length: int, states: StateCheckpoints) -> int:
+        digests, hash_inputs = blocks.hashes(0, length)
+        self.quota.spend(length // LOOKUPS_PER_UNIT)
+        return states.longest(digests, hash_inputs)
 
     def check_integrity(self, owners: Sequence[RequestBlocks]) -> Iterator[None]:
         """Raises AssertionError unless the pools match the tables of all `owners`.
@@ -324,6 +397,9 @@ class KVCacheManager:
                         last_table[block] = number
                         users[block] += 1
                     yield
+            if self._states is not None and self._is_state[group]:
+                for slot in self._states.users(group):
+                    users[slot] += 1
             yield from pool.check_integrity(users)
 
     def check_covers(self, blocks: RequestBlocks, num_tokens: int) -> None:

@@ -54,28 +54,43 @@ def plan_blocks(
     max_num_batched_tokens: int,
     max_model_len: int,
     max_uncertain: int = 0,
+    state_interval: int = 0,
 ) -> list[int]:
     """Blocks for each group so that together they fill at most `kv_bytes`.
 
     All groups get the same number, but a window group no more than `max_num_seqs` requests can use.
     Groups of states come first, with a slot for each of these requests or as many as half of the
-    memory holds. A budget below one block of each group gives zeros. A decoding request uses up to
+    memory holds; with a `state_interval`, there are two more for that many tokens in blocks, to save states
+    for the prefix cache. A budget below one block of each group gives zeros. A decoding request uses up to
     `max_uncertain` tokens more, for drafts.
     """
-    states = [spec.bytes_per_slot for spec in specs if isinstance(spec, RecurrentStateSpec)]
-    slots = _num_slots(sum(states), kv_bytes, max_num_seqs) if states else 0
+    states = sum(spec.bytes_per_slot for spec in specs if isinstance(spec, RecurrentStateSpec))
+    slots = _num_slots(states, kv_bytes, max_num_seqs) if states else 0
     paged = [spec for spec in specs if not isinstance(spec, RecurrentStateSpec)]
+    if states and state_interval:
+        token_bytes = sum(spec.bytes_per_block / spec.block_size for spec in paged)
+        slots += _num_saved(states, kv_bytes, slots, state_interval * token_bytes)
     limits = [
         _max_useful_blocks(spec, max_num_seqs, max_num_batched_tokens, max_model_len, max_uncertain)
         for spec in paged
     ]
-    blocks = iter(_plan_paged(paged, kv_bytes - slots * sum(states), limits))
+    blocks = iter(_plan_paged(paged, kv_bytes - slots * states, limits))
     return [slots if isinstance(spec, RecurrentStateSpec) else next(blocks) for spec in specs]
 
 
 def _num_slots(bytes_of_one: int, kv_bytes: int, max_num_seqs: int) -> int:
     """At least one slot if it fits at all, even if it takes more than that fraction."""
     return min(max_num_seqs, max(kv_bytes // _STATE_SHARE // bytes_of_one, 1), kv_bytes // bytes_of_one)
+
+
+def _num_saved(bytes_of_one: int, kv_bytes: int, slots: int, interval_bytes: float) -> int:
+    """Slots for saved states, besides those of running requests; all slots take at most the share of states.
+
+    An interval has two states: one at its end, and one at the end of a prompt.
+    """
+    left = kv_bytes - slots * bytes_of_one
+    wanted = 2 * left / (2 * bytes_of_one + interval_bytes)
+    return max(0, min(int(wanted), kv_bytes // _STATE_SHARE // bytes_of_one - slots))
 
 
 def _plan_paged(specs: Sequence[PagedSpec], kv_bytes: int, limits: Sequence[int | None]) -> list[int]:

@@ -190,6 +190,7 @@ class CoreProcess:
             self._launch.hash_seed,
             config.cache.enable_prefix_caching,
             lists_events=self._kv_events is not None,
+            state_interval=config.cache.state_checkpoint_interval_tokens,
         )
         core = EngineCore(limits, kv, plan.max_model_len)
         self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len))

@@ -166,6 +166,7 @@ class Scheduler:
         plan = StepPlan()
         self._is_preparing = False
         self._extend_decodes(plan)
+        self._kv.emit_saves(self._states.last_step + 1)
         self._continue_prefills(plan)
         # No request is preempted from here on, so every planned chunk will be computed: its blocks may be
         # found by the requests that are admitted next. Blocks of a preempted chunk would hold nothing.
@@ -203,6 +204,7 @@ class Scheduler:
             # The blocks before `start` can be hashed: at most one step is in flight, so their ids have
             # arrived, while that of `start` itself may still be on the device.
             self._kv.cache(request.blocks, start, last_step)
+            self._kv.save_decode_state(request.blocks, start)
             if not self._extend(request, start, end, plan) and request.state is State.DECODING:
                 self._preempt(request, plan)
 
@@ -213,12 +215,9 @@ class Scheduler:
                 break
             if request.state is not State.PREFILLING:
                 continue
-            count = min(
-                request.num_tokens - request.num_computed_tokens, self._chunk_limit(plan, request, budget)
-            )
-            if count and self._extend(
-                request, request.num_computed_tokens, request.num_computed_tokens + count, plan
-            ):
+            start = request.num_computed_tokens
+            count = self._chunk(request, start, self._chunk_limit(plan, request, budget))
+            if count and self._extend(request, start, start + count, plan):
                 plan.add_chunk(request, count)
 
     def _admit_waiting(self, plan: StepPlan) -> None:
@@ -269,9 +268,10 @@ class Scheduler:
 
     def _admit(self, request: Request, cached: int, limit: int, plan: StepPlan) -> None:
         """Start a request whose first `cached` tokens are in its blocks; computes up to `limit` tokens."""
-        count = min(request.num_tokens - cached, limit)
+        count = self._chunk(request, cached, limit)
         added = self._kv.extend(request.blocks, cached, cached + count)
         assert added is not None, "admitted without room"
+        self._kv.restore_states(request.blocks, cached // self._kv.block_size)
         self._kv.cache(request.blocks, cached + count, self._states.last_step + 1)
         self._kv.quota.spend(UNITS_PER_ADMISSION)
         self._states.admit(request)
@@ -302,6 +302,11 @@ class Scheduler:
     def _chunk_limit(self, plan: StepPlan, request: Request, budget: int) -> int:
         longest = self._limits.long_prefill_token_threshold or budget
         return plan.chunk_limit(request, min(budget, longest))
+
+    def _chunk(self, request: Request, start: int, limit: int) -> int:
+        """How many tokens from `start` on a request computes, at most `limit`."""
+        end = min(request.num_tokens, start + limit)
+        return self._kv.chunk_end(start, end, request.num_tokens) - start
 
     def _extend(self, request: Request, start: int, end: int, plan: StepPlan) -> bool:
         """Allocate blocks for positions start .. end - 1, preempting the requests that are last in order.
@@ -377,13 +382,22 @@ class Scheduler:
         )
         more_blocks = list(plan.more_blocks.values())
         return ScheduledBatch(
-            states.last_step, rows, counts, plan.new_rows, more_blocks, token_ids, next_ids, num_drafts
+            states.last_step,
+            rows,
+            counts,
+            plan.new_rows,
+            more_blocks,
+            token_ids,
+            next_ids,
+            num_drafts,
+            *self._kv.take_state_copies(),
         )
 
     def _advance_prefills(self, plan: StepPlan) -> list[Request]:
         """Count the chunks as computed; returns the requests whose last token is among them."""
         for request, count in plan.chunks.values():
             request.num_computed_tokens += count
+            self._kv.save_prompt_state(request.blocks, request.num_computed_tokens)
             if request.num_computed_tokens >= request.prompt_length:
                 request.prompt_logprobs = -1  # the last chunk is in flight
         return [r for r, _ in plan.chunks.values() if r.num_computed_tokens == r.num_tokens]

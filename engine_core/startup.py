@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from atom.shared.config.cache import CacheConfig
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.worker import KVSpec, Loaded, RecurrentStateSpec
 from atom.shared.utils.sizes import size_text
@@ -89,7 +90,7 @@ def plan_cache(
             raise StartupError(f"workers {loaded[0].rank} and {other.rank} have different KV cache layouts")
     limits = limits_of(config, loaded)
     max_model_len = config.model.max_model_len or model_max_len
-    num_blocks = list(earlier) or _num_blocks(config.cache.num_kv_blocks, limits, max_model_len, loaded)
+    num_blocks = list(earlier) or _num_blocks(config.cache, limits, max_model_len, loaded)
     if not earlier:  # what an engine had before its restart it may have again
         _check_room(num_blocks, loaded)
     longest = longest_sequence(specs, num_blocks, limits.max_chunk)
@@ -104,11 +105,15 @@ def plan_cache(
 
 
 def _num_blocks(
-    override: int | None, limits: Limits, max_model_len: int, loaded: Sequence[Loaded]
+    cache: CacheConfig, limits: Limits, max_model_len: int, loaded: Sequence[Loaded]
 ) -> list[int]:
+    override = cache.num_kv_blocks
+    interval = cache.state_checkpoint_interval_tokens if cache.enable_prefix_caching else 0
     if override is not None:
         specs = loaded[0].kv_specs
-        return [limits.max_num_seqs if isinstance(spec, RecurrentStateSpec) else override for spec in specs]
+        block_size = next(spec.block_size for spec in specs if not isinstance(spec, RecurrentStateSpec))
+        slots = limits.max_num_seqs + (2 * override * block_size // interval if interval else 0)
+        return [slots if isinstance(spec, RecurrentStateSpec) else override for spec in specs]
     plans = [
         plan_blocks(
             one.kv_specs,
@@ -117,6 +122,7 @@ def _num_blocks(
             limits.max_num_batched_tokens,
             max_model_len,
             limits.max_uncertain,
+            interval,
         )
         for one in loaded
     ]

@@ -12,7 +12,7 @@ import torch
 from atom.shared.messages.worker import ScheduledBatch
 from atom_ops import TokenLogprobs, token_logprobs
 from workers.batch.input_batch import InputBatch
-from workers.batch.state_slots import StateSlots
+from workers.batch.state_slots import StateSlots, copy_states
 from workers.batch.step_inputs import AppliedBatch, PromptChunk, PromptLogprobRows, SamplingRows, StepInputs
 from workers.batch.step_label import step_label
 from workers.batch.step_padding import pad_step
@@ -100,6 +100,9 @@ class ModelRunner:
         for new in batch.new_rows:
             self._sampler.set_row(new)
         applied = self._inputs.apply(batch)
+        for copies in (batch.state_saves, batch.state_restores):
+            if copies:
+                copy_states(copies, self._model.kv_groups, self._kv_layers)
         forward = self._memory.attempt(_FORWARD, lambda: self._forward(applied))
         output = self._retry_decodes(applied) if forward is None else self._output(forward, {})
         return PendingStep(batch.step, output, self._record_event)

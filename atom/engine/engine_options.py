@@ -26,6 +26,7 @@ class EngineOptions(TypedDict, total=False):
     block_size: int
     kv_cache_dtype: Literal["auto", "bf16", "fp8"]
     enable_prefix_caching: bool
+    state_checkpoint_interval_tokens: int
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | str | None
     num_kv_blocks: int | None

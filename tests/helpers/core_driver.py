@@ -35,6 +35,7 @@ from tests.helpers.simulated_worker import (
 )
 
 VOCABULARY = 8
+STATE_INTERVAL = 8
 Draft = Callable[[int], tuple[int, int]]
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
@@ -84,7 +85,8 @@ class CoreDriver:
         """`draft(most)`: how many tokens a row proposes in a step, and how many of these are accepted."""
         self.clock = Clock()
         sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
-        kv = KVCacheManager(specs, num_blocks, limits.max_chunk, 7, enable_prefix_caching, lists_events=True)
+        caching = enable_prefix_caching
+        kv = KVCacheManager(specs, num_blocks, limits.max_chunk, 7, caching, True, STATE_INTERVAL)
         self.core = EngineCore(limits, kv, max_model_len, self.clock)
         self._events = Subscriber(kv)
         self.worker = SimulatedWorker(specs, num_blocks, VOCABULARY, sizes, self._known_ids, draft)

@@ -40,6 +40,7 @@ class Setting:
             "device": self.device,
             "dtype": "float32",
             "max_model_len": MAX_TOKENS,
+            "state_checkpoint_interval_tokens": CHUNK,
         }
         if self.device == "cpu":
             common["cpu_threads"] = 1

@@ -28,6 +28,7 @@ from atom.shared.messages.worker import (
     RecurrentStateSpec,
     RowFailure,
     ScheduledBatch,
+    StateCopy,
 )
 
 ROOT = 0
@@ -172,6 +173,8 @@ class SimulatedWorker:
         self._step += 1
         assert batch.step == self._step, "a step is missing"
         counts = batch.counts or [1 + batch.num_drafts] * len(batch.rows)
+        self._copy_states(batch.state_saves)
+        self._copy_states(batch.state_restores)
         self._apply(batch, counts)
         assert len(set(batch.rows)) == len(batch.rows) == len(counts), "rows and counts do not match"
         assert all(0 <= row < self._max_rows for row in batch.rows), "a row is out of range"
@@ -217,6 +220,14 @@ class SimulatedWorker:
             pack_ids(one.num_proposed for one, _ in sampled) if batch.num_drafts else b"",
             late_rows,
         )
+
+    def _copy_states(self, copies: Sequence[StateCopy]) -> None:
+        targets = {(copy.group, copy.target) for copy in copies}
+        assert len(targets) == len(copies), "two states are copied to one slot"
+        read = [self._slots[copy.group][copy.source] for copy in copies]
+        assert None not in read, "a state is copied that was never written"
+        for copy, state in zip(copies, read, strict=True):
+            self._slots[copy.group][copy.target] = state
 
     def _work(self, row: Row, count: int, num_drafts: int) -> Work:
         """A decoding row computes its last token and drafts; the right ones come first among them."""
@@ -273,6 +284,8 @@ class SimulatedWorker:
                 (slot,) = row.tables[group]
                 before = row.prefixes[row.computed - 1] if row.computed else None
                 found = self._slots[group][slot]
+                if row.computed and found == INVALID:
+                    row.is_valid = False
                 valid = not row.is_valid or row.computed == 0 or found == before
                 assert valid, f"step {self._step}: another request's state"
                 self._slots[group][slot] = one.written[-1] if row.is_valid else INVALID

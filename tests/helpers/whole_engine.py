@@ -84,12 +84,15 @@ class WholeEngine:
         if batch is None:
             return False
         self.core.check_integrity()
-        self._poison()
+        self._poison({(copy.group, copy.source) for copy in batch.state_saves})
         self._results.append(self._worker.execute(batch).result())
         return True
 
-    def _poison(self) -> None:
-        """Fill blocks that are neither used nor cached with NaN, so that reading one changes the output."""
+    def _poison(self, kept: set[tuple[int, int]]) -> None:
+        """Fill blocks that are neither used nor cached with NaN, so that reading one changes the output.
+
+        `kept`: groups and slots of states that the next batch saves.
+        """
         for number, (group, pool) in enumerate(
             zip(self._worker._model.kv_groups, self.kv.pools, strict=True)
         ):
@@ -97,7 +100,7 @@ class WholeEngine:
             unused = [
                 block
                 for block in range(pool.num_blocks)
-                if not pool._ref_counts[block] and not pool._digests[block]
+                if not pool._ref_counts[block] and not pool._digests[block] and (number, block) not in kept
             ]
             for layer in group.layers:
                 for tensor in _tensors(self._worker._runner._kv_layers[layer]):

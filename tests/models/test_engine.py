@@ -56,7 +56,8 @@ def test_batched_prompts_and_prefix_cache_hits(roomy: Served) -> None:
     assert counted.prefix_hits == 0 and counted.chunked_prefills == 0
     assert ids_of(cold) == expected
     warm, counted = roomy.generate(prompts)
-    assert_prefix_hits(roomy, counted)
+    if not roomy.reference.keeps_states:  # whose prompts are too short here to save a state
+        assert_prefix_hits(roomy, counted)
     assert ids_of(warm) == expected
 
 
@@ -80,11 +81,8 @@ def test_log_probabilities_of_whole_prompts(roomy: Served) -> None:
 
 
 def assert_prefix_hits(model: Served, counted: Counted, more_than: int = 0) -> None:
-    """More than so many prefix cache hits; none for families with recurrent states."""
-    if model.reference.keeps_states:
-        assert counted.prefix_hits == 0
-    else:
-        assert counted.prefix_hits > more_than
+    """More than so many prefix cache hits; families with recurrent states have them at fewer positions."""
+    assert counted.prefix_hits > (0 if model.reference.keeps_states else more_than)
 
 
 def check_prompt_logprobs(model: Served) -> None:

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from atom_ops import StatePlan, empty_states, plan_states, to_device
+from atom.shared.messages.worker import StateCopy
+from atom_ops import StateLayer, StatePlan, empty_states, plan_states, to_device
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows, Rows, StepRows
+from workers.layers.attention.cache_groups import CacheGroup
+from workers.layers.context import CacheLayer
 
 NO_SLOT = -1
 
@@ -57,3 +60,28 @@ class StateSlots(GroupRows):
         changed = to_device(np.stack((rows, self._slots[rows])), self._device_table.device)
         self._device_table.index_copy_(0, changed[0], changed[1])
         self._changed.clear()  # not before: the copy may fail for lack of memory
+
+
+def copy_states(
+    copies: Sequence[StateCopy], groups: Sequence[CacheGroup], layers: Sequence[CacheLayer]
+) -> None:
+    """Copy states between slots, in all layers of their groups; reads all before it writes any.
+
+    `layers` are the caches by layer index.
+    """
+    for number, group in enumerate(groups):
+        slots = [(copy.source, copy.target) for copy in copies if copy.group == number]
+        if not slots:
+            continue
+        caches = [layers[layer] for layer in group.layers]
+        (sources_K, targets_K) = to_device(np.array(slots, np.int64).T.copy(), _device(caches))
+        for cache in caches:
+            assert isinstance(cache, StateLayer), "copies are of states"
+            for states in (cache.conv, cache.recurrent):
+                states.index_copy_(0, targets_K, states.index_select(0, sources_K))
+
+
+def _device(caches: Sequence[CacheLayer]) -> torch.device:
+    first = caches[0]
+    assert isinstance(first, StateLayer), "copies are of states"
+    return first.conv.device

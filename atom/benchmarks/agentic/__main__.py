@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -104,8 +103,10 @@ async def _run(args: argparse.Namespace, sessions: Sequence[Session], source: Te
     print(f"{len(sessions)} sessions with {turns} turns, concurrency: {most}", flush=True)
     replay = Replay(sessions, target, Tokens(source, args.seed), args.max_concurrency)
     async with open_session(None) as session:
-        send = partial(ASYNC_REQUEST_FUNCS[args.backend], session=session)
-        results, seconds = await replay.run(send, args.duration, not args.disable_tqdm)
+        function = ASYNC_REQUEST_FUNCS[args.backend]
+        results, seconds = await replay.run(
+            lambda request: function(request, session), args.duration, not args.disable_tqdm
+        )
     outputs = [result.output for result in results]
     count_tokens(outputs, source.tokenizer)
     metrics = measure(results, seconds, args.metric_percentiles, dict(args.goodput or []))

@@ -15,7 +15,9 @@ class CacheConfig:
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = "auto"
     """Dtype of the KV cache. auto: FP8 if the checkpoint asks for it, else the compute dtype."""
     enable_prefix_caching: bool = True
-    """Reuse the cached KV blocks of a common prompt prefix; off for models with recurrent layers."""
+    """Reuse the cached KV blocks of a common prompt prefix."""
+    state_checkpoint_interval_tokens: Annotated[int, Meta(ge=1)] = 4096
+    """The prefix cache keeps the state of recurrent layers every so many tokens, and at ends of prompts."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Fraction of a GPU's memory that this server uses: weights, activations and KV cache."""
     kv_cache_memory_bytes: Annotated[int, bytes_from(1)] | None = None

@@ -105,10 +105,10 @@ def resolve(
         _check_experts(config.parallel.num_workers, checkpoint)
     _check_eplb(config.parallel, checkpoint)
     _check_online_quantization(config.model, checkpoint)
-    cache = _cache(config.cache, checkpoint, explicit, notes)
+    cache = _cache(config.cache, checkpoint, notes)
     _check_level(config)
     kv_events_config(cache, config.parallel.data_parallel_size)  # raises for one that cannot act
-    notes += _without_effect(config, explicit, device)
+    notes += _without_effect(config, checkpoint, explicit, device)
     if checkpoint.ignored_defaults:
         names = ", ".join(checkpoint.ignored_defaults)
         notes.append(f"generation_config.json also sets {names}: not supported, ignored")
@@ -289,12 +289,7 @@ def _check_eplb(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _cache(cache: CacheConfig, checkpoint: Checkpoint, explicit: set[str], notes: list[str]) -> CacheConfig:
-    cache = _cache_dtype(cache, checkpoint, notes)
-    return _prefix_caching(cache, checkpoint, explicit, notes)
-
-
-def _cache_dtype(cache: CacheConfig, checkpoint: Checkpoint, notes: list[str]) -> CacheConfig:
+def _cache(cache: CacheConfig, checkpoint: Checkpoint, notes: list[str]) -> CacheConfig:
     """`auto` is the format that the checkpoint asks for."""
     if cache.kv_cache_dtype != "auto":
         return cache
@@ -308,19 +303,6 @@ def _cache_dtype(cache: CacheConfig, checkpoint: Checkpoint, notes: list[str]) -
         )
     notes.append("the checkpoint asks for an FP8 KV cache: using it (--kv-cache-dtype bf16 overrides this)")
     return replace(cache, kv_cache_dtype="fp8")
-
-
-def _prefix_caching(
-    cache: CacheConfig, checkpoint: Checkpoint, explicit: set[str], notes: list[str]
-) -> CacheConfig:
-    """Prefix caching is turned off for recurrent layers: their state is not stored per block."""
-    if not checkpoint.keeps_states or not cache.enable_prefix_caching:
-        return cache
-    reason = f"{checkpoint.model_type} has recurrent layers, whose state is not cached per block"
-    if "enable_prefix_caching" in explicit:
-        raise ConfigError(f"--enable-prefix-caching: {reason}; omit the flag")
-    notes.append(f"prefix caching is off: {reason}")
-    return replace(cache, enable_prefix_caching=False)
 
 
 def _model(model: ModelConfig, dtype: Dtype) -> ModelConfig:
@@ -445,7 +427,9 @@ def _threads(
     return replace(device, cpu_threads=max(1, threads))
 
 
-def _without_effect(config: EngineConfig, explicit: set[str], device: Device) -> list[str]:
+def _without_effect(
+    config: EngineConfig, checkpoint: Checkpoint, explicit: set[str], device: Device
+) -> list[str]:
     """A log line for each explicit setting that has no effect here."""
     cache = config.cache
     memory_rule = "kv_cache_memory_bytes" if cache.num_kv_blocks is None else "num_kv_blocks"
@@ -470,6 +454,8 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
             reasons["gpu_memory_utilization"] = f"--{memory_rule.replace('_', '-')} sets the KV cache"
     if config.parallel.data_parallel_size == 1:
         reasons["dp_load_balance"] = "one engine serves all requests; --data-parallel-size adds more"
+    if not checkpoint.keeps_states or not cache.enable_prefix_caching:
+        reasons["state_checkpoint_interval_tokens"] = "it is for recurrent layers with prefix caching"
     if config.observability.torch_profiler_dir is None:
         reasons["mark_trace"] = "it needs --torch-profiler-dir"
     if config.model.trust_remote_code:

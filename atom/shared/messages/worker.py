@@ -38,7 +38,8 @@ class SlidingWindowSpec(msgspec.Struct, tag="window", array_like=True, frozen=Tr
 class RecurrentStateSpec(msgspec.Struct, tag="state", array_like=True, frozen=True, gc=False):
     """State of recurrent layers: one slot for each request, however long it is.
 
-    A group's blocks are its slots. A state summarizes a whole sequence, so it is never shared.
+    A group's blocks are its slots. A state summarizes a whole sequence and is overwritten in each step.
+    Copies of it, in slots of their own, serve requests that continue from the same tokens.
     """
 
     bytes_per_slot: int
@@ -94,6 +95,14 @@ class MoreBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
     block_ids: list[list[int]]
 
 
+class StateCopy(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Copies a recurrent state from one slot of a group to another."""
+
+    group: int
+    source: int
+    target: int
+
+
 class ScheduledBatch(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """One step: `rows[i]` computes its next `counts[i]` tokens.
 
@@ -119,6 +128,10 @@ class ScheduledBatch(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=Fal
     prompt's end in this step: the id after its chunk. In batch order."""
     num_drafts: int = 0
     """Draft tokens of each decoding row: 0 or `num_speculative_tokens`."""
+    state_saves: list[StateCopy] = []
+    """Copies to make before the step, at the same time: all sources are read before a target is written."""
+    state_restores: list[StateCopy] = []
+    """Copies to make after `state_saves` and before the step."""
 
 
 class AllocateKV(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):

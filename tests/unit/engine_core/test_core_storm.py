@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from engine_core import state_checkpoints
 from engine_core.kv_plan import holds_states
 from engine_core.request import State
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
@@ -47,6 +48,12 @@ def fields_of(logprobs: int, prompt_logprobs: int, salt: str) -> dict[str, Any]:
     """Fields of a request."""
     sampling = msgspec.structs.replace(GREEDY, logprobs=logprobs)
     return {"sampling": sampling, "prompt_logprobs": prompt_logprobs, "cache_salt": salt}
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a single block are ended to save a state."""
+    monkeypatch.setattr(state_checkpoints, "_LEAST_BLOCKS", 1)
 
 
 def drafting(chance: random.Random) -> Draft:
@@ -90,7 +97,6 @@ class Storm(RuleBasedStateMachine):
         chance: random.Random,
     ) -> None:
         specs, blocks = LAYOUTS[layout]
-        caching = caching and not holds_states(specs)
         limits = limits_of(rows, budget, policy, num_drafts, specs)
         self.driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, caching, drafting(chance))
         self.arrivals = 0
@@ -182,8 +188,7 @@ def storm(seed: int, layout: str, policy: str, num_drafts: int = 0) -> Counter[s
     chance = random.Random(seed)
     specs, blocks = LAYOUTS[layout]
     limits = limits_of(chance.randint(2, 6), chance.choice(BUDGETS), policy, num_drafts, specs)
-    caching = not holds_states(specs)
-    driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, caching, drafting(random.Random(seed)))
+    driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, draft=drafting(random.Random(seed)))
     for request_id in range(40):
         prompt = shared_prompt(chance.randrange(8), chance.randint(1, 30))
         ids = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(2))]
@@ -222,7 +227,7 @@ def test_storm_meets_every_case(layout: str, policy: str) -> None:
         totals += storm(seed, layout, policy)
     for case in ("preemptions", "prefill_preemptions", "chunked_prefills", "overlapped_steps", "late"):
         assert totals[case] > 0, f"no {case} in {totals}"
-    assert (totals["prefix_hits"] > 0) is not holds_states(LAYOUTS[layout][0])
+    assert totals["prefix_hits"] > 0
     assert totals["generated_tokens"] > 1000
 
 
@@ -245,8 +250,8 @@ def test_storm_of_drafts_meets_every_case(layout: str, num_drafts: int) -> None:
 def test_a_thousand_requests_aborted_anywhere_leave_nothing(layout: str, num_drafts: int) -> None:
     chance = random.Random(layout)
     specs, blocks = LAYOUTS[layout]
-    limits, caching = limits_of(6, 8, "fcfs", num_drafts, specs), not holds_states(specs)
-    driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, caching, drafting(chance))
+    limits = limits_of(6, 8, "fcfs", num_drafts, specs)
+    driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, draft=drafting(chance))
     aborted: Counter[State] = Counter()
     for request_id in range(1000):
         fields = fields_of(chance.randint(-1, 1), chance.randint(-1, 1), chance.choice(SALTS))
@@ -293,7 +298,7 @@ def storm_of_failures(seed: int, layout: str, num_drafts: int) -> CoreDriver:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("layout", ["full", "window", "full and windows"])
+@pytest.mark.parametrize("layout", ["full", "window", "full and windows", "state"])
 def test_requests_that_share_blocks_of_failed_steps_are_recomputed(layout: str, num_drafts: int) -> None:
     drivers = [storm_of_failures(seed, layout, num_drafts) for seed in range(8)]
     assert sum(driver.num_recomputed for driver in drivers) > 5

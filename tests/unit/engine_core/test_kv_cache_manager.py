@@ -268,8 +268,3 @@ def test_a_state_is_one_slot_from_the_first_token_to_the_last() -> None:
     third = new(kv, [1])
     assert admit(kv, third) == 0 and kv.extend(third, 0, 1) is not None
     check(kv, owners[1], third)
-
-
-def test_states_are_not_shared() -> None:
-    with pytest.raises(ValueError, match="states cannot be shared: prefix caching must be off"):
-        manager([FULL, STATE])

@@ -79,3 +79,13 @@ def test_states_limit_no_length() -> None:
     assert longest_sequence([STATE, FULL], [1, 5], 4) == 20
     assert cache_tokens([FULL, STATE], [5, 1]) == 20
     assert peak_blocks(STATE, 10_000, 16) == 1
+
+
+def test_saved_states_take_their_part_of_the_memory() -> None:
+    """Two for each interval of tokens in blocks, and all states at most half of it."""
+    assert plan_blocks([FULL, STATE], 10_050, 4, 16, 64, state_interval=1 << 20) == [60, 4]
+    blocks, slots = plan_blocks([FULL, STATE], 1_000_000, 4, 16, 64, state_interval=256)
+    intervals = blocks * FULL.block_size / 256
+    assert slots == pytest.approx(4 + 2 * intervals, rel=0.05)
+    _, slots = plan_blocks([FULL, STATE], 100_000, 4, 16, 64, state_interval=1)
+    assert slots == 50_000 // STATE.bytes_per_slot

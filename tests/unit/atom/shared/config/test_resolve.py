@@ -352,15 +352,13 @@ def test_other_formats_of_the_cache_are_refused_by_name(settings: dict[str, Any]
         assert resolved(CPU, checkpoint_stating(settings), kv_cache_dtype="fp8").config
 
 
-def test_recurrent_layers_turn_prefix_caching_off() -> None:
+def test_the_interval_of_saved_states_is_for_recurrent_layers() -> None:
     stateful = replace(CHECKPOINT, model_type="qwen3_next", dtype="float32", keeps_states=True)
-    made = resolved(CPU, stateful)
-    assert made.config.cache.enable_prefix_caching is False
-    (note,) = made.notes
-    assert note.startswith("prefix caching is off: qwen3_next has recurrent layers")
-    assert resolved(CPU, stateful, enable_prefix_caching=False).notes == []
-    with pytest.raises(ConfigError, match="--enable-prefix-caching: qwen3_next has .*; omit the flag"):
-        resolved(CPU, stateful, enable_prefix_caching=True)
+    made = resolved(CPU, stateful, state_checkpoint_interval_tokens=64)
+    assert made.config.cache.enable_prefix_caching and made.notes == []
+    for checkpoint, options in ((CHECKPOINT, {}), (stateful, {"enable_prefix_caching": False})):
+        notes = resolved(CPU, checkpoint, state_checkpoint_interval_tokens=64, **options).notes
+        assert any(note.startswith("--state-checkpoint-interval-tokens has no effect") for note in notes)
 
 
 def test_recurrent_layers_rule_out_batch_invariance() -> None:
