@@ -15,7 +15,7 @@ import msgspec
 from atom.shared.config.checkpoint import Checkpoint
 from workers.checkpoint.atomic_file import write_atomically
 from workers.checkpoint.chat_templates import template_files
-from workers.checkpoint.checkpoint_files import tensors_in
+from workers.checkpoint.checkpoint_files import tensors_by_file, tensors_in
 from workers.checkpoint.config_values import check_values, id_list
 from workers.checkpoint.families import keeps_states
 from workers.checkpoint.hf_config import added_settings, read_config, read_json
@@ -86,7 +86,7 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
         eos_token_ids=_end_ids(directory, overrides, generation, config),
         default_sampling=_default_sampling(generation),
         ignored_defaults=_ignored_defaults(generation),
-        added_settings=added_settings(directory, overrides),
+        warnings=added_settings(directory, overrides),
         tokenizer_file=str(tokenizer) if tokenizer else None,
         chat_template_file=templates.default,
         template_tokens=tokens,
@@ -169,7 +169,7 @@ def _dtype(config: Mapping[str, Any], directory: Path) -> str:
 
 def _dtype_of_weights(directory: Path) -> str:
     """The dtype of the first matrix that is not quantized; float32 if there is none."""
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in tensors_by_file(directory) if any(directory.glob("*.safetensors")) else ():
         for name, tensor in tensors_in(path)[1].items():
             if len(tensor["shape"]) > 1 and tensor["dtype"] not in _QUANTIZED and "_scale" not in name:
                 dtype = str(tensor["dtype"])

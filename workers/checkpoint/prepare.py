@@ -30,6 +30,7 @@ from atom.shared.utils.trusted_path import REMEDY, distrusted
 from workers.checkpoint.checkpoint_files import check_weights
 from workers.checkpoint.families import check_supported
 from workers.checkpoint.gguf_size import check_gguf_size
+from workers.checkpoint.head import with_own_head
 from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import read_directory
 from workers.checkpoint.hub import Accept, HubError, UnreachableError, fetch, is_hub_name
@@ -79,9 +80,10 @@ def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
         raise ValueError(_no_config(directory))
     _check_supported(directory, overrides)
     checkpoint = read_directory(directory, cache_dir, overrides)
-    if not config.load_dummy:
-        check_weights(directory)
-    return checkpoint
+    if config.load_dummy:
+        return checkpoint
+    check_weights(directory)
+    return with_own_head(checkpoint)
 
 
 def _check_supported(directory: Path, overrides: Mapping[str, Any]) -> None:

@@ -16,12 +16,13 @@ import torch
 
 from atom.shared.utils.logger import get_logger
 from atom_ops import tensors_of
+from workers.checkpoint.checkpoint_files import tensors_by_file
 from workers.layers.causal_lm import CausalLM
 from workers.layers.moe.moe import Experts
 from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import CheckpointTensor, ReadDecoded, ReadPacked, ReadRange, WeightedLayer
 from workers.weights.cache_scales import is_cache_scale
-from workers.weights.files import TensorInMemory, TensorSource, tensors_by_file, tensors_in_order
+from workers.weights.files import TensorInMemory, TensorSource, tensors_in_order
 from workers.weights.plan import LoadTarget, load_targets, weighted_layers
 
 Progress = Callable[[int, int], None]

@@ -28,8 +28,8 @@ class Checkpoint:
     """temperature, top_p, top_k, min_p of generation_config.json, whatever its do_sample says."""
     ignored_defaults: list[str] = field(default_factory=list)
     """Settings of generation_config.json that are not supported; logged at start."""
-    added_settings: list[str] = field(default_factory=list)
-    """Log lines for --hf-overrides keys that config.json does not have."""
+    warnings: list[str] = field(default_factory=list)
+    """Log lines: where files disagree, and --hf-overrides keys that config.json does not have."""
     tokenizer_file: str | None = None
     """Path of tokenizer.json; with None the server takes and returns token ids only."""
     chat_template_file: str | None = None

@@ -112,7 +112,7 @@ def resolve(
     if checkpoint.ignored_defaults:
         names = ", ".join(checkpoint.ignored_defaults)
         notes.append(f"generation_config.json also sets {names}: not supported, ignored")
-    notes += checkpoint.added_settings
+    notes += checkpoint.warnings
     speculative = _speculative(config.speculative, checkpoint)
     scheduler = _scheduler(config.scheduler, _DEFAULTS[device], speculative.num_speculative_tokens)
     resolved = replace(

@@ -153,7 +153,7 @@ def test_decode_context_parallelism_needs_mla_and_equal_ranks() -> None:
 
 
 def test_overrides_of_unknown_config_keys_are_named() -> None:
-    added = replace(CHECKPOINT, dtype="float32", added_settings=["--hf-overrides adds slip"])
+    added = replace(CHECKPOINT, dtype="float32", warnings=["--hf-overrides adds slip"])
     assert resolved(CPU, added).notes == ["--hf-overrides adds slip"]
 
 
