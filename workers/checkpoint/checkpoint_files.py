@@ -79,12 +79,12 @@ def _shards(directory: Path) -> list[Path]:
     files = [path for path in every if not path.match(_OTHER_FORMATS)]
     if every and not files:
         raise ValueError(
-            f"{directory} has weights in the format of Mistral only ({every[0].name}), which is not supported: "
-            "take the copy in the format of Hugging Face, with model.safetensors or its shards"
+            f"{directory} has weights in the format of Mistral only ({every[0].name}), which is not "
+            "supported: take the copy in the format of Hugging Face, with model.safetensors or its shards"
         )
     if not files:
         raise ValueError(
-            f"{directory} has no safetensors files: other formats (.bin, .pt) are not supported, save the "
+            f"{directory} has no safetensors files: other formats (.bin, .pt, Mistral's consolidated) are not supported, save the "
             "model as safetensors (--load-dummy runs without weights)"
         )
     names = {path.name for path in files}

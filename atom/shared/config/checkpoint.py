@@ -23,7 +23,7 @@ class Checkpoint:
     max_model_len: int
     """Longest context of the model, in tokens."""
     eos_token_ids: list[int] = field(default_factory=list)
-    """End-of-sequence ids from generation_config.json, else from config.json."""
+    """End-of-sequence ids from generation_config.json, else from config.json; and the tokenizer's."""
     default_sampling: dict[str, float | int] = field(default_factory=dict)
     """temperature, top_p, top_k, min_p of generation_config.json, whatever its do_sample says."""
     ignored_defaults: list[str] = field(default_factory=list)

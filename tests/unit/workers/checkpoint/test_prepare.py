@@ -210,7 +210,10 @@ def test_begin_token_that_tokenizer_json_leaves_to_the_caller(
 ) -> None:
     checkpoint = checkpoint_of(
         tmp_path,
-        tokenizer={"post_processor": processor, "model": {}},
+        tokenizer={
+            "post_processor": processor,
+            "added_tokens": [{"id": 1, "content": "<s>", "special": True, "normalized": False}],
+        },
         tokenizer_config={"add_bos_token": True, "bos_token": "<s>"},
     )
     assert checkpoint.tokenizer_file == str(tmp_path / "tokenizer.json")
