@@ -84,8 +84,8 @@ def _shards(directory: Path) -> list[Path]:
         )
     if not files:
         raise ValueError(
-            f"{directory} has no safetensors files: other formats (.bin, .pt, Mistral's consolidated) are not supported, save the "
-            "model as safetensors (--load-dummy runs without weights)"
+            f"{directory} has no safetensors files: other formats (.bin, .pt, Mistral's consolidated) are "
+            "not supported, save the model as safetensors (--load-dummy runs without weights)"
         )
     names = {path.name for path in files}
     for found in filter(None, map(_SHARD.fullmatch, sorted(names))):

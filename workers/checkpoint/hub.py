@@ -23,7 +23,7 @@ _TEMPLATES = "*.jinja"
 _FILES = ["*.json", "tokenizer.model", "spiece.model", "tiktoken.model", "vocab.txt", "merges.txt"]
 _WEIGHTS = ["*.safetensors"]
 _CONFIG = "config.json"
-# Copies in other formats: onnx/, original/, …, and that of Mistral. Only templates have a folder of their own.
+# Copies in other formats: onnx/, original/, …, and that of Mistral. Only templates have their own folder.
 _IGNORED = [*(f"*/{pattern}" for pattern in _FILES + _WEIGHTS), "consolidated*.safetensors"]
 # Read when the library is imported. Timeouts in seconds; we display the progress ourselves.
 _LIBRARY_DEFAULTS = {
