@@ -72,7 +72,7 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
         config["vocab_size"],
         directory,
     )
-    templates = template_files(directory, tokenizer_config, cache_dir)
+    templates = template_files(directory, tokenizer_config, config["model_type"], cache_dir)
     return Checkpoint(
         directory=str(directory),
         architecture=config["architectures"][0],
