@@ -19,6 +19,7 @@ from workers.checkpoint.hf_config import added_settings, read_config, read_json
 from workers.checkpoint.quantization_files import QUANTIZATION_KEYS, stated_quantization
 from workers.checkpoint.tokenizer_files import adds_token, find_tokenizer
 
+_AUTO = "auto"
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _QUANTIZED = ("U8", "I8", "I32", "F8_E4M3", "F8_E8M0")
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -54,13 +55,15 @@ _NOT_APPLIED: Mapping[str, object] = {
 _TEMPLATE_TOKENS = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 
 
-def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any]) -> Checkpoint:
+def read_directory(
+    directory: Path, cache_dir: Path, overrides: Mapping[str, Any], dtype: str = "auto"
+) -> Checkpoint:
     """Describe the checkpoint in `directory`; converted files are written to `cache_dir`.
 
-    `overrides` are merged into config.json.
+    `overrides` are merged into config.json. A `dtype` other than auto stands for one that cannot be used.
     Raises ValueError, in one line, for an unsupported checkpoint.
     """
-    config = normalised_config(read_config(directory, overrides), directory)
+    config = normalised_config(read_config(directory, overrides), directory, dtype)
     generation = read_json(directory / "generation_config.json", missing_is_empty=True)
     tokenizer_config = read_json(directory / "tokenizer_config.json", missing_is_empty=True)
     tokenizer = find_tokenizer(directory, tokenizer_config, config["vocab_size"], cache_dir)
@@ -94,14 +97,17 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
     )
 
 
-def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """`config` completed as transformers 5 does. Raises ValueError for unsupported settings."""
+def normalised_config(config: dict[str, Any], directory: Path, dtype: str = "auto") -> dict[str, Any]:
+    """`config` completed as transformers 5 does; `dtype` as in `read_directory`.
+
+    Raises ValueError for unsupported settings.
+    """
     where = directory / "config.json"
     check_values(config, where)
     made = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     made.update(_quantization(config, directory))
     made["rope_parameters"] = _rope_parameters(config, where)
-    made["dtype"] = _dtype(config, directory)
+    made["dtype"] = _dtype(config, directory, dtype)
     return made
 
 
@@ -156,13 +162,18 @@ def _trained_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[
     return found
 
 
-def _dtype(config: Mapping[str, Any], directory: Path) -> str:
-    named = config.get("dtype")
-    dtype = str(named).removeprefix("torch.") if named else _dtype_of_weights(directory)
-    if dtype not in _COMPUTE_DTYPES:
-        supported = ", ".join(_COMPUTE_DTYPES)
-        raise ValueError(f"{directory} has dtype {dtype}, which is not supported; supported are {supported}")
-    return dtype
+def _dtype(config: Mapping[str, Any], directory: Path, wanted: str) -> str:
+    """The compute dtype: that of config.json, or of the weights; else `wanted`, unless it is auto."""
+    named = str(config.get("dtype") or _AUTO).removeprefix("torch.")
+    dtype = _dtype_of_weights(directory) if named == _AUTO else named
+    if dtype in _COMPUTE_DTYPES:
+        return dtype
+    if wanted != _AUTO:
+        return wanted
+    raise ValueError(
+        f"{directory} has dtype {dtype}, which is not supported: choose one of {', '.join(_COMPUTE_DTYPES)} "
+        "with --dtype"
+    )
 
 
 def _dtype_of_weights(directory: Path) -> str:

@@ -79,7 +79,7 @@ def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
     if not (directory / "config.json").exists():
         raise ValueError(_no_config(directory))
     _check_supported(directory, overrides)
-    checkpoint = read_directory(directory, cache_dir, overrides)
+    checkpoint = read_directory(directory, cache_dir, overrides, config.dtype)
     if config.load_dummy:
         return checkpoint
     check_weights(directory)
