@@ -12,6 +12,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.file_lock import exclusive
 from atom.shared.utils.process import read_launch
 from atom.shared.utils.trusted_path import REMEDY, distrusted
-from workers.checkpoint.checkpoint_files import check_weights
+from workers.checkpoint.checkpoint_files import check_weights, tensors_by_file
 from workers.checkpoint.families import check_supported
 from workers.checkpoint.gguf_size import check_gguf_size
 from workers.checkpoint.head import with_own_head
 from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import read_directory
 from workers.checkpoint.hub import Accept, HubError, UnreachableError, fetch, is_hub_name
+from workers.checkpoint.quantization_files import with_routers
 from workers.device_probe import probe
 
 # To be increased when workers.weights.gguf changes its output, so that older conversions are not used.
@@ -83,7 +85,8 @@ def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
     if config.load_dummy:
         return checkpoint
     check_weights(directory)
-    return with_own_head(checkpoint)
+    tensors = (name for names in tensors_by_file(directory).values() for name in names)
+    return with_own_head(replace(checkpoint, hf_config=with_routers(checkpoint.hf_config, tensors)))
 
 
 def _check_supported(directory: Path, overrides: Mapping[str, Any]) -> None:
