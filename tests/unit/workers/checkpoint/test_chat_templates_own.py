@@ -1,6 +1,7 @@
 """The template of DeepSeek-V3.2, which is published without one: the prompts of its published encoder."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,14 @@ import pytest
 
 from frontend.errors import RequestError
 from frontend.text.chat_template import ChatTemplate
+from frontend.text.detokenizer import Detokenizer
+from frontend.text.reply_formats.base import CallDelta, ReplyOptions, merge_calls
 from frontend.text.reply_formats.choose import TextFormat, choose_format
 from frontend.text.reply_formats.deepseek_v32 import DeepSeekV32
+from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
+from tests.helpers.replies import SHAPES, WRITERS
+from tests.helpers.replies import TOOLS as TOOL_SCHEMAS
 from workers.checkpoint.chat_templates import template_files
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -100,6 +106,24 @@ def test_calls_and_results(template: ChatTemplate) -> None:
     )
     with pytest.raises(RequestError, match="must follow the call"):
         template.render([*messages, says("tool", "more")], {})
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_its_calls_are_read_whether_the_marker_is_a_special_token_or_not(
+    template: ChatTemplate, tmp_path: Path, special: bool
+) -> None:
+    marker = ["｜DSML｜"]
+    checkpoint = tiny_tokenizer.checkpoint(tmp_path, marker if special else (), () if special else marker)
+    tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    assert tokenizer is not None
+    found = choose_format("deepseek_v32", tokenizer, template)
+    assert found is not None and (found.call_text is None) is special
+    parser = found.parser(ReplyOptions(tools=TOOL_SCHEMAS))
+    detokenizer = Detokenizer(tokenizer)
+    calls: list[CallDelta] = []
+    for token in tokenizer.encode(WRITERS["deepseek_v32"][1](SHAPES["two"]), add_special_tokens=False):
+        merge_calls(calls, parser.feed(token, detokenizer.feed(token)).calls)
+    assert [(each.name, json.loads(each.arguments)) for each in calls] == SHAPES["two"].calls
 
 
 def test_its_replies_are_parsed(template: ChatTemplate) -> None:
