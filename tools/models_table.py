@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.checkpoint_contents import contents_table
 from tests.helpers.layouts import layouts_of
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -37,13 +38,15 @@ results of `tests/models`.
   Face hub, or local.
 - For Llama, Qwen2 and Qwen3, a GGUF file. It is converted once, into `ATOM_CACHE_DIR`; on a CPU its integers
   are [kept](quantization.md#gguf).
-- A missing, unused or misshaped tensor is an error that names it.
+- A missing, unused or misshaped tensor is an error that names it. Biases of zeros, RoPE tables and MTP layers
+  are not needed, and are not read.
 - `generation_config.json` gives the end-of-sequence ids and the default sampling parameters.
-- Without a tokenizer the server takes and returns token ids.
 - RoPE types: default, linear, dynamic, llama3, yarn and longrope. Dynamic and longrope choose their
   frequencies once, for `--max-model-len`, because cached keys are not recomputed; transformers chooses
   them for each text. They agree if `--max-model-len` is not above the length before scaling.
 
+"""
+_TESTED = """\
 ## What is tested
 
 Each configuration is a tiny random model that transformers saves and the engine serves, with all its
@@ -85,7 +88,8 @@ def document(record: dict[str, Any]) -> str:
         families[entry["family"]].append(name)
     sections = [_overview(record, families)]
     sections += [_section(family, record, names) for family, names in families.items()]
-    return "\n".join([_HEAD, *sections])
+    head, *rows = contents_table()
+    return "\n".join([_HEAD, _table(head, rows), _TESTED, *sections])
 
 
 def _overview(record: dict[str, Any], families: dict[str, list[str]]) -> str:

@@ -10,6 +10,8 @@ from frontend.text.reply_formats.choose import REASONING, TOOL_CALLS, TextFormat
 from tests.helpers import tiny_tokenizer
 from tests.helpers.tool_calls import (
     CALL,
+    D_END,
+    D_SECTION,
     END,
     K_CALL,
     K_CALL_END,
@@ -104,6 +106,19 @@ def deepseek_v3(shape: Shape) -> str:
     return shape.text + (f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>" if calls else "")
 
 
+def deepseek_v32(shape: Shape) -> str:
+    calls = []
+    for name, values in shape.calls:
+        inner = (
+            f'<｜DSML｜parameter name="{k}" string="{str(isinstance(v, str)).lower()}">{plain(v)}'
+            "</｜DSML｜parameter>\n"
+            for k, v in values.items()
+        )
+        calls.append(f'<｜DSML｜invoke name="{name}">\n{"".join(inner)}</｜DSML｜invoke>\n')
+    section = f"\n\n{D_SECTION}\n{''.join(calls)}{D_END}" if calls else ""
+    return shape.text + section
+
+
 def kimi(shape: Shape) -> str:
     calls = [
         f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{as_json(values)}"
@@ -141,6 +156,7 @@ WRITERS: dict[str, tuple[str, Callable[[Shape], str]]] = {
     "llama3_json": ("llama3_json", llama),
     "deepseek_v3": ("deepseek_v3", deepseek_v3),
     "deepseek_v31": ("deepseek_v31", deepseek_v31),
+    "deepseek_v32": ("deepseek_v32", deepseek_v32),
     "kimi_k2": ("kimi_k2", kimi),
     "qwen3_coder": ("qwen3_coder", qwen3_coder),
     "glm45": ("glm45", glm),

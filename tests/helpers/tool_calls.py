@@ -7,6 +7,11 @@ SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end�
 CALL, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 K_SECTION, K_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 K_CALL, K_SEP, K_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+D_SECTION, D_END = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
+D_CALL, D_KEY = (
+    '<｜DSML｜invoke name="f">',
+    '<｜DSML｜parameter name="days" string="false">1</｜DSML｜parameter>',
+)
 
 UNUSUAL: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     # family, output, content, calls
@@ -57,6 +62,15 @@ UNUSUAL: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("deepseek_v3", f"{SECTION}{CALL}function{SEP}f\n```json\n{{}}{END}", "", [("f", "{}")]),
     ("deepseek_v3", f"{CALL}function{SEP}f{END}", f"{CALL}function{SEP}f{END}", []),
     ("deepseek_v3", f"{SECTION}note{CALL}function{SEP}f\n```json\n{{}}\n```{END}{SECTION_END}", "note", [("f", "{}")]),
+    ("deepseek_v32", f"{D_SECTION}{D_CALL}{D_KEY}", "", [D]),
+    ("deepseek_v32", f"{D_CALL}{D_KEY}</｜DSML｜invoke>", "", [D]),
+    ("deepseek_v32", f"I look.\n\n{D_SECTION}\n{D_CALL}\n{D_KEY}\n{D_END}", "I look.", [D]),
+    ("deepseek_v32", f"{D_SECTION}{D_CALL}{D_KEY}{D_CALL}{D_KEY}{D_END}Done.", "Done.", [D, D]),
+    ("deepseek_v32", f'{D_SECTION}{D_CALL}<｜DSML｜parameter name="days">1</｜DSML｜parameter>{D_END}', "", [D]),
+    ("deepseek_v32", f'{D_SECTION}{D_CALL}<｜DSML｜parameter name="city" string="false">a b</｜DSML｜parameter>{D_END}', "", [("f", '{"city": "a b"}')]),
+    ("deepseek_v32", f'{D_SECTION}{D_CALL}<｜DSML｜parameter name="code" string="true">7\n"</｜DSML｜parameter>{D_END}', "", [("f", '{"code": "7\\n\\""}')]),
+    ("deepseek_v32", f'{D_SECTION}{D_CALL}<｜DSML｜parameter days">1{D_END}', "<｜DSML｜parameter days\">1", [("f", "{}")]),
+    ("deepseek_v32", '<｜DSML｜invoke name="">x', '<｜DSML｜invoke name="">x', []),
     ("kimi_k2", f"{K_SECTION}{K_CALL}f{K_SEP}{{}}{K_CALL_END}{K_END}", "", [("f", "{}")]),
     ("kimi_k2", f"{K_SECTION} {K_CALL} functions.a.b:12 {K_SEP} {{}}{K_CALL_END} {K_END}", "", [("a.b", "{}")]),
     ("kimi_k2", f"{K_SECTION}{K_CALL}{K_SEP}{{}}{K_CALL_END}", f"{K_CALL}{K_SEP}{{}}{K_CALL_END}", []),

@@ -1,6 +1,7 @@
 """Finds the chat templates of a checkpoint: the default, and the one for conversations with tools.
 
-They are files, or else in JSON: one text, or a list of names and texts.
+They are files, or else in JSON: one text, or a list of names and texts. A family that is published without
+one has it in `templates/`, under its model_type.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ __all__ = ["TemplateFiles", "template_files"]
 _DEFAULT = "default"
 _TOOL_USE = "tool_use"
 _MORE = "additional_chat_templates"
+_OWN = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,15 @@ class TemplateFiles:
     """For conversations with tools; None: the default."""
 
 
-def template_files(directory: Path, tokenizer_config: Mapping[str, Any], cache_dir: Path) -> TemplateFiles:
-    """The templates in `directory`; texts from JSON are written to `cache_dir`."""
+def template_files(
+    directory: Path, tokenizer_config: Mapping[str, Any], model_type: str, cache_dir: Path
+) -> TemplateFiles:
+    """The templates in `directory`, else the family's own; texts from JSON are written to `cache_dir`."""
     paths = {path.stem: str(path) for path in (directory / _MORE).glob("*.jinja")}
     if (own := directory / "chat_template.jinja").exists():
         paths[_DEFAULT] = str(own)
     if not paths:
-        texts = _embedded(directory, tokenizer_config)
+        texts = _embedded(directory, tokenizer_config) or _own(model_type)
         paths = {name: _as_file(text, cache_dir) for name, text in texts.items()}
     if len(paths) == 1:
         return TemplateFiles(next(iter(paths.values())), None)
@@ -46,9 +50,26 @@ def _embedded(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str,
     found = tokenizer_config.get("chat_template")
     if found is None:
         found = read_json(directory / "chat_template.json", missing_is_empty=True).get("chat_template")
-    if isinstance(found, list):
-        return {entry["name"]: entry["template"] for entry in found}
-    return {} if found is None else {_DEFAULT: found}
+    if found is None or isinstance(found, str):
+        return {_DEFAULT: found} if found else {}
+    if not isinstance(found, list):
+        raise ValueError(f"{directory}: chat_template must be a text, or a list of names and texts")
+    return _by_name(found, directory)
+
+
+def _by_name(entries: list[Any], directory: Path) -> dict[str, str]:
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in entries}
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"{directory}: each chat_template of the list must have a name and a template"
+        ) from None
+
+
+def _own(model_type: str) -> dict[str, str]:
+    """The text for a family whose checkpoints have none."""
+    path = _OWN / f"{model_type}.jinja"
+    return {_DEFAULT: path.read_text(encoding="utf-8")} if path.exists() else {}
 
 
 def _as_file(text: str, cache_dir: Path) -> str:

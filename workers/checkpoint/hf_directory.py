@@ -1,26 +1,25 @@
 """Reads a Hugging Face directory into a Checkpoint: JSON files only.
 
-transformers is imported only to convert a slow tokenizer. The config is normalised to the form that
+The config is normalised to the form that
 transformers 5 writes.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from atom.shared.config.checkpoint import Checkpoint
-from workers.checkpoint.atomic_file import write_atomically
+from workers.checkpoint.byte_pairs import TEKKEN, tekken_tokens
 from workers.checkpoint.chat_templates import template_files
-from workers.checkpoint.checkpoint_files import tensors_in
-from workers.checkpoint.config_values import check_values, id_list
+from workers.checkpoint.checkpoint_files import tensors_by_file, tensors_in
+from workers.checkpoint.config_values import check_values
+from workers.checkpoint.end_tokens import end_tokens
 from workers.checkpoint.families import keeps_states
 from workers.checkpoint.hf_config import added_settings, read_config, read_json
 from workers.checkpoint.quantization_files import QUANTIZATION_KEYS, stated_quantization
+from workers.checkpoint.tokenizer_files import adds_token, find_tokenizer
 
+_AUTO = "auto"
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _QUANTIZED = ("U8", "I8", "I32", "F8_E4M3", "F8_E8M0")
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -54,27 +53,29 @@ _NOT_APPLIED: Mapping[str, object] = {
 }
 
 _TEMPLATE_TOKENS = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
-_SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-class _TokenizerJson(msgspec.Struct):
-    """The only part of tokenizer.json that is decoded."""
-
-    post_processor: Any = None
-
-
-def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any]) -> Checkpoint:
+def read_directory(
+    directory: Path, cache_dir: Path, overrides: Mapping[str, Any], dtype: str = "auto"
+) -> Checkpoint:
     """Describe the checkpoint in `directory`; converted files are written to `cache_dir`.
 
-    `overrides` are merged into config.json.
+    `overrides` are merged into config.json. A `dtype` other than auto stands for one that cannot be used.
     Raises ValueError, in one line, for an unsupported checkpoint.
     """
-    config = normalised_config(read_config(directory, overrides), directory)
+    config = normalised_config(read_config(directory, overrides), directory, dtype)
     generation = read_json(directory / "generation_config.json", missing_is_empty=True)
     tokenizer_config = read_json(directory / "tokenizer_config.json", missing_is_empty=True)
-    tokenizer = _tokenizer_file(directory, cache_dir)
+    tokenizer = find_tokenizer(directory, tokenizer_config, config["vocab_size"], cache_dir)
     tokens = _template_tokens(directory, tokenizer_config)
-    templates = template_files(directory, tokenizer_config, cache_dir)
+    ends = end_tokens(
+        {"--hf-overrides": overrides, "generation_config.json": generation, "config.json": config},
+        tokenizer.path,
+        tokens.get("eos_token"),
+        config["vocab_size"],
+        directory,
+    )
+    templates = template_files(directory, tokenizer_config, config["model_type"], cache_dir)
     return Checkpoint(
         directory=str(directory),
         architecture=config["architectures"][0],
@@ -83,27 +84,30 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
         dtype=config["dtype"],
         vocab_size=config["vocab_size"],
         max_model_len=positions(config),
-        eos_token_ids=_end_ids(directory, overrides, generation, config),
+        eos_token_ids=ends.ids,
         default_sampling=_default_sampling(generation),
         ignored_defaults=_ignored_defaults(generation),
-        added_settings=added_settings(directory, overrides),
-        tokenizer_file=str(tokenizer) if tokenizer else None,
+        warnings=[*added_settings(directory, overrides), *ends.warnings, *tokenizer.warnings],
+        tokenizer_file=str(tokenizer.path) if tokenizer.path else None,
         chat_template_file=templates.default,
         template_tokens=tokens,
         keeps_states=keeps_states(config["model_type"]),
-        add_bos_token=_add_bos(tokenizer, tokenizer_config, tokens),
+        add_bos_token=_add_bos(tokenizer.path, tokenizer_config, tokens),
         tool_template_file=templates.tool_use,
     )
 
 
-def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """`config` completed as transformers 5 does. Raises ValueError for unsupported settings."""
+def normalised_config(config: dict[str, Any], directory: Path, dtype: str = "auto") -> dict[str, Any]:
+    """`config` completed as transformers 5 does; `dtype` as in `read_directory`.
+
+    Raises ValueError for unsupported settings.
+    """
     where = directory / "config.json"
     check_values(config, where)
     made = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     made.update(_quantization(config, directory))
     made["rope_parameters"] = _rope_parameters(config, where)
-    made["dtype"] = _dtype(config, directory)
+    made["dtype"] = _dtype(config, directory, dtype)
     return made
 
 
@@ -158,18 +162,23 @@ def _trained_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[
     return found
 
 
-def _dtype(config: Mapping[str, Any], directory: Path) -> str:
-    named = config.get("dtype")
-    dtype = str(named).removeprefix("torch.") if named else _dtype_of_weights(directory)
-    if dtype not in _COMPUTE_DTYPES:
-        supported = ", ".join(_COMPUTE_DTYPES)
-        raise ValueError(f"{directory} has dtype {dtype}, which is not supported; supported are {supported}")
-    return dtype
+def _dtype(config: Mapping[str, Any], directory: Path, wanted: str) -> str:
+    """The compute dtype: that of config.json, or of the weights; else `wanted`, unless it is auto."""
+    named = str(config.get("dtype") or _AUTO).removeprefix("torch.")
+    dtype = _dtype_of_weights(directory) if named == _AUTO else named
+    if dtype in _COMPUTE_DTYPES:
+        return dtype
+    if wanted != _AUTO:
+        return wanted
+    raise ValueError(
+        f"{directory} has dtype {dtype}, which is not supported: choose one of {', '.join(_COMPUTE_DTYPES)} "
+        "with --dtype"
+    )
 
 
 def _dtype_of_weights(directory: Path) -> str:
     """The dtype of the first matrix that is not quantized; float32 if there is none."""
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in tensors_by_file(directory) if any(directory.glob("*.safetensors")) else ():
         for name, tensor in tensors_in(path)[1].items():
             if len(tensor["shape"]) > 1 and tensor["dtype"] not in _QUANTIZED and "_scale" not in name:
                 dtype = str(tensor["dtype"])
@@ -190,15 +199,6 @@ def _ignored_defaults(generation: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _end_ids(
-    directory: Path, overrides: Mapping[str, Any], generation: Mapping[str, Any], config: Mapping[str, Any]
-) -> list[int]:
-    """The end-of-sequence ids that are inside the vocabulary."""
-    name = "eos_token_id"
-    value = next((source[name] for source in (overrides, generation, config) if name in source), None)
-    return [token for token in id_list(value, name, directory) if 0 <= token < config["vocab_size"]]
-
-
 def _template_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     older = read_json(directory / "special_tokens_map.json", missing_is_empty=True)
     found = {}
@@ -207,6 +207,8 @@ def _template_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> di
         text = _token_text(tokenizer_config.get(name) or older.get(name))
         if text is not None:
             found[name] = text
+    if not found and (directory / TEKKEN).exists():
+        return tekken_tokens()
     return found
 
 
@@ -215,37 +217,8 @@ def _token_text(token: str | dict[str, str] | None) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _tokenizer_file(directory: Path, cache_dir: Path) -> Path | None:
-    path = directory / "tokenizer.json"
-    if path.exists():
-        return path
-    sources = [directory / name for name in _SLOW_TOKENIZER_FILES if (directory / name).exists()]
-    return _converted_tokenizer(directory, sources, cache_dir) if sources else None
-
-
-def _converted_tokenizer(directory: Path, sources: list[Path], cache_dir: Path) -> Path:
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
-    digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
-    path = cache_dir / "tokenizers" / f"{digest}.json"
-    if path.exists():
-        return path
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        text = tokenizer.backend_tokenizer.to_str()
-    except (ValueError, ImportError, OSError, AttributeError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{directory} has no tokenizer.json, and its {sources[0].name} cannot be converted: {first_line}"
-        ) from error
-    write_atomically(path, text)
-    return path
-
-
 def _add_bos(tokenizer: Path | None, config: Mapping[str, Any], tokens: Mapping[str, str]) -> bool:
     """Whether the frontend must add the begin-of-sequence token that tokenizer.json does not add."""
     if tokenizer is None or not config.get("add_bos_token") or "bos_token" not in tokens:
         return False
-    parsed = msgspec.json.decode(tokenizer.read_bytes(), type=_TokenizerJson)
-    return tokens["bos_token"] not in json.dumps(parsed.post_processor, ensure_ascii=False)
+    return not adds_token(tokenizer, tokens["bos_token"])

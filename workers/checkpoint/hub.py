@@ -19,10 +19,12 @@ Accept = Callable[[Path], None]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Weights in other formats, which may be many gigabytes, are not downloaded.
-_FILES = ["*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
+_TEMPLATES = "*.jinja"
+_FILES = ["*.json", "tokenizer.model", "spiece.model", "tiktoken.model", "vocab.txt", "merges.txt"]
 _WEIGHTS = ["*.safetensors"]
 _CONFIG = "config.json"
-_IGNORED = ["*/*"]  # copies in other formats: onnx/, original/, …
+# Copies in other formats: onnx/, original/, …, and that of Mistral. Only templates have their own folder.
+_IGNORED = [*(f"*/{pattern}" for pattern in _FILES + _WEIGHTS), "consolidated*.safetensors"]
 # Read when the library is imported. Timeouts in seconds; we display the progress ourselves.
 _LIBRARY_DEFAULTS = {
     "HF_HUB_ETAG_TIMEOUT": "5",
@@ -64,7 +66,7 @@ def fetch(
     from huggingface_hub import snapshot_download
 
     repository, _, file = model.partition(":")
-    patterns = [file] if file else _FILES + _WEIGHTS * weights
+    patterns = [file] if file else [_TEMPLATES, *_FILES, *_WEIGHTS * weights]
     options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "allow_patterns": patterns}
     if not file:
         options["ignore_patterns"] = _IGNORED

@@ -12,6 +12,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,18 @@ from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.file_lock import exclusive
 from atom.shared.utils.process import read_launch
 from atom.shared.utils.trusted_path import REMEDY, distrusted
-from workers.checkpoint.checkpoint_files import check_weights
+from workers.checkpoint.checkpoint_files import check_weights, tensors_by_file
 from workers.checkpoint.families import check_supported
 from workers.checkpoint.gguf_size import check_gguf_size
+from workers.checkpoint.head import with_own_head
 from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import read_directory
 from workers.checkpoint.hub import Accept, HubError, UnreachableError, fetch, is_hub_name
+from workers.checkpoint.quantization_files import with_routers
 from workers.device_probe import probe
 
 # To be increased when workers.weights.gguf changes its output, so that older conversions are not used.
-_GGUF_FORMAT = 4
+_GGUF_FORMAT = 5
 
 _CONVERSION_DEADLINE_S = 3600.0
 _PROGRESS_LINGER_MS = 1000
@@ -78,10 +81,12 @@ def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
     if not (directory / "config.json").exists():
         raise ValueError(_no_config(directory))
     _check_supported(directory, overrides)
-    checkpoint = read_directory(directory, cache_dir, overrides)
-    if not config.load_dummy:
-        check_weights(directory)
-    return checkpoint
+    checkpoint = read_directory(directory, cache_dir, overrides, config.dtype)
+    if config.load_dummy:
+        return checkpoint
+    check_weights(directory)
+    tensors = (name for names in tensors_by_file(directory).values() for name in names)
+    return with_own_head(replace(checkpoint, hf_config=with_routers(checkpoint.hf_config, tensors)))
 
 
 def _check_supported(directory: Path, overrides: Mapping[str, Any]) -> None:

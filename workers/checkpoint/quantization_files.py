@@ -4,7 +4,7 @@ config.json under quantization_config, in older files compression_config; or a f
 quantize_config.json (GPTQ, AWQ) or hf_quant_config.json (modelopt).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from workers.checkpoint.hf_config import read_json
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _MODELOPT = "hf_quant_config.json"
 _GPTQ = "quantize_config.json"
+# What QuantizationConfig reads: some libraries quantize routers too, which config.json does not say.
+_ROUTERS = "quantized_routers"
+_PACKED_ROUTERS = ("mlp.gate.qweight", "block_sparse_moe.gate.qweight", "mlp.router.qweight")
 
 
 def stated_quantization(config: Mapping[str, Any], directory: Path) -> Any:
@@ -23,6 +26,14 @@ def stated_quantization(config: Mapping[str, Any], directory: Path) -> Any:
     if isinstance(stated, Mapping) and stated.get("quant_method") == "modelopt":
         return _with_file(stated, _of_modelopt(directory), directory)
     return stated
+
+
+def with_routers(config: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
+    """`config` with a mark in quantization_config if `tensors`, the checkpoint's, have packed routers."""
+    stated = config.get("quantization_config")
+    if not isinstance(stated, Mapping) or not any(name.endswith(_PACKED_ROUTERS) for name in tensors):
+        return dict(config)
+    return {**config, "quantization_config": {**stated, _ROUTERS: True}}
 
 
 def _of_files(directory: Path) -> dict[str, Any] | None:

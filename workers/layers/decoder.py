@@ -49,6 +49,8 @@ from workers.layers.norm import RMSNorm
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 _DEFAULT_ROPE_THETA = 10000.0
+# Old checkpoints store what is computed from config.json.
+_ROPE_TABLES = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,7 +378,7 @@ class DecoderLM(CausalLM):
             build.at("lm_head"),
             self.model.embed_tokens if tied else None,
         )
-        self.unused_on_disk = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()))
+        self.unused_on_disk = (*_ROPE_TABLES, *(("lm_head.weight",) if tied else ()))
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return self.model(ids_T, positions_T, ctx)

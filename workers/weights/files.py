@@ -8,15 +8,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from atom.shared.utils import envs
-from workers.checkpoint.checkpoint_files import tensors_in
+from workers.checkpoint.checkpoint_files import INDEX, tensors_in
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,10 +29,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 class TensorFile(Protocol):
@@ -174,7 +167,7 @@ class _UnmappedFile:
 
 
 def _not_held(path: Path, name: str) -> ValueError:
-    return ValueError(f"{path} does not hold {name}, which {_INDEX} places there")
+    return ValueError(f"{path} does not hold {name}, which {INDEX} places there")
 
 
 @contextmanager
@@ -204,29 +197,3 @@ def tensors_in_order(file_of: Mapping[str, Path], names: Iterable[str]) -> Itera
         with open_file(path) as file:
             for name in held:
                 yield name, TensorInFile(file, name)
-
-
-def tensors_by_file(directory: Path) -> dict[Path, list[str]]:
-    """Names of the tensors in each file. Raises ValueError for a directory without weights."""
-    index = directory / _INDEX
-    if index.exists():
-        return _from_index(directory, index)
-    single = directory / _SINGLE
-    if not single.exists():
-        raise ValueError(f"{directory} holds neither {_INDEX} nor {_SINGLE}")
-    return {single: list(tensors_in(single)[1])}
-
-
-def _from_index(directory: Path, index: Path) -> dict[Path, list[str]]:
-    try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{index} does not state the file of each tensor: {error}") from None
-    files: dict[Path, list[str]] = {}
-    for name, file in weight_map.items():
-        if Path(file).name != file or file in ("", ".."):
-            raise ValueError(f"{index} names {file!r}, which is not a file beside it")
-        if not (directory / file).is_file():
-            raise ValueError(f"{directory / file} is missing; {_INDEX} names it for {name}")
-        files.setdefault(directory / file, []).append(name)
-    return files

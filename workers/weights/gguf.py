@@ -33,9 +33,22 @@ _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FACTORS = "rope_freqs.weight"
 # GGUF files have only the divisors of the frequencies; Llama 3.1 and later derive them from these parameters.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_LLAMA3_PRETOKENIZERS = ("llama-bpe", "llama3", "llama-v3")
+# Pre-tokenizers whose words that are tokens are not split, and that begin prompts with the BOS token.
+_WHOLE_WORDS = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("jina-v5-nano", "tekken"),
+)
 _GPT2_PRETOKENIZERS = ("default", "gpt-2")
 
+# Tokens of the supported families that end a sequence in llama.cpp too, whatever the metadata says: files
+# often name one end of several. The last three begin other parts of a code base.
+_END_TEXTS = frozenset(
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
+        *("<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>"),
+        *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+    )
+)
 # Modules that the engine fuses: their matrices get one format.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ROTATED = ("q_proj.weight", "k_proj.weight")
@@ -60,10 +73,8 @@ def convert(path: Path, directory: Path, report: Report, keep_integers: bool = T
     ids = {
         f"{role}_token_id": _value(reader, f"tokenizer.ggml.{key}_token_id") for role, key in roles.items()
     }
-    ends = [_value(reader, f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    ends = [token for token in dict.fromkeys(ends) if token is not None]
     _write_json(directory / "config.json", config | ids)
-    _write_json(directory / "generation_config.json", ids | {"eos_token_id": ends})
+    _write_json(directory / "generation_config.json", ids | {"eos_token_id": _ends(reader)})
     tokenizer.save_pretrained(directory)
     shards = _Shards(directory)
     for done, (name, tensor) in enumerate(tensors.items()):
@@ -73,6 +84,14 @@ def convert(path: Path, directory: Path, report: Report, keep_integers: bool = T
             shards.add(part, stored)
     shards.close()
     report(f"Converting {path.name}", len(tensors), len(tensors))
+
+
+def _ends(reader: gguf.GGUFReader) -> list[int]:
+    """The ids that end a sequence: those that the file names, and tokens that do by their text."""
+    named = [_value(reader, f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    tokens = _value(reader, "tokenizer.ggml.tokens", [])
+    by_text = [number for number, text in enumerate(tokens) if text in _END_TEXTS]
+    return [token for token in dict.fromkeys([*named, *by_text]) if token is not None]
 
 
 def _tensors_of(model: Any, reader: gguf.GGUFReader, path: Path) -> dict[str, gguf.ReaderTensor]:
@@ -190,8 +209,8 @@ def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
     """(tokenizer, model without weights)."""
     logging.set_verbosity_error()
     pre_tokenizer = _value(reader, "tokenizer.ggml.pre", "default")
-    # The default for Llama 3; the file's own metadata takes precedence.
-    add_bos = {"add_bos_token": True} if pre_tokenizer in _LLAMA3_PRETOKENIZERS else {}
+    # The file's own metadata takes precedence.
+    add_bos = {"add_bos_token": True} if pre_tokenizer in _WHOLE_WORDS else {}
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
     try:
         # Hide transformers' own progress bars.
@@ -234,7 +253,7 @@ def _complete_tokenizer(backend: Any, reader: gguf.GGUFReader, pre_tokenizer: st
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     elif pre_tokenizer == "qwen2":
         backend.normalizer = normalizers.NFC()
-    elif pre_tokenizer in _LLAMA3_PRETOKENIZERS:
+    elif pre_tokenizer in _WHOLE_WORDS:
         backend.model.ignore_merges = True
     elif (
         isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)

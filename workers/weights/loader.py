@@ -8,7 +8,7 @@ import ctypes
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -16,12 +16,13 @@ import torch
 
 from atom.shared.utils.logger import get_logger
 from atom_ops import tensors_of
+from workers.checkpoint.checkpoint_files import tensors_by_file
 from workers.layers.causal_lm import CausalLM
 from workers.layers.moe.moe import Experts
 from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import CheckpointTensor, ReadDecoded, ReadPacked, ReadRange, WeightedLayer
 from workers.weights.cache_scales import is_cache_scale
-from workers.weights.files import TensorInMemory, TensorSource, tensors_by_file, tensors_in_order
+from workers.weights.files import TensorInMemory, TensorSource, tensors_in_order
 from workers.weights.plan import LoadTarget, load_targets, weighted_layers
 
 Progress = Callable[[int, int], None]
@@ -49,7 +50,8 @@ def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -
     files = tensors_by_file(Path(directory))
     file_of = {name: path for path, names in files.items() for name in names}
     targets = list(load_targets(model))
-    _check_names(model, targets, file_of.keys())
+    biases = _biases_without_effect(targets, file_of)
+    _check_names(model, targets, file_of.keys() - biases)
     if scales := [name for name in file_of if is_cache_scale(name)]:
         get_logger().info(
             "scales of the KV cache in the checkpoint (%d, as %s) are not applied: with --kv-cache-dtype fp8 "
@@ -75,17 +77,20 @@ def load_weights(
     """
     targets = list(load_targets(model))
     by_name = _by_name(targets)
+    modules = _modules(targets)
     loading = _Loading(model, targets, progress)
     done: set[str] = set()
     for name, tensor in tensors:
+        source = TensorInMemory(tensor) if isinstance(tensor, torch.Tensor) else tensor
         if name not in by_name:
-            _check_unused(model, [name])
+            if not (_is_bias_of(modules, name) and _is_zero(source)):
+                _check_unused(model, [name])
         elif name in done:
             raise WeightError(f"{name} arrived twice")
         _check_alone(by_name.get(name, ()), name, done)
         done.add(name)
         for target in by_name.get(name, ()):
-            _load(name, target, TensorInMemory(tensor) if isinstance(tensor, torch.Tensor) else tensor)
+            _load(name, target, source)
             loading.loaded(target)
     _check_missing(targets, done)
     loading.finish()
@@ -175,6 +180,28 @@ def _by_name(targets: Iterable[LoadTarget]) -> dict[str, list[LoadTarget]]:
         for name in target.tensor.names:
             found.setdefault(name, []).append(target)
     return found
+
+
+def _biases_without_effect(targets: Sequence[LoadTarget], file_of: Mapping[str, Path]) -> set[str]:
+    """Biases that the model does not have, and that are zero: old quantizers store one for every layer."""
+    modules = _modules(targets)
+    known = {name for target in targets for name in target.tensor.names}
+    extra = [name for name in file_of if name not in known and _is_bias_of(modules, name)]
+    return {name for name, source in tensors_in_order(file_of, extra) if _is_zero(source)}
+
+
+def _modules(targets: Iterable[LoadTarget]) -> set[str]:
+    """The checkpoint's modules that the model reads tensors of."""
+    return {name.rpartition(".")[0] for target in targets for name in target.tensor.names}
+
+
+def _is_bias_of(modules: Set[str], name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    return last == "bias" and module in modules
+
+
+def _is_zero(source: TensorSource) -> bool:
+    return not source.read(()).any()
 
 
 def _check(name: str, target: LoadTarget, source: TensorSource) -> None:

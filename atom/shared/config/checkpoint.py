@@ -23,13 +23,13 @@ class Checkpoint:
     max_model_len: int
     """Longest context of the model, in tokens."""
     eos_token_ids: list[int] = field(default_factory=list)
-    """End-of-sequence ids from generation_config.json, else from config.json."""
+    """End-of-sequence ids from generation_config.json, else from config.json; and the tokenizer's."""
     default_sampling: dict[str, float | int] = field(default_factory=dict)
     """temperature, top_p, top_k, min_p of generation_config.json, whatever its do_sample says."""
     ignored_defaults: list[str] = field(default_factory=list)
     """Settings of generation_config.json that are not supported; logged at start."""
-    added_settings: list[str] = field(default_factory=list)
-    """Log lines for --hf-overrides keys that config.json does not have."""
+    warnings: list[str] = field(default_factory=list)
+    """Log lines: where files disagree, and --hf-overrides keys that config.json does not have."""
     tokenizer_file: str | None = None
     """Path of tokenizer.json; with None the server takes and returns token ids only."""
     chat_template_file: str | None = None

@@ -73,6 +73,9 @@ _GRAPHS = 3
 _THREADED_WIDTH = 256
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
+# RoPE types whose frequencies depend on the length of the text.
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
+
 _DRAFT_FLAGS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 _NGRAM = 5
 
@@ -112,7 +115,7 @@ def resolve(
     if checkpoint.ignored_defaults:
         names = ", ".join(checkpoint.ignored_defaults)
         notes.append(f"generation_config.json also sets {names}: not supported, ignored")
-    notes += checkpoint.added_settings
+    notes += [*checkpoint.warnings, *_rope_notes(config.model, checkpoint)]
     speculative = _speculative(config.speculative, checkpoint)
     scheduler = _scheduler(config.scheduler, _DEFAULTS[device], speculative.num_speculative_tokens)
     resolved = replace(
@@ -210,6 +213,19 @@ def _check_length(model: ModelConfig, checkpoint: Checkpoint) -> None:
             f"--max-model-len {model.max_model_len}: the checkpoint supports {limit} tokens; "
             f"use at most {limit}"
         )
+
+
+def _rope_notes(model: ModelConfig, checkpoint: Checkpoint) -> list[str]:
+    """A note where RoPE scales differently than in transformers, for texts below the scaled length."""
+    rope = checkpoint.hf_config.get("rope_parameters", {})
+    original = rope.get("original_max_position_embeddings")
+    longest = model.max_model_len or checkpoint.max_model_len
+    if rope.get("rope_type") not in _ROPE_BY_LENGTH or not original or longest <= original:
+        return []
+    return [
+        f"RoPE ({rope['rope_type']}) is scaled for {longest} tokens, also in shorter texts: if none has more "
+        f"than {original}, --max-model-len {original} leaves it unscaled, which is more accurate"
+    ]
 
 
 def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:

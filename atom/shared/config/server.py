@@ -63,6 +63,7 @@ class ServerConfig:
         Literal[
             "deepseek_v3",
             "deepseek_v31",
+            "deepseek_v32",
             "generic",
             "glm45",
             "glm47",

@@ -5,6 +5,7 @@ from dataclasses import replace
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.reply_formats.base import CallText, ReasoningIds, ReplyFormat, ReplyOptions, ReplyParser
 from frontend.text.reply_formats.deepseek import DeepSeek, DeepSeekV3
+from frontend.text.reply_formats.deepseek_v32 import DeepSeekV32
 from frontend.text.reply_formats.generic import Generic
 from frontend.text.reply_formats.glm import Glm
 from frontend.text.reply_formats.harmony import HarmonyFormat
@@ -25,6 +26,7 @@ _OPENAI_REASONING = "openai_gptoss"
 TOOL_CALLS: dict[str, type[TextParser]] = {
     "deepseek_v3": DeepSeekV3,
     "deepseek_v31": DeepSeek,
+    "deepseek_v32": DeepSeekV32,
     "generic": Generic,
     "glm45": Glm,
     "glm47": Glm,
@@ -48,6 +50,7 @@ REASONING: dict[str, Think] = {
 # The first one whose texts the template writes.
 _SIGNS: tuple[tuple[tuple[str, ...], type[TextParser]], ...] = (
     (("<|tool_calls_section_begin|>",), KimiK2),
+    (("<｜DSML｜function_calls>",), DeepSeekV32),
     (("<｜tool▁calls▁begin｜>", "```json"), DeepSeekV3),
     (("<｜tool▁calls▁begin｜>",), DeepSeek),
     (("<arg_key>",), Glm),

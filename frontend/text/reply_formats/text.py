@@ -69,7 +69,9 @@ class TextParser:
     """Parses one reply. This class knows no tool calls: subclasses do."""
 
     OPENERS: ClassVar[tuple[str, ...]] = ()
-    """Markers that begin a tool call; in the reasoning only the first one does."""
+    """Markers that begin a tool call."""
+    DRAFT_OPENERS: ClassVar[tuple[str, ...]] = ()
+    """Those that begin one in the reasoning too; empty: only the first one does."""
     CALL_TEXT: ClassVar[CallText | None] = None
     MARKERS: ClassVar[tuple[str, ...]] = ()
     """All markers of tool calls: of these, special tokens are kept."""
@@ -228,7 +230,7 @@ class TextParser:
 
     def _new_drafts(self) -> Drafts:
         parser = type(self)(self._options, None, {})
-        parser._openers = _markers(self.OPENERS[:1])
+        parser._openers = _markers(self.DRAFT_OPENERS or self.OPENERS[:1])
         parser._state = parser._content
         return Drafts(parser)
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 from frontend.text.reply_formats.json_calls import JsonSpan
 from frontend.text.reply_formats.text import MAX_HELD, Markers, TextParser
 
-__all__ = ["ANY", "STRING", "XmlCalls", "kinds_of", "typed"]
+__all__ = ["ANY", "STRING", "XmlCalls", "is_json", "kinds_of", "typed"]
 
 STRING = frozenset({"string"})
 # In the order in which they are tried.
@@ -231,10 +231,11 @@ def _as_kind(text: str, kind: str) -> str | None:
         case "boolean":
             return _BOOLEANS.get(text.lower())
     first = "{" if kind == "object" else "["
-    return text if text.startswith(first) and _is_json(text) else None
+    return text if text.startswith(first) and is_json(text) else None
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
+    """Whether `text` is one JSON value."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -24,6 +24,7 @@ from atom_ops import (
     experts,
     linear,
     pack_expert_weight,
+    pack_linear_weight,
     route,
     select_slots,
     sigmoid_and_mul,
@@ -36,7 +37,7 @@ from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinea
 from workers.layers.moe.expert_layouts import PER_EXPERT, ExpertLayout, ExpertSizes, Part
 from workers.layers.moe.expert_slots import SlotMap
 from workers.layers.norm import RMSNorm
-from workers.layers.quantization.scheme import StoredTensor
+from workers.layers.quantization.scheme import PLAIN, StoredTensor
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer, check_blocks
 
 
@@ -138,9 +139,14 @@ class ExpertRouter(Linear):
         all_experts = ShardRange.whole(args.num_experts)
         # On a GPU `linear` sums products of 16 bits in float32; a CPU would round the sums.
         dtype = None if build.device.type == "cuda" else args.router_dtype
-        self.add_weight(
-            "weight", [ShardSpec((args.num_experts, args.hidden_size), 0, all_experts)], build, dtype
-        )
+        shard = ShardSpec((args.num_experts, args.hidden_size), 0, all_experts)
+        at = build.at("gate")
+        scheme = build.quantization.router(at.prefix)
+        self.dequantizes = scheme is not PLAIN
+        if self.dequantizes:
+            self.add_matrix("weight", scheme, [shard], at)
+        else:
+            self.add_weight("weight", [shard], build, dtype)
         if args.router_bias:
             self.add_weight("bias", [ShardSpec((args.num_experts,), 0, all_experts)], build, dtype)
         self.register_buffer("e_score_correction_bias", None)
@@ -150,6 +156,13 @@ class ExpertRouter(Linear):
             self.add_weight("e_score_correction_bias", correction, build, torch.float32)
         self._weight_dtype = dtype or build.dtype
         self._logits_dtype = args.router_dtype
+
+    def process_weights_after_loading(self) -> None:
+        if self.dequantizes:
+            plain = self.dequantized(self.loaded("weight")).to(self._weight_dtype)
+            self.set_weight("weight", pack_linear_weight(plain))
+        else:
+            super().process_weights_after_loading()
 
     def select_experts(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids [T, J] and weights [T, J] of the selected experts."""

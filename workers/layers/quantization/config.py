@@ -28,6 +28,9 @@ METHODS = {
 }
 """`quant_method` -> its file in this folder."""
 
+ROUTERS = "quantized_routers"
+"""Not a setting of any library: the preparation step adds it where the files have quantized routers."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
@@ -38,6 +41,8 @@ class QuantizationConfig:
     """Fused module -> the checkpoint's modules that are stacked into it."""
     online: OnlineQuantization | None = None
     """The settings that `rules` come from; None: the checkpoint's own."""
+    routers: bool = False
+    """Whether routers follow the rules too, as the checkpoint's tensors say; else they are plain."""
     asked: dict[str, str] = field(default_factory=dict)
     """If `online`: path of each module whose scheme was asked for -> of the module that it is fused into."""
 
@@ -45,6 +50,10 @@ class QuantizationConfig:
         """The scheme of the linear layer at `path`. Raises ValueError if fused modules differ."""
         found = self._common(path, self._modules(path))
         return found if found.linear else PLAIN
+
+    def router(self, path: str) -> Scheme:
+        """The scheme of the router at `path`."""
+        return self.linear(path) if self.routers else PLAIN
 
     def vocabulary(self, path: str) -> Scheme:
         """The scheme of the embedding or of the LM head at `path`."""
@@ -125,7 +134,8 @@ def resolve(
         )
     if not isinstance(stated, dict):
         raise ValueError(f"quantized, but quantization_config is not an object: {stated!r:.40}")
-    return QuantizationConfig(_rules(stated, config.get("model_type")), packed or {})
+    rules = _rules(stated, config.get("model_type"))
+    return QuantizationConfig(rules, packed or {}, routers=stated.get(ROUTERS) is True)
 
 
 def _rules(stated: Mapping[str, Any], model_type: str | None) -> Rules:

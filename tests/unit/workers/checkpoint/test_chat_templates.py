@@ -13,7 +13,7 @@ NAMED = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": 
 
 def texts(directory: Path, config: dict[str, Any]) -> tuple[str | None, ...]:
     """(the default, the template for tools)"""
-    found = template_files(directory, config, directory / "cache")
+    found = template_files(directory, config, "llama", directory / "cache")
     return tuple(path and Path(path).read_text() for path in (found.default, found.tool_use))
 
 
@@ -46,3 +46,9 @@ def test_files_win(tmp_path: Path) -> None:
     (more / "tool_use.jinja").write_text("tools")
     (more / "rag.jinja").write_text("documents")
     assert texts(tmp_path, {"chat_template": NAMED}) == ("own", "tools")
+
+
+@pytest.mark.parametrize("embedded", [7, {"name": "a"}, ["a"], [{"name": "a"}]])
+def test_templates_of_another_type_are_named(tmp_path: Path, embedded: Any) -> None:
+    with pytest.raises(ValueError, match="chat_template"):
+        texts(tmp_path, {"chat_template": embedded})

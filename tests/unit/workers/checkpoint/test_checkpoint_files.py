@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from atom.shared.config.model import ModelConfig
+from workers.checkpoint.checkpoint_files import tensors_by_file
 from workers.checkpoint.prepare import prepare
 
 CONFIG = {
@@ -69,4 +70,28 @@ def test_weights_that_are_not_whole_are_named(
 def test_weights_in_other_forms_are_not_read(tmp_path: Path) -> None:
     saved_weights(tmp_path).rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="has no safetensors files"):
+        prepare(model(tmp_path), tmp_path, silent)
+
+
+def save_shard(directory: Path, name: str, *tensors: str) -> None:
+    save_file({each: np.zeros((2, 2), np.float32) for each in tensors}, directory / name, {"format": "pt"})
+
+
+def test_shards_need_no_index(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_shard(tmp_path, "model-00001-of-00002.safetensors", "a")
+    with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is missing"):
+        prepare(model(tmp_path), tmp_path, silent)
+    save_shard(tmp_path, "model-00002-of-00002.safetensors", "b")
+    save_shard(tmp_path, "consolidated.safetensors", "c")
+    prepare(model(tmp_path), tmp_path, silent)
+    assert [names for _, names in sorted(tensors_by_file(tmp_path).items())] == [["a"], ["b"]]
+    save_shard(tmp_path, "model-00002-of-00002.safetensors", "a", "b")
+    with pytest.raises(ValueError, match=r"a is both in model-00001.* and in model-00002"):
+        prepare(model(tmp_path), tmp_path, silent)
+
+
+def test_weights_in_the_format_of_mistral_are_refused_by_name(tmp_path: Path) -> None:
+    saved_weights(tmp_path).rename(tmp_path / "consolidated.safetensors")
+    with pytest.raises(ValueError, match="format of Mistral only"):
         prepare(model(tmp_path), tmp_path, silent)

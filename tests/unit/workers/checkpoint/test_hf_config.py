@@ -45,7 +45,7 @@ def test_overrides_take_the_place_of_what_the_file_says(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path, overrides)
     assert checkpoint.max_model_len == 8192
     assert overrides.items() <= checkpoint.hf_config.items()
-    assert checkpoint.vocab_size == 300 and checkpoint.added_settings == []
+    assert checkpoint.vocab_size == 300 and checkpoint.warnings == []
 
 
 def test_no_overrides_change_nothing(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_settings_that_the_file_does_not_have_are_named(tmp_path: Path) -> None:
         "dtype": "float32",
         "vocab_size": 9,
     }
-    assert checkpoint_of(tmp_path, overrides).added_settings == [
+    assert checkpoint_of(tmp_path, overrides).warnings == [
         "--hf-overrides adds max_position_embedings, which config.json does not have: "
         "did you mean max_position_embeddings?",
         "--hf-overrides adds zzz, which config.json does not have",

@@ -29,6 +29,7 @@ CONFIG = {
     "max_position_embeddings": 2048,
     "dtype": "float32",
 }
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 FILES = {
     "config.json": json.dumps(CONFIG).encode(),
     "model.safetensors": save({"a": np.ones((100, 100), np.float32)}),
@@ -36,6 +37,9 @@ FILES = {
     "README.md": b"words",
     "pytorch_model.bin": b"the same again",
     "original/config.json": b"{}",
+    "original/model.safetensors": b"the same again",
+    "consolidated.safetensors": b"the same again",
+    TOOL_TEMPLATE: b"{{ tools }}",
 }
 DEADLINE_S = 60.0
 
@@ -102,9 +106,10 @@ def test_what_is_needed_is_fetched_once(tmp_path: Path, monkeypatch: pytest.Monk
         assert COMMIT in directory.parts and directory.is_relative_to(tmp_path / "hf")
         assert (directory / "model.safetensors").read_bytes() == FILES["model.safetensors"]
         assert Path(checkpoint["chat_template_file"]).read_text() == "{{ messages }}"
-        assert hub.fetched == {"config.json": 1, "model.safetensors": 1, "chat_template.jinja": 1}
+        wanted = ("config.json", "model.safetensors", "chat_template.jinja", TOOL_TEMPLATE)
+        assert hub.fetched == dict.fromkeys(wanted, 1)
         assert prepared(tmp_path)[1] == response
-        assert hub.fetched.total() == 3
+        assert hub.fetched.total() == 4
     begun = time.monotonic()
     assert prepared(tmp_path)[1] == response, "the hub is gone, the cache is not"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -125,7 +130,7 @@ def test_random_weights_are_not_fetched(tmp_path: Path, monkeypatch: pytest.Monk
     with FakeHub(NAME, FILES) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         assert prepared(tmp_path, load_dummy=True)[0] == 0
-        assert hub.fetched == {"config.json": 1, "chat_template.jinja": 1}
+        assert hub.fetched == {"config.json": 1, "chat_template.jinja": 1, TOOL_TEMPLATE: 1}
         assert prepared(tmp_path)[0] == 0, "they are fetched once they are wanted"
         assert hub.fetched["model.safetensors"] == 1
 

@@ -210,7 +210,10 @@ def test_begin_token_that_tokenizer_json_leaves_to_the_caller(
 ) -> None:
     checkpoint = checkpoint_of(
         tmp_path,
-        tokenizer={"post_processor": processor, "model": {}},
+        tokenizer={
+            "post_processor": processor,
+            "added_tokens": [{"id": 1, "content": "<s>", "special": True, "normalized": False}],
+        },
         tokenizer_config={"add_bos_token": True, "bos_token": "<s>"},
     )
     assert checkpoint.tokenizer_file == str(tmp_path / "tokenizer.json")
@@ -307,6 +310,29 @@ def test_configurations_that_cannot_run_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         checkpoint_of(tmp_path, config)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    ("stated", "flag", "dtype"),
+    [
+        ("auto", "auto", "float16"),  # that of the weights
+        (None, "bfloat16", "float16"),
+        ("float64", "bfloat16", "bfloat16"),
+        ("torch.float64", "float32", "float32"),
+    ],
+)
+def test_a_dtype_that_cannot_be_used(
+    tmp_path: Path, name: str, stated: str | None, flag: Any, dtype: str
+) -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "dtype"} | {name: stated}
+    write(tmp_path, "config.json", config)
+    save_file({"a": np.zeros((2, 2), np.float16)}, tmp_path / "model.safetensors")
+    found = prepare(ModelConfig(model=str(tmp_path), dtype=flag), tmp_path / "cache", silent)
+    assert found.dtype == found.hf_config["dtype"] == dtype
+    if stated not in ("auto", None):
+        with pytest.raises(ValueError, match="has dtype float64, which is not supported: choose one of"):
+            prepare(model(tmp_path), tmp_path / "cache", silent)
 
 
 def test_broken_json_is_named(tmp_path: Path) -> None:

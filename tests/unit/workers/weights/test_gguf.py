@@ -145,6 +145,25 @@ def test_pre_tokenizers_split_digits_as_named(tmp_path: Path, words: str, tokens
     assert Tokenizer.from_file(file).encode("  12", add_special_tokens=False).tokens == tokens
 
 
+@pytest.mark.parametrize("words", ["tekken", "llama-bpe", "falcon3"])
+def test_words_that_are_tokens_are_not_split(tmp_path: Path, words: str) -> None:
+    """`<|` is a token that no merge makes."""
+    tokens = [*TOKENS[:-3], "<|", *TOKENS[-2:]]
+    more = {"add_token_list": tokens, "add_token_merges": ["h i"]}
+    write_gguf(tmp_path / "m.gguf", hf_weights(), add_tokenizer_pre=words, **more)
+    file = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).tokenizer_file
+    assert file is not None
+    assert Tokenizer.from_file(file).encode("<|").tokens == ["<|bos|>", "<|"]
+
+
+def test_tokens_end_a_sequence_by_their_text(tmp_path: Path) -> None:
+    tokens = [*TOKENS[:-4], "<|im_end|>", "<|endoftext|>", *TOKENS[-2:]]
+    more = {"add_token_list": tokens, "add_token_merges": ["h i"]}
+    write_gguf(tmp_path / "m.gguf", hf_weights(), **more)
+    ends = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).eos_token_ids
+    assert {tokens[number] for number in ends} == {"hi", "<|end|>", "<|im_end|>", "<|endoftext|>"}
+
+
 # The cache
 
 

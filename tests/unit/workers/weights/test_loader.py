@@ -20,7 +20,7 @@ from tests.helpers.tiny_models import (
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.models.registry import build_model, model_class
-from workers.weights.loader import WeightError, load_directory, load_dummy, weight_bytes
+from workers.weights.loader import WeightError, load_directory, load_dummy, load_weights, weight_bytes
 from workers.weights.plan import load_targets, weighted_layers
 
 Tensors = dict[str, torch.Tensor]
@@ -113,10 +113,36 @@ def test_unneeded_tensors_of_old_and_tied_checkpoints_are_ignored(tmp_path: Path
 
     def add(tensors: Tensors) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        for table in ("inv_freq", "cos_cached", "sin_cached"):
+            tensors[f"model.layers.0.self_attn.rotary_emb.{table}"] = torch.ones(8)
 
     rewrite(tmp_path, add)
     load(tmp_path)
+
+
+def test_biases_of_zeros_are_not_needed(tmp_path: Path) -> None:
+    """AutoGPTQ stored one for every quantized layer."""
+    save_tiny(tiny("llama-gqa"), tmp_path)
+    biases = {
+        f"model.layers.{layer}.{module}.bias": torch.zeros(features)
+        for layer in range(3)
+        for module, features in (("self_attn.q_proj", 64), ("mlp.down_proj", 72))
+    }
+    rewrite(tmp_path, lambda tensors: tensors.update(biases))
+    load(tmp_path)
+    model = build(tmp_path)
+    load_weights(model, load_file(tmp_path / "model.safetensors").items(), lambda done, total: None)
+    name = "model.layers.1.mlp.down_proj.bias"
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.full((72,), 1e-6)}))
+    with pytest.raises(WeightError, match=re.escape(name)):
+        load(tmp_path)
+    with pytest.raises(WeightError, match=re.escape(name)):
+        load_weights(model, load_file(tmp_path / "model.safetensors").items(), lambda done, total: None)
+    rewrite(
+        tmp_path, lambda tensors: tensors.update({name: torch.zeros(72), "model.other.bias": torch.zeros(2)})
+    )
+    with pytest.raises(WeightError, match=r"model\.other\.bias"):
+        load(tmp_path)
 
 
 def test_mtp_layers_are_not_loaded(tmp_path: Path) -> None:
@@ -199,7 +225,7 @@ def test_a_tensor_of_another_size_than_its_shape_is_damaged(
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     save_tiny(tiny("llama-gqa"), tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds neither"):
+    with pytest.raises(ValueError, match="has no safetensors files"):
         load(tmp_path)
 
 

@@ -153,8 +153,18 @@ def test_decode_context_parallelism_needs_mla_and_equal_ranks() -> None:
 
 
 def test_overrides_of_unknown_config_keys_are_named() -> None:
-    added = replace(CHECKPOINT, dtype="float32", added_settings=["--hf-overrides adds slip"])
+    added = replace(CHECKPOINT, dtype="float32", warnings=["--hf-overrides adds slip"])
     assert resolved(CPU, added).notes == ["--hf-overrides adds slip"]
+
+
+@pytest.mark.parametrize(("kind", "named"), [("dynamic", True), ("longrope", True), ("yarn", False)])
+def test_rope_that_is_scaled_for_the_longest_text_is_named(kind: str, named: bool) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 1024}
+    checkpoint = replace(CHECKPOINT, dtype="float32", max_model_len=4096, hf_config={"rope_parameters": rope})
+    notes = resolved(CPU, checkpoint).notes
+    assert notes == ([note for note in notes if "scaled for 4096 tokens" in note] if named else [])
+    assert len(notes) == named
+    assert resolved(CPU, checkpoint, max_model_len=1024).notes == []
 
 
 def test_explicit_values_are_kept() -> None:

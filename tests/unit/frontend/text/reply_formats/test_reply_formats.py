@@ -27,6 +27,8 @@ from tests.helpers.replies import (
 )
 from tests.helpers.tool_calls import (
     CALL,
+    D_END,
+    D_SECTION,
     K_CALL,
     K_END,
     K_SECTION,
@@ -48,14 +50,14 @@ def test_calls_of_every_family(writer: str, shape: str) -> None:
 
 def without_sections(text: str) -> str:
     """The markers around all calls say nothing."""
-    for marker in (SECTION, SECTION_END, K_SECTION, K_END):
+    for marker in (SECTION, SECTION_END, K_SECTION, K_END, f"\n\n{D_SECTION}\n", D_SECTION, D_END):
         text = text.replace(marker, "")
     return text
 
 
 def without_cut(text: str, family: str) -> str:
     """`text` without the part of a marker at its end, and without sections."""
-    more = ("```json",) if family == "deepseek_v3" else ()
+    more = {"deepseek_v3": ("```json",), "deepseek_v32": ('">', f"\n\n{D_SECTION}\n")}.get(family, ())
     return without_sections(without_part(text, family, *more))
 
 
