@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+LANGUAGE_MODEL = "language_model."
+"""In the names of a multimodal checkpoint's modules that its language model has without it when alone."""
 _MAX_HEADER = 100 * 1024 * 1024
 _LENGTH_BYTES = 8
 

@@ -21,7 +21,7 @@ from workers.layers.moe.moe import Experts
 from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import CheckpointTensor, ReadDecoded, ReadPacked, ReadRange, WeightedLayer
 from workers.weights.cache_scales import is_cache_scale
-from workers.weights.files import TensorInMemory, TensorSource, tensors_by_file, tensors_in_order
+from workers.weights.files import TensorInMemory, TensorSource, model_name, tensor_places, tensors_in_order
 from workers.weights.plan import LoadTarget, load_targets, weighted_layers
 
 Progress = Callable[[int, int], None]
@@ -46,22 +46,21 @@ def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -
     `process_weights_after_loading` copies it, up to `_TRIM_BYTES` that the allocator has not returned
     yet, and the mapped pages of one file.
     """
-    files = tensors_by_file(Path(directory))
-    file_of = {name: path for path, names in files.items() for name in names}
+    places = tensor_places(Path(directory))
     targets = list(load_targets(model))
-    _check_names(model, targets, file_of.keys())
-    if scales := [name for name in file_of if is_cache_scale(name)]:
+    _check_names(model, targets, places.keys())
+    if scales := [name for name in places if is_cache_scale(name)]:
         get_logger().info(
             "scales of the KV cache in the checkpoint (%d, as %s) are not applied: with --kv-cache-dtype fp8 "
             "each token has scales of its own", len(scales), scales[0],
         )  # fmt: skip
     kept = (target.tensor for target in targets if not target.shard.elsewhere)
-    needed = dict.fromkeys(name for tensor in kept for name in tensor.names if name in file_of)
+    needed = dict.fromkeys(name for tensor in kept for name in tensor.names if name in places)
     by_name = _by_name(targets)
-    for name, source in tensors_in_order(file_of, needed):  # all headers, before gigabytes are read
+    for name, source in tensors_in_order(places, needed):  # all headers, before gigabytes are read
         for target in by_name[name]:
             _check(name, target, source)
-    load_weights(model, tensors_in_order(file_of, needed), progress)
+    load_weights(model, tensors_in_order(places, needed), progress)
 
 
 def load_weights(
@@ -77,7 +76,8 @@ def load_weights(
     by_name = _by_name(targets)
     loading = _Loading(model, targets, progress)
     done: set[str] = set()
-    for name, tensor in tensors:
+    for stored, tensor in tensors:
+        name = model_name(stored)
         if name not in by_name:
             _check_unused(model, [name])
         elif name in done:
