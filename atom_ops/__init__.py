@@ -22,7 +22,12 @@ from atom_ops.ops.attention.kv_indices import KVIndices, kv_indices
 from atom_ops.ops.attention.partial_attention import merge_partials, pack_partials, unpack_partials
 from atom_ops.ops.attention.qkv import HeadNorms, rotate_and_write_kv, rotated_heads
 from atom_ops.ops.attention.rotary import rotary, rotation, rotation_at
-from atom_ops.ops.elementwise.activation import clamped_swiglu, sigmoid_and_mul, silu_and_mul
+from atom_ops.ops.elementwise.activation import (
+    clamped_swiglu,
+    gelu_tanh_and_mul,
+    sigmoid_and_mul,
+    silu_and_mul,
+)
 from atom_ops.ops.elementwise.embedding import embedding
 from atom_ops.ops.elementwise.norm import add_rms_norm, gated_rms_norm, rms_norm
 from atom_ops.ops.experts.expert_slots import ExpertSlots, select_slots
@@ -179,6 +184,7 @@ __all__ = [
     "experts",
     "gated_delta_rule",
     "gated_rms_norm",
+    "gelu_tanh_and_mul",
     "index_bytes_per_block",
     "index_topk",
     "keep_latents",

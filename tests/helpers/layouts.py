@@ -70,9 +70,21 @@ ROWS = {
     "glm_moe_dsa": "glm-5-pattern-tied",
     "gpt_oss": "gpt-oss-odd-gqa-untruncated-yarn-rope",
     "qwen3_next": "qwen3-next-odd-heads-biases",
+    "smollm3": "smollm3-odd-gqa-biases-windows",
+    "gemma3_text": "gemma3-odd-gqa-biases-linear-rope",
+    "phi3": "phi3-odd-gqa-tied-window-longrope",
+    "granite": "granite-odd-gqa-biases-tied",
+    "granitemoehybrid": "granite4-odd-gqa-biases-tied-without-rope",
+    "olmo2": "olmo2-odd-gqa-biases",
+    "olmo3": "olmo3-odd-gqa-biases",
+    "ministral": "ministral-odd-gqa-tied",
+    "ministral3": "ministral3-odd-gqa-tied-window",
 }
 """Family -> its row of the tiny models. Two ranks have unequal shares of most, three can share all."""
-_WITHOUT_EXPERTS = ("llama", "mistral", "qwen2", "qwen3")
+_WITHOUT_EXPERTS = (
+    *("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3_text", "phi3", "granite", "granitemoehybrid"),
+    *("olmo2", "olmo3", "ministral", "ministral3"),
+)
 _IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 """The others with experts have one layout of engines in lockstep."""
 _SPLIT_BY_TOKENS = ("deepseek_v2", "deepseek_v3")

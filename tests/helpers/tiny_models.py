@@ -1,6 +1,5 @@
 """Tiny random models, saved as Hugging Face checkpoints, and transformers' outputs of them."""
 
-import json
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from atom.shared.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh
 from workers.checkpoint.families import keeps_states
+from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import normalised_config
 
 # Tiny matrices gain nothing from threads that wait for one another on a busy machine.
@@ -71,6 +71,7 @@ _YARN_ROPE = {
 }
 _UNTRUNCATED_ROPE = _YARN_ROPE | {"truncate": False}
 _ODD_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+_MHA = {"num_key_value_heads": 4}
 _MHA_TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 _WINDOW_23 = {"use_sliding_window": True, "sliding_window": 23}
 _QWEN3_MOE = {
@@ -124,6 +125,42 @@ _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 _DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
 # With few heads many scores are exactly 0, and which of these transformers selects is unspecified.
 _INDEXED = _DEEPSEEK | {"index_topk": 16, "index_n_heads": 24, "index_head_dim": 20}
+_NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+"""For families whose ids by default are outside the vocabulary."""
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_GEMMA3 = _NO_TOKENS | {
+    "num_hidden_layers": 3,
+    "sliding_window": 22,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 1,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": _DEFAULT_ROPE,
+        "full_attention": _DEFAULT_ROPE | {"rope_theta": 1e6},
+    },
+}
+_PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
+              "long_factor": [1.0, 1.5, 2.5, 6.0]}  # fmt: skip
+_OLMO3_ROPE = {"sliding_attention": _DEFAULT_ROPE, "full_attention": _YARN_ROPE}
+_OLMO3 = {
+    "sliding_window": 33,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": _OLMO3_ROPE,
+}
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 0.25,
+}
+_GRANITE4 = {
+    "layer_types": ["full_attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 100,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 8,
+}
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 
 TINY_MODELS = [
@@ -206,6 +243,46 @@ TINY_MODELS = [
                                     "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3,
                                     "layer_types": ["full_attention", "linear_attention"] * 2
                                                    + ["linear_attention"]}),
+    Tiny("smollm3", "smollm3", 1, _NO_TOKENS | _MHA_TIED | {"num_hidden_layers": 4}),
+    Tiny("smollm3-odd-gqa-biases-windows", "smollm3", 1,
+         _NO_TOKENS | _ODD_HEADS | {"attention_bias": True, "mlp_bias": True, "use_sliding_window": True,
+                                    "sliding_window": 22, "no_rope_layers": [0, 1, 0]}),
+    Tiny("gemma3", "gemma3_text", 6, _GEMMA3 | _MHA_TIED),
+    Tiny("gemma3-odd-gqa-biases-linear-rope", "gemma3_text", 8,
+         _GEMMA3 | _ODD_HEADS | {"attention_bias": True, "query_pre_attn_scalar": 2, "num_hidden_layers": 4,
+                                 "tie_word_embeddings": False,
+                                 "layer_types": ["sliding_attention", "full_attention"] * 2,
+                                 "rope_parameters": {"sliding_attention": _DEFAULT_ROPE,
+                                                     "full_attention": _LINEAR_ROPE}}),
+    Tiny("phi3", "phi3", 2, _NO_TOKENS | _MHA | {"rope_parameters": _PARTIAL_ROPE}),
+    Tiny("phi3-odd-gqa-tied-window-longrope", "phi3", 1,
+         _NO_TOKENS | _ODD_HEADS | {"tie_word_embeddings": True, "sliding_window": 22,
+                                    "original_max_position_embeddings": 4,
+                                    "rope_parameters": _LONG_ROPE}),
+    Tiny("granite", "granite", 1, _NO_TOKENS | _MHA | _GRANITE),
+    Tiny("granite-odd-gqa-biases-tied", "granite", 3,
+         _NO_TOKENS | _GRANITE | _ODD_HEADS | {"attention_bias": True, "mlp_bias": True,
+                                               "tie_word_embeddings": True}, scale=2.0),
+    Tiny("granite4", "granitemoehybrid", 1, _NO_TOKENS | _MHA | _GRANITE | _GRANITE4),
+    Tiny("granite4-odd-gqa-biases-tied-without-rope", "granitemoehybrid", 17,
+         _NO_TOKENS | _GRANITE | _GRANITE4 | _ODD_HEADS
+         | {"attention_bias": True, "tie_word_embeddings": True, "position_embedding_type": "nope"},
+         scale=2.0),
+    Tiny("olmo2", "olmo2", 1, _NO_TOKENS | _MHA),
+    Tiny("olmo2-odd-gqa-biases", "olmo2", 1, _NO_TOKENS | _ODD_HEADS | {"attention_bias": True}),
+    Tiny("olmo3", "olmo3", 1, _NO_TOKENS | _MHA | _OLMO3),
+    Tiny("olmo3-odd-gqa-biases", "olmo3", 1, _NO_TOKENS | _ODD_HEADS | _OLMO3 | {"attention_bias": True}),
+    Tiny("ministral", "ministral", 1,
+         _NO_TOKENS | _MHA | {"sliding_window": 22, "num_hidden_layers": 4,
+                              "layer_types": ["full_attention", "sliding_attention"] * 2}),
+    Tiny("ministral-odd-gqa-tied", "ministral", 1,
+         _NO_TOKENS | _ODD_HEADS | {"sliding_window": 33, "tie_word_embeddings": True,
+                                    "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
+    Tiny("ministral3", "ministral3", 1,
+         _NO_TOKENS | _MHA | {"rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.5}}),
+    Tiny("ministral3-odd-gqa-tied-window", "ministral3", 1,
+         _NO_TOKENS | _ODD_HEADS | {"tie_word_embeddings": True, "sliding_window": 22,
+                                    "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.1}}),
 ]  # fmt: skip
 
 
@@ -233,7 +310,12 @@ def build_tiny(model: Tiny) -> torch.nn.Module:
                 weight.normal_(0, 0.3)
             elif weight.dim() > 1:
                 # A larger embedding would make a tied model repeat its last token.
-                weight.normal_(0, 0.2 if "embed" in name else model.scale * weight.shape[-1] ** -0.5)
+                weight.normal_(
+                    0,
+                    0.2 / _embedding_scale(built)
+                    if "embed" in name
+                    else model.scale * weight.shape[-1] ** -0.5,
+                )
             elif name.endswith("sinks"):
                 weight.normal_(0, 2)
             elif name.endswith("A_log"):
@@ -248,6 +330,12 @@ def build_tiny(model: Tiny) -> torch.nn.Module:
     return built
 
 
+def _embedding_scale(model: torch.nn.Module) -> float:
+    """The factor by which the model multiplies its embeddings."""
+    of_gemma = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
+    return float(getattr(model.config, "embedding_multiplier", of_gemma))
+
+
 def save_tiny(model: Tiny, directory: Path, shard_size: str = "5GB") -> tuple[torch.nn.Module, Checkpoint]:
     """Saves the model in `directory`; returns it with its `Checkpoint`."""
     built = build_tiny(model)
@@ -257,7 +345,7 @@ def save_tiny(model: Tiny, directory: Path, shard_size: str = "5GB") -> tuple[to
 
 def checkpoint_of(directory: Path) -> Checkpoint:
     """The result of the preparation step for a saved tiny model."""
-    config = normalised_config(json.loads((directory / "config.json").read_text()), directory)
+    config = normalised_config(read_config(directory, {}), directory)
     return Checkpoint(
         directory=str(directory),
         architecture=config["architectures"][0],

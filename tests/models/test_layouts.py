@@ -31,6 +31,7 @@ OF_A_MOE_LAYER = {
 }
 """Collectives between engines; of variable sizes also the sizes."""
 
+NORMS_ACROSS_HEADS = ("olmo2", "olmo3")
 MOVED = "glm4_moe"
 """The family whose experts move."""
 
@@ -103,8 +104,11 @@ def test_ranks_sample_the_tokens_of_one(
         assert each.ids == whole.ids[rank // layout.tp :: layout.dp]
         expected: Counter[str] = Counter()
         if layout.tp > 1:
-            # The embedding, and the two blocks of each layer; then a key of each sampled row.
-            expected.update({"all_reduce": each.steps * (1 + 2 * layers), "all_gather": each.sampled_steps})
+            # The embedding, the two blocks of each layer and its norm across heads; then a key of each
+            # sampled row.
+            a_layer = 3 if family in NORMS_ACROSS_HEADS else 2
+            reduced = each.steps * (1 + a_layer * layers)
+            expected.update({"all_reduce": reduced, "all_gather": each.sampled_steps})
         if layout.dp > 1:
             for _ in range(each.steps * each.moe_layers):
                 expected.update(OF_A_MOE_LAYER[layout.all2all])

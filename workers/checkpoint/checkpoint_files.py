@@ -18,6 +18,8 @@ _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 # Copies in the format of Mistral, with other names of tensors.
 _OTHER_FORMATS = "consolidated*"
 
+LANGUAGE_MODEL = "language_model."
+"""In the names of a multimodal checkpoint's modules that its language model has without it when alone."""
 _MAX_HEADER = 100 * 1024 * 1024
 _LENGTH_BYTES = 8
 

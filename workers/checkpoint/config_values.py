@@ -24,12 +24,16 @@ def check_values(config: Mapping[str, Any], where: Path) -> None:
             raise ValueError(f"{where} has no {name}, which is required")
     count = f"a whole number from 1 to {_MAX_COUNT}"
     rope = config.get("rope_parameters", {})
+    by_type = [each for each in rope.values() if isinstance(each, Mapping)]
     for settings, names, holds, kind in (
         (config, _COUNTS, _is_count, count),
         (_without_nulls(config), _DERIVED_COUNTS, _is_count, count),
         (_without_nulls(config), _SWITCHES, _is_switch, "true or false"),
         (config, ("rms_norm_eps",), _is_positive, "a number above 0"),
-        (_without_nulls(rope), _ROPE_NUMBERS, _is_positive, "a number above 0"),
+        *(
+            (_without_nulls(each), _ROPE_NUMBERS, _is_positive, "a number above 0")
+            for each in (rope, *by_type)
+        ),
     ):
         for name in names:
             if name in settings and not holds(settings[name]):

@@ -1,7 +1,8 @@
 """The supported models, parsed from the model files without importing them (they import torch).
 
 A model family is a file of `workers/models` that declares ARCHITECTURES; its name is the `model_type`
-of config.json. Families with recurrent states declare KEEPS_STATES = True.
+of config.json. Families with recurrent states declare KEEPS_STATES = True, those whose config.json may lack
+what every model needs, such as vocab_size, CONFIG_DEFAULTS.
 """
 
 import ast
@@ -12,6 +13,7 @@ from pathlib import Path
 
 _ARCHITECTURES = "ARCHITECTURES"
 _KEEPS_STATES = "KEEPS_STATES"
+_CONFIG_DEFAULTS = "CONFIG_DEFAULTS"
 
 
 @cache
@@ -31,6 +33,13 @@ def families() -> list[str]:
 def keeps_states(model_type: str) -> bool:
     """Whether the family has layers with recurrent states, whose prefixes cannot be cached."""
     return any(_declared(path, _KEEPS_STATES) == (True,) for path in _files() if path.stem == model_type)
+
+
+@cache
+def config_defaults(model_type: str | None) -> Mapping[str, object]:
+    """What config.json of the family may leave out although every model needs it."""
+    found = (_literal(path, _CONFIG_DEFAULTS) for path in _files() if path.stem == model_type)
+    return next((value for value in found if isinstance(value, dict)), {})
 
 
 def check_supported(architecture: str, model_type: str | None, own_code: bool = False) -> None:
@@ -56,6 +65,15 @@ def _files() -> list[Path]:
     package = find_spec("workers.models")
     assert package is not None and package.submodule_search_locations is not None
     return sorted(path for folder in package.submodule_search_locations for path in Path(folder).glob("*.py"))
+
+
+def _literal(path: Path, wanted: str) -> object:
+    """The constant that the file assigns to a name; None if there is none."""
+    for statement in ast.parse(path.read_bytes()).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == wanted:
+                return ast.literal_eval(value)
+    return None
 
 
 def _declared(path: Path, wanted: str) -> tuple[object, ...]:

@@ -5,8 +5,12 @@
     rope_scaling {"type": …, …}             rope_parameters {"rope_type": …, …,
     rope_theta, partial_rotary_factor           "rope_theta": …, "partial_rotary_factor": …}
 
-Both are converted before they are merged: otherwise an override with an old name would not replace
-a setting with a new one.
+    rope_local_base_freq                    rope_parameters {"full_attention": …, "sliding_attention": …}
+    text_config {…}                         its settings, in place of it
+
+All are converted before they are merged: otherwise an override with an old name would not replace a setting
+with a new one. The settings of a multimodal checkpoint's language model are settings of the checkpoint, of
+which only that model runs.
 """
 
 import difflib
@@ -15,8 +19,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workers.checkpoint.families import config_defaults
+
 _FLAG = "--hf-overrides"
 _RENAMED = ("torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_LOCAL_THETA = "rope_local_base_freq"
+_OF_PARTS = ("text_config", "vision_config", "audio_config")
 # Settings that every config has, also if config.json does not state them.
 _IMPLIED = {"dtype", "rope_parameters"}
 # May be one id or a list of ids, whichever config.json has.
@@ -30,7 +38,8 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     Raises ValueError if no architecture is named, and for an override of another type.
     """
     path = directory / "config.json"
-    config = with_new_names(read_json(path))
+    stated = read_json(path)
+    config = with_new_names({**config_defaults(stated.get("model_type")), **_of_language_model(stated)})
     changes = with_new_names(overrides)
     _check_kinds(config, changes, "")
     merged = _merged(config, changes)
@@ -55,6 +64,7 @@ def added_settings(directory: Path, overrides: Mapping[str, Any]) -> list[str]:
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with old names replaced by new ones."""
+    config = _of_language_model(config)
     made = {name: value for name, value in config.items() if name not in _RENAMED}
     if made.get("dtype") is None and config.get("torch_dtype") is not None:
         made["dtype"] = config["torch_dtype"]
@@ -62,9 +72,22 @@ def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_theta", "partial_rotary_factor"):
         if config.get(name) is not None:
             rope.setdefault(name, config[name])
+    local = made.pop(_LOCAL_THETA, None)
+    if local is not None and not any(isinstance(value, dict) for value in rope.values()):
+        sliding = {"rope_type": "default", "rope_theta": local}
+        rope = {"full_attention": {"rope_type": "default"} | rope, "sliding_attention": sliding}
     if rope:
         made["rope_parameters"] = rope
     return made
+
+
+def _of_language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a multimodal checkpoint's language model; those stated outside have precedence."""
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        return config
+    outer = {name: value for name, value in config.items() if name not in _OF_PARTS}
+    return {**inner, **outer}
 
 
 def read_json(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def positions(config: Mapping[str, Any]) -> int:
     """The context length of the model.
 
     max_position_embeddings is the length before these RoPE types extend it; llama3 and longrope
-    checkpoints state the extended length.
+    checkpoints state the extended length, as do those with RoPE settings by layer type.
     """
     limit = int(config["max_position_embeddings"])
     rope = config["rope_parameters"]
@@ -140,10 +140,19 @@ def positions(config: Mapping[str, Any]) -> int:
 
 
 def _rope_parameters(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """The RoPE settings; a missing theta is left to the model file's default."""
+    """The RoPE settings, or those of each layer type; a missing theta is left to the model file's default."""
     stated = config.get("rope_parameters", {})
-    if any(isinstance(value, Mapping) for value in stated.values()):
-        raise ValueError(f"{where} has separate rope_parameters for each layer type, which is not supported")
+    by_type = [isinstance(value, Mapping) for value in stated.values()]
+    if not any(by_type):
+        return _completed_rope(config, stated)
+    if not all(by_type):
+        raise ValueError(
+            f"{where} has both common rope_parameters and some by layer type: state all of them by layer type"
+        )
+    return {kind: _completed_rope(config, rope) for kind, rope in stated.items()}
+
+
+def _completed_rope(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
     rope = {"rope_type": "default"} | {name: value for name, value in stated.items() if value is not None}
     return rope | _trained_length(config, rope)
 

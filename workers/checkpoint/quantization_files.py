@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from workers.checkpoint.checkpoint_files import LANGUAGE_MODEL
 from workers.checkpoint.hf_config import read_json
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -19,7 +20,22 @@ _PACKED_ROUTERS = ("mlp.gate.qweight", "block_sparse_moe.gate.qweight", "mlp.rou
 
 
 def stated_quantization(config: Mapping[str, Any], directory: Path) -> Any:
-    """The quantization_config, None for a plain checkpoint. Raises ValueError if two files contradict."""
+    """The quantization_config, None for a plain checkpoint. Raises ValueError if two files contradict.
+
+    Modules of the language model of a multimodal checkpoint have the names that it has alone.
+    """
+    return _with_model_names(_stated(config, directory))
+
+
+def _with_model_names(stated: Any) -> Any:
+    if isinstance(stated, str):
+        return stated.replace(LANGUAGE_MODEL, "", 1)
+    if isinstance(stated, Mapping):
+        return {_with_model_names(key): _with_model_names(value) for key, value in stated.items()}
+    return [_with_model_names(each) for each in stated] if isinstance(stated, list) else stated
+
+
+def _stated(config: Mapping[str, Any], directory: Path) -> Any:
     stated = next((config[key] for key in QUANTIZATION_KEYS if config.get(key) is not None), None)
     if stated is None:
         return _of_files(directory)

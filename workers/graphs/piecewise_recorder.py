@@ -59,6 +59,8 @@ class _Mixer:
     tensors: Sequence[torch.Tensor]
     """Not owned: the pieces after it may reuse their memory."""
     out: torch.Tensor
+    rotation: int
+    """Number of its rotation among those of the pass."""
 
 
 class PiecewiseRecorder:
@@ -69,42 +71,50 @@ class PiecewiseRecorder:
         self._outputs = MixerOutputs()
         self._pieces: list[Replay] = []
         self._mixers: list[_Mixer] = []
-        self._rotation: Rotation | None = None
+        self._rotations: list[Rotation] = []
 
     def __call__(self, body: Callable[[ForwardContext], None], context: ForwardContext) -> ReplayPiecewise:
         """Capture `body`, a forward pass that leaves its result in a buffer; `context` is of a step."""
         body(context)  # compiles kernels and initialises libraries outside the capture
         self._pieces = []
         self._mixers = []
-        self._rotation = None
+        self._rotations = []
         with self._capture.capturing():
             self._capture.begin()
             body(replace(context, splitter=self))
             self._pieces.append(self._capture.end())
-        return _replay_of(self._pieces, self._mixers, self._rotation)
+        return _replay_of(self._pieces, self._mixers, self._rotations)
 
     def split(
         self, mix: Mixing, ctx: ForwardContext, rotation: Rotation, tensors: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        assert self._rotation is None or self._rotation is rotation, "a pass has one rotation"
-        self._rotation = rotation
+        number = self._number_of(rotation)
         self._pieces.append(self._capture.end())
         result = mix(ctx, replace(rotation), *tensors)
         out = self._outputs.like(result).copy_(result)
-        self._mixers.append(_Mixer(mix, [self._capture.borrow(tensor) for tensor in tensors], out))
+        borrowed = [self._capture.borrow(tensor) for tensor in tensors]
+        self._mixers.append(_Mixer(mix, borrowed, out, number))
         self._capture.begin()
         return out
 
+    def _number_of(self, rotation: Rotation) -> int:
+        """Layers with the same RoPE have the same object, which the replay needs as such."""
+        for number, known in enumerate(self._rotations):
+            if known is rotation:
+                return number
+        self._rotations.append(rotation)
+        return len(self._rotations) - 1
+
 
 def _replay_of(
-    pieces: Sequence[Replay], mixers: Sequence[_Mixer], rotation: Rotation | None
+    pieces: Sequence[Replay], mixers: Sequence[_Mixer], rotations: Sequence[Rotation]
 ) -> ReplayPiecewise:
     def replay(ctx: ForwardContext) -> None:
-        # Another object for each step: what it caches is computed from the step's angles.
-        angles = None if rotation is None else replace(rotation)
+        # Other objects for each step: what they cache is computed from the step's angles.
+        angles = [replace(rotation) for rotation in rotations]
         for piece, mixer in zip(pieces[:-1], mixers, strict=True):
             piece()
-            mixer.out.copy_(mixer.compute(ctx, angles, *mixer.tensors))
+            mixer.out.copy_(mixer.compute(ctx, angles[mixer.rotation], *mixer.tensors))
         pieces[-1]()
 
     return replay

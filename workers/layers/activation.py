@@ -4,13 +4,28 @@ from collections.abc import Callable
 
 import torch
 
-from atom_ops import Weight, silu_and_mul_linear
+from atom_ops import Weight, gelu_tanh_and_mul, linear, silu_and_mul_linear
 
 GatedLinear = Callable[[torch.Tensor, Weight, torch.Tensor | None], torch.Tensor]
 """Maps [T, 2F] (gate, then up), the weight and the bias of a linear layer to [T, O]."""
 
 
-_FUNCTIONS: dict[str, GatedLinear] = {"silu": silu_and_mul_linear}
+def _gelu_tanh_and_mul_linear(x_T2F: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    return linear(gelu_tanh_and_mul(x_T2F), weight, bias)
+
+
+_FUNCTIONS: dict[str, GatedLinear] = {
+    "silu": silu_and_mul_linear,
+    "gelu_pytorch_tanh": _gelu_tanh_and_mul_linear,
+}
+
+_OF_EXPERTS = "silu"
+
+
+def check_expert_activation(hidden_act: str) -> None:
+    """Raise ValueError for an activation that the op `experts` does not have."""
+    if hidden_act != _OF_EXPERTS:
+        raise ValueError(f"hidden_act {hidden_act} is not supported in experts; supported is {_OF_EXPERTS}")
 
 
 def gated_linear(hidden_act: str) -> GatedLinear:

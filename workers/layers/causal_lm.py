@@ -11,6 +11,9 @@ from atom_ops import SamplingBatch, sample
 from workers.layers.attention.cache_groups import CacheGroup
 from workers.layers.context import BuildContext, ForwardContext
 
+OTHER_MODALITIES = ("*vision_tower.*", "*vision_model.*", "*multi_modal_projector.*")
+"""Patterns of the tensors of multimodal checkpoints that do not belong to the language model."""
+
 
 class CausalLM(nn.Module, ABC):
     """Base of the classes in `ARCHITECTURES` of a model file.

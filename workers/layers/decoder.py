@@ -1,7 +1,9 @@
-"""The decoder that most families share: pre-norm attention with RoPE, then a gated MLP or experts.
+"""The decoder that most families share: attention with RoPE, then a gated MLP or experts.
 
-    x ──┬─ input_layernorm ─ self_attn ─┬─ post_attention_layernorm ─ mlp ─┬── …
-        └───────────── + ───────────────┴────────────── + ─────────────────┘
+    x ──┬─ norm ─ self_attn ─ (norm) ─┬─ norm ─ mlp ─ (norm) ─┬── …
+        └───────────── + ─────────────┴────────── + ──────────┘
+
+Most families have only the norms before the blocks; `LayerNorms` says which ones a family has.
 
 A family passes its arguments, and its own `mlp` or `token_mixers` where it differs. A token mixer is
 the layer's attention or linear attention. Modules are named as in checkpoints.
@@ -9,7 +11,7 @@ the layer's attention or linear attention. Modules are named as in checkpoints.
 docs/develop/qwen3_in_plain_torch.py is the same model in 60 lines. Its lines are computed here by:
 
     embedding                                   `VocabEmbedding`
-    rotation                                    `RotaryEmbedding`, once for all layers
+    rotation                                    `RotaryEmbedding`, once for all layers with the same RoPE
     x + mlp, input norm, q, k and v             `SelfAttention.after_norm`, `qkv_proj.after_norm`
     head norms, rotary, attention               `SelfAttention.attend`, an `AttentionBackend`
     o_proj                                      `RowParallelLinear`
@@ -26,7 +28,7 @@ T tokens, R sampling rows, D hidden, O features of the fused projection.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 
@@ -38,19 +40,39 @@ from parallel.sharding import head_shard
 from workers.layers.activation import gated_linear
 from workers.layers.attention.attention import Attention, KVGroup, group_by_window
 from workers.layers.attention.cache_groups import CacheGroup
-from workers.layers.attention.rotary import RotaryEmbedding
+from workers.layers.attention.rotary import Rope, RotaryEmbedding
 from workers.layers.attention.rotation import Rotation
 from workers.layers.attention.window import Windows
-from workers.layers.causal_lm import CausalLM
+from workers.layers.causal_lm import OTHER_MODALITIES, CausalLM
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, mlp_range
-from workers.layers.norm import RMSNorm
-from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
+from workers.layers.norm import NormAcrossRanks, RMSNorm, norm_queries_and_keys
+from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer, consecutive
 
 _DEFAULT_ROPE_THETA = 10000.0
 # Old checkpoints store what is computed from config.json.
 _ROPE_TABLES = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorms:
+    """Names of a layer's norms in the checkpoint; None: a layer has no such norm."""
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+
+
+PRE_NORMS = LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+POST_NORMS = LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+SANDWICH_NORMS = LayerNorms(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +96,27 @@ class DecoderArgs:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head's queries and keys are normalised before RoPE."""
+    norm_across_heads: bool = False
+    """Whether the queries of all heads are normalised together before RoPE, and their keys."""
+    qkv_fused_on_disk: bool = False
+    """Whether the checkpoint has one matrix for queries, keys and values."""
+    mlp_fused_on_disk: bool = False
+    """Whether it has one matrix for gate and up."""
     windows: Windows = ()
     """Sliding window of each layer; empty: full attention in every layer."""
+    ropes: tuple[Rope | None, ...] = ()
+    """RoPE parameters of each layer, None: no RoPE in it; empty: `rope_parameters` in every layer."""
     rope_interleaved: bool = False
     """RoPE style: pairs of neighbouring features (GPT-J), or of both halves (NeoX)."""
     zero_centred_norms: bool = False
     """Whether the checkpoint stores RMSNorm weights minus one."""
+    norms: LayerNorms = PRE_NORMS
+    attention_scale: float | None = None
+    """Softmax scale; None: 1 / sqrt(head_dim)."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings, but not of a tied LM head."""
+    logits_scale: float = 1.0
+    """Factor of the logits."""
     sinks: bool = False
     """Whether each query head has a learned attention-sink logit."""
 
@@ -140,18 +177,28 @@ class SelfAttention(WeightedLayer):
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
         q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
         kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
-        self.qkv_proj = ColumnParallelLinear(
-            args.hidden_size, [q, kv, kv], args.qkv_bias, build.at("qkv_proj")
-        )
+        qkv = consecutive([q, kv, kv]) if args.qkv_fused_on_disk else [q, kv, kv]
+        self.qkv_proj = ColumnParallelLinear(args.hidden_size, qkv, args.qkv_bias, build.at("qkv_proj"))
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build.at("o_proj"))
-        self.q_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
+        self.q_norm: RMSNorm | None = self._head_norm(args, build)
+        self.k_norm: RMSNorm | None = self._head_norm(args, build)
+        if args.norm_across_heads:
+            share = min(kv_heads / build.tp.size, 1.0)
+            self.q_norm = NormAcrossRanks(q, args.rms_norm_eps, build)
+            self.k_norm = NormAcrossRanks(kv, args.rms_norm_eps, build, share)
         self.register_buffer("sinks", None)
         if args.sinks:
             self.add_weight(
                 "sinks", [ShardSpec((heads,), 0, ShardRange(heads, shard.q_start, shard.q_count))], build
             )
-        self.attention = Attention(layer, groups)
+        self._q_features = q.size
+        self.attention = Attention(layer, groups, args.attention_scale)
+
+    @staticmethod
+    def _head_norm(args: DecoderArgs, build: BuildContext) -> RMSNorm | None:
+        if not args.qk_norm:
+            return None
+        return RMSNorm(args.head_dim, args.rms_norm_eps, build, args.zero_centred_norms)
 
     def after_norm(
         self,
@@ -164,12 +211,22 @@ class SelfAttention(WeightedLayer):
         qkv_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
         return self.o_proj(self.attend(qkv_TO, rotation, ctx)), residual_TD
 
+    def forward(self, x_TD: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        """This rank's partial sum of the output."""
+        out_TD: torch.Tensor = self.o_proj(self.attend(self.qkv_proj(x_TD), rotation, ctx))
+        return out_TD
+
     def attend(self, qkv_TO: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """The input of `o_proj`."""
+        if isinstance(self.q_norm, NormAcrossRanks) and isinstance(self.k_norm, NormAcrossRanks):
+            qkv_TO = norm_queries_and_keys(qkv_TO, self.q_norm, self.k_norm)
+        if rotation.query_scale_T1 is not None:
+            q_TQ, kv_TO = qkv_TO.split([self._q_features, qkv_TO.shape[1] - self._q_features], 1)
+            qkv_TO = torch.cat(((q_TQ * rotation.query_scale_T1).to(qkv_TO.dtype), kv_TO), 1)
         return self.attention(qkv_TO, rotation, ctx, self._head_norms(), self.sinks)
 
     def _head_norms(self) -> HeadNorms | None:
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None or self.k_norm is None or isinstance(self.q_norm, NormAcrossRanks):
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
@@ -221,7 +278,8 @@ class GatedMLP(nn.Module):
         hidden = args.hidden_size
         bias = args.mlp_bias
         features = mlp_range(args.intermediate_size, build)
-        self.gate_up_proj = ColumnParallelLinear(hidden, [features, features], bias, build.at("gate_up_proj"))
+        both = consecutive([features] * 2) if args.mlp_fused_on_disk else [features] * 2
+        self.gate_up_proj = ColumnParallelLinear(hidden, both, bias, build.at("gate_up_proj"))
         self.down_proj = RowParallelLinear(features, hidden, bias, build.at("down_proj"))
         self._gated = gated_linear(args.hidden_act)
 
@@ -241,17 +299,28 @@ Part = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention, then a pre-norm feed-forward block, each added to the residual stream."""
+    """Attention, then a feed-forward block, each added to the residual stream."""
 
     mlp: FeedForward
 
     def __init__(self, args: DecoderArgs, attention: TokenMixer, mlp: FeedForward, build: BuildContext):
         super().__init__()
-        self.input_layernorm = _norm(args, build)
+        self._norms = args.norms
         setattr(self, attention.name_on_disk, attention)
         self._token_mixer = attention.name_on_disk
-        self.post_attention_layernorm = _norm(args, build)
         self.mlp = mlp
+        for name in filter(None, asdict(args.norms).values()):
+            self.add_module(name, _norm(args, build))
+
+    def _norm(self, name: str | None) -> RMSNorm | None:
+        return None if name is None else cast(RMSNorm, getattr(self, name))
+
+    @property
+    def first_norm(self) -> RMSNorm:
+        """The norm before attention."""
+        norm = self._norm(self._norms.before_attention)
+        assert norm is not None, "layers that are computed in parts have it"
+        return norm
 
     def forward(
         self,
@@ -259,15 +328,27 @@ class DecoderLayer(nn.Module):
         residual_TD: torch.Tensor | None,
         rotation: Rotation,
         ctx: ForwardContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output of the MLP, residual); the caller adds them."""
-        token_mixer: TokenMixer = getattr(self, self._token_mixer)
-        x_TD, residual_TD = token_mixer.after_norm(self.input_layernorm, x_TD, residual_TD, rotation, ctx)
-        return self.mlp.after_norm(self.post_attention_layernorm, x_TD, residual_TD)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output of the MLP, residual), which the caller adds; without a residual their sum."""
+        norms = self._norms
+        token_mixer = getattr(self, self._token_mixer)
+        if (norm := self._norm(norms.before_attention)) is not None:
+            out_TD, residual_TD = token_mixer.after_norm(norm, x_TD, residual_TD, rotation, ctx)
+        else:
+            out_TD, residual_TD = token_mixer(x_TD, rotation, ctx), x_TD
+        x_TD, residual_TD = _after_block(self._norm(norms.after_attention), out_TD, residual_TD)
+        if (norm := self._norm(norms.before_mlp)) is not None:
+            out_TD, residual_TD = self.mlp.after_norm(norm, x_TD, residual_TD)
+        else:
+            assert isinstance(self.mlp, GatedMLP)
+            out_TD, residual_TD = self.mlp(x_TD), x_TD
+        return _after_block(self._norm(norms.after_mlp), out_TD, residual_TD)
 
     @property
     def has_parts(self) -> bool:
         """Whether `in_parts` can compute it."""
+        if self._norms != PRE_NORMS:
+            return False
         return isinstance(getattr(self, self._token_mixer), SelfAttention) and isinstance(self.mlp, GatedMLP)
 
     def in_parts(
@@ -287,8 +368,10 @@ class DecoderLayer(nn.Module):
             qkv.append(attention.qkv_proj(normed_TD))
             residuals.append(residual_TD)
         outs = attention.attend(torch.cat(qkv), rotation, ctx).split([len(part) for part in qkv])
+        norm = self._norm(self._norms.before_mlp)
+        assert norm is not None
         parts = [
-            self.post_attention_layernorm.begin_add_norm(attention.o_proj(out_TO), residual_TD)
+            norm.begin_add_norm(attention.o_proj(out_TO), residual_TD)
             for out_TO, residual_TD in zip(outs, residuals, strict=True)
         ]
         done = []
@@ -298,8 +381,17 @@ class DecoderLayer(nn.Module):
         return done
 
 
-def _norm(args: DecoderArgs, build: BuildContext) -> RMSNorm:
-    return RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms)
+def _after_block(
+    norm: RMSNorm | None, out_TD: torch.Tensor, residual_TD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A block's output, of which the norm after the block needs the sum over the ranks, and the residual."""
+    if norm is None:
+        return out_TD, residual_TD
+    return residual_TD + norm(norm.tp.all_reduce(out_TD)), None
+
+
+def _norm(args: DecoderArgs, build: BuildContext, scale: float = 1.0) -> RMSNorm:
+    return RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms, scale)
 
 
 class DecoderModel(nn.Module):
@@ -309,30 +401,39 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size, build.at("model.embed_tokens"))
         self.layers = nn.ModuleList(layers)
-        self.norm = _norm(args, build)
-        self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build, args.rope_interleaved)
+        self.norm = _norm(args, build, args.logits_scale)
+        ropes = args.ropes or (args.rope_parameters,) * args.num_hidden_layers
+        distinct = [rope for layer, rope in enumerate(ropes) if rope not in ropes[:layer]]
+        self.rotary = nn.ModuleList(
+            RotaryEmbedding(args.head_dim, rope, build, args.rope_interleaved) for rope in distinct
+        )
+        self._embedding_scale = args.embedding_scale
+        self._rope_of_layers = [distinct.index(rope) for rope in ropes]
         self.overlap_tokens = build.overlap_tokens if all(layer.has_parts for layer in layers) else 0
         self._tp = build.tp
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Normalised hidden states [T, D]."""
-        rotation = self.rotary(positions_T)
+        by_rope = [rotary(positions_T) for rotary in self.rotary]
+        rotations = [by_rope[number] for number in self._rope_of_layers]
         x_TD = self.embed_tokens(ids_T)
+        if self._embedding_scale != 1.0:
+            x_TD = x_TD * self._embedding_scale
         residual_TD = None
         if 0 < self.overlap_tokens <= len(x_TD) and (parts := self._tp.begin_step_in_parts(x_TD)) > 1:
-            return self._in_parts(x_TD.tensor_split(parts), rotation, ctx)
-        for layer in self.layers:
+            return self._in_parts(x_TD.tensor_split(parts), rotations, ctx)
+        for layer, rotation in zip(self.layers, rotations, strict=True):
             x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx)
         normed_TD, _ = self.norm.add_norm(x_TD, residual_TD)
         return normed_TD
 
     def _in_parts(
-        self, embedded: Sequence[torch.Tensor], rotation: Rotation, ctx: ForwardContext
+        self, embedded: Sequence[torch.Tensor], rotations: Sequence[Rotation], ctx: ForwardContext
     ) -> torch.Tensor:
         layers = cast(list[DecoderLayer], list(self.layers))
-        first, *others = [*(layer.input_layernorm for layer in layers), self.norm]
+        first, *others = [*(layer.first_norm for layer in layers), self.norm]
         parts: list[Part] = [partial(first.add_norm, part_TD, None) for part_TD in embedded]
-        for layer, next_norm in zip(layers, others, strict=True):
+        for layer, next_norm, rotation in zip(layers, others, rotations, strict=True):
             parts = layer.in_parts(parts, next_norm, rotation, ctx)
         return torch.cat([end()[0] for end in parts])
 
@@ -378,7 +479,7 @@ class DecoderLM(CausalLM):
             build.at("lm_head"),
             self.model.embed_tokens if tied else None,
         )
-        self.unused_on_disk = (*_ROPE_TABLES, *(("lm_head.weight",) if tied else ()))
+        self.unused_on_disk = (*_ROPE_TABLES, *(("lm_head.weight",) if tied else ()), *OTHER_MODALITIES)
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return self.model(ids_T, positions_T, ctx)

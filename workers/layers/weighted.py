@@ -17,6 +17,7 @@ is sharded in its own units, a buffer of its own, and all together become one `W
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,15 @@ class ShardRange:
             return ShardRange(1, 0, min(self.size, 1))
         stop = -(-(self.start + self.size) // unit)
         return ShardRange(-(-self.total // unit), self.start // unit, stop - self.start // unit)
+
+
+def consecutive(ranges: Sequence[ShardRange]) -> list[ShardRange]:
+    """The same entries within one tensor that has all of these dimensions one after the other."""
+    total = sum(each.total for each in ranges)
+    starts = accumulate((each.total for each in ranges), initial=0)
+    return [
+        ShardRange(total, start + each.start, each.size) for start, each in zip(starts, ranges, strict=False)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from atom.shared.utils import envs
-from workers.checkpoint.checkpoint_files import INDEX, tensors_in
+from workers.checkpoint.checkpoint_files import INDEX, LANGUAGE_MODEL, tensors_by_file, tensors_in
 
 _DTYPES = {
     "F64": torch.float64,
@@ -188,12 +188,41 @@ def open_file(path: Path) -> Iterator[TensorFile]:
         yield _MappedFile(path, file)
 
 
-def tensors_in_order(file_of: Mapping[str, Path], names: Iterable[str]) -> Iterator[tuple[str, TensorSource]]:
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor is stored."""
+
+    file: Path
+    name: str
+
+
+def model_name(stored: str) -> str:
+    """The name that a tensor has in a checkpoint of its language model alone.
+
+    Multimodal checkpoints have language_model.model.… or model.language_model.… in place of model.….
+    """
+    return stored.replace(LANGUAGE_MODEL, "", 1)
+
+
+def tensor_places(directory: Path) -> dict[str, TensorPlace]:
+    """All tensors by their `model_name`. Raises ValueError for two tensors of one name."""
+    places: dict[str, TensorPlace] = {}
+    for path, stored in tensors_by_file(directory).items():
+        for name in stored:
+            place = places.setdefault(model_name(name), TensorPlace(path, name))
+            if place.name != name:
+                raise ValueError(f"{directory} holds both {place.name} and {name}, which are the same tensor")
+    return places
+
+
+def tensors_in_order(
+    places: Mapping[str, TensorPlace], names: Iterable[str]
+) -> Iterator[tuple[str, TensorSource]]:
     """The named tensors, in their order but one file after the other; a file is open while it is read."""
     by_file: dict[Path, list[str]] = {}
     for name in names:
-        by_file.setdefault(file_of[name], []).append(name)
+        by_file.setdefault(places[name].file, []).append(name)
     for path, held in by_file.items():
         with open_file(path) as file:
             for name in held:
-                yield name, TensorInFile(file, name)
+                yield name, TensorInFile(file, places[name].name)

@@ -16,13 +16,19 @@ import torch
 
 from atom.shared.utils.logger import get_logger
 from atom_ops import tensors_of
-from workers.checkpoint.checkpoint_files import tensors_by_file
 from workers.layers.causal_lm import CausalLM
 from workers.layers.moe.moe import Experts
 from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import CheckpointTensor, ReadDecoded, ReadPacked, ReadRange, WeightedLayer
 from workers.weights.cache_scales import is_cache_scale
-from workers.weights.files import TensorInMemory, TensorSource, tensors_in_order
+from workers.weights.files import (
+    TensorInMemory,
+    TensorPlace,
+    TensorSource,
+    model_name,
+    tensor_places,
+    tensors_in_order,
+)
 from workers.weights.plan import LoadTarget, load_targets, weighted_layers
 
 Progress = Callable[[int, int], None]
@@ -47,23 +53,22 @@ def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -
     `process_weights_after_loading` copies it, up to `_TRIM_BYTES` that the allocator has not returned
     yet, and the mapped pages of one file.
     """
-    files = tensors_by_file(Path(directory))
-    file_of = {name: path for path, names in files.items() for name in names}
+    places = tensor_places(Path(directory))
     targets = list(load_targets(model))
-    biases = _biases_without_effect(targets, file_of)
-    _check_names(model, targets, file_of.keys() - biases)
-    if scales := [name for name in file_of if is_cache_scale(name)]:
+    biases = _biases_without_effect(targets, places)
+    _check_names(model, targets, places.keys() - biases)
+    if scales := [name for name in places if is_cache_scale(name)]:
         get_logger().info(
             "scales of the KV cache in the checkpoint (%d, as %s) are not applied: with --kv-cache-dtype fp8 "
             "each token has scales of its own", len(scales), scales[0],
         )  # fmt: skip
     kept = (target.tensor for target in targets if not target.shard.elsewhere)
-    needed = dict.fromkeys(name for tensor in kept for name in tensor.names if name in file_of)
+    needed = dict.fromkeys(name for tensor in kept for name in tensor.names if name in places)
     by_name = _by_name(targets)
-    for name, source in tensors_in_order(file_of, needed):  # all headers, before gigabytes are read
+    for name, source in tensors_in_order(places, needed):  # all headers, before gigabytes are read
         for target in by_name[name]:
             _check(name, target, source)
-    load_weights(model, tensors_in_order(file_of, needed), progress)
+    load_weights(model, tensors_in_order(places, needed), progress)
 
 
 def load_weights(
@@ -80,7 +85,8 @@ def load_weights(
     modules = _modules(targets)
     loading = _Loading(model, targets, progress)
     done: set[str] = set()
-    for name, tensor in tensors:
+    for stored, tensor in tensors:
+        name = model_name(stored)
         source = TensorInMemory(tensor) if isinstance(tensor, torch.Tensor) else tensor
         if name not in by_name:
             if not (_is_bias_of(modules, name) and _is_zero(source)):
@@ -182,12 +188,12 @@ def _by_name(targets: Iterable[LoadTarget]) -> dict[str, list[LoadTarget]]:
     return found
 
 
-def _biases_without_effect(targets: Sequence[LoadTarget], file_of: Mapping[str, Path]) -> set[str]:
+def _biases_without_effect(targets: Sequence[LoadTarget], places: Mapping[str, TensorPlace]) -> set[str]:
     """Biases that the model does not have, and that are zero: old quantizers store one for every layer."""
     modules = _modules(targets)
     known = {name for target in targets for name in target.tensor.names}
-    extra = [name for name in file_of if name not in known and _is_bias_of(modules, name)]
-    return {name for name, source in tensors_in_order(file_of, extra) if _is_zero(source)}
+    extra = [name for name in places if name not in known and _is_bias_of(modules, name)]
+    return {name for name, source in tensors_in_order(places, extra) if _is_zero(source)}
 
 
 def _modules(targets: Iterable[LoadTarget]) -> set[str]:

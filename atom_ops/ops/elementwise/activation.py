@@ -21,6 +21,13 @@ def silu_and_mul(x_T2F: Tensor) -> Tensor:
     return functional.silu(gate_TF) * up_TF
 
 
+@op([_case(1, 1536), _case(9, 40), _case(64, 256), _case(2, 12288)])
+def gelu_tanh_and_mul(x_T2F: Tensor) -> Tensor:
+    """gelu(first half) * second half, with the tanh approximation of GELU, [T, 2F] -> [T, F]."""
+    gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
+    return functional.gelu(gate_TF, approximate="tanh") * up_TF
+
+
 def _clamped_case(tokens: int, width: int, limit: float) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, float, float]:
         return (3 * torch.randn(tokens, 2 * width, generator=generator)).to(dtype), limit, 1.702

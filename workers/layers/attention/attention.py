@@ -63,13 +63,16 @@ class Attention(nn.Module):
     tables are described by the context's attention plan alone.
     """
 
-    def __init__(self, layer: int, groups: Sequence[KVGroup]):
-        """`groups` are all KV groups of the model; one of them contains `layer`."""
+    def __init__(self, layer: int, groups: Sequence[KVGroup], scale: float | None = None):
+        """`groups` are all KV groups of the model; one of them contains `layer`.
+
+        `scale` is the softmax scale, by default 1 / sqrt(head_dim).
+        """
         super().__init__()
         self._layer = layer
         self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
         group = groups[self._group]
-        self._rule = AttentionRule(group.head_dim**-0.5, group.window)
+        self._rule = AttentionRule(group.head_dim**-0.5 if scale is None else scale, group.window)
         self._plan = group.backend.plan
         self._attend = group.backend.attend
 

@@ -1,10 +1,10 @@
-"""RoPE: one table of cosines and sines for all layers.
+"""RoPE: one table of cosines and sines for all layers with the same parameters.
 
 P positions, R rotary dimension of a head (its first R features), T tokens.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,19 +22,58 @@ class RotaryEmbedding(nn.Module):
     """Maps positions to a `Rotation`."""
 
     cos_sin_PR: torch.Tensor
+    query_scale_P1: torch.Tensor | None
 
-    def __init__(self, head_dim: int, rope: Rope, build: BuildContext, interleaved: bool = False):
-        """`interleaved`: pairs are neighbouring features (GPT-J), not features of both halves (NeoX)."""
+    def __init__(self, head_dim: int, rope: Rope | None, build: BuildContext, interleaved: bool = False):
+        """`interleaved`: pairs are neighbouring features (GPT-J), not features of both halves (NeoX).
+
+        Without `rope` all angles are 0, which leaves queries and keys as they are in every kernel.
+        """
         super().__init__()
         self._interleaved = interleaved
-        frequencies, attention_factor = rope_frequencies(head_dim, rope, build.max_positions)
+        if rope is None:
+            frequencies, attention_factor = torch.zeros(head_dim // 2), 1.0
+        else:
+            frequencies, attention_factor = rope_frequencies(head_dim, rope, build.max_positions)
         angles = torch.outer(torch.arange(build.max_positions, dtype=torch.float32), frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
         self.register_buffer("cos_sin_PR", table.to(build.device))
+        scale_P1 = None if rope is None else _query_scale(rope, build.max_positions)
+        self.register_buffer("query_scale_P1", None if scale_P1 is None else scale_P1.to(build.device))
 
     def forward(self, positions_T: torch.Tensor) -> Rotation:
         cos_T1R, sin_T1R = rotation_at(self.cos_sin_PR, positions_T, self._interleaved)
-        return Rotation(cos_T1R, sin_T1R, self._interleaved)
+        scale_T1 = None
+        if self.query_scale_P1 is not None:
+            scale_T1 = self.query_scale_P1.index_select(0, positions_T)
+        return Rotation(cos_T1R, sin_T1R, self._interleaved, scale_T1)
+
+
+def _query_scale(rope: Rope, positions: int) -> torch.Tensor | None:
+    """Factors [P, 1] of queries, which grow with each multiple of the trained length; None: 1."""
+    if not (beta := rope.get("llama_4_scaling_beta")):
+        return None
+    lengths_P = torch.arange(positions) // int(rope["original_max_position_embeddings"])
+    return (1 + beta * torch.log1p(lengths_P.float()))[:, None]
+
+
+def ropes_by_type(
+    config: Mapping[str, Any], types: Sequence[str], thetas: Mapping[str, float]
+) -> tuple[Rope, ...]:
+    """The parameters of each layer, from `rope_parameters` by layer type, or those of full attention.
+
+    In the latter case layers with a sliding window have the same theta, without scaling. `thetas` are the
+    defaults by type. Raises ValueError for a type without parameters.
+    """
+    stated = config["rope_parameters"]
+    if any(isinstance(value, Mapping) for value in stated.values()):
+        by_type = stated
+    else:
+        plain = {name: stated[name] for name in ("rope_theta",) if name in stated}
+        by_type = {"full_attention": stated, "sliding_attention": plain}
+    if lacking := set(types) - by_type.keys():
+        raise ValueError(f"config.json has layers of type {min(lacking)}, but no rope_parameters for them")
+    return tuple({"rope_theta": thetas[kind], **by_type[kind]} for kind in types)
 
 
 def rope_frequencies(head_dim: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:

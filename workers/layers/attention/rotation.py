@@ -15,6 +15,8 @@ class Rotation:
     cos_T1R: torch.Tensor
     sin_T1R: torch.Tensor
     interleaved: bool = False
+    query_scale_T1: torch.Tensor | None = None
+    """Factors of the tokens' queries; None: 1."""
 
     @cached_property
     def half_split(self) -> "Rotation":

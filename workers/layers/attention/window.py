@@ -31,6 +31,11 @@ def windows_of_types(config: Mapping[str, Any]) -> Windows:
     return windows_by_type(types, config.get("sliding_window") if in_use else None, layers)
 
 
+def every_nth_full(every: int, layers: int) -> list[str]:
+    """`layer_types` with full attention in every `every`-th layer and a sliding window in the others."""
+    return [_SLIDING if (layer + 1) % every else _FULL for layer in range(layers)]
+
+
 def windows_by_type(types: list[str], window: int | None, layers: int) -> Windows:
     """`window` in every sliding layer. Raises ValueError for inconsistent `types`."""
     if len(types) != layers or not set(types) <= {_FULL, _SLIDING}:

@@ -31,7 +31,7 @@ from atom_ops import (
     tensors_of,
 )
 from parallel.expert.placement import first_placement
-from workers.layers.activation import gated_linear
+from workers.layers.activation import check_expert_activation, gated_linear
 from workers.layers.context import BuildContext
 from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, mlp_range, tp_range
 from workers.layers.moe.expert_layouts import PER_EXPERT, ExpertLayout, ExpertSizes, Part
@@ -184,7 +184,7 @@ class Experts(WeightedLayer):
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
-        gated_linear(args.hidden_act)  # raises ValueError for one that `experts` does not support
+        check_expert_activation(args.hidden_act)
         self._activation = args.activation
         num_slots = args.num_experts + (build.redundant_experts or 0)
         self._first, self._count = build.dispatch.local_experts(num_slots)

@@ -129,9 +129,19 @@ def test_rope_in_its_old_and_new_form(
     assert not {"rope_scaling", "rope_theta", "partial_rotary_factor"} & checkpoint.hf_config.keys()
 
 
-def test_rope_of_each_type_of_layer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rope_parameters for each layer type"):
-        checkpoint_of(tmp_path, {"rope_parameters": {"full_attention": {"rope_type": "default"}}})
+def test_rope_of_each_type_of_layer_is_completed(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 3.0}
+    both = {"full_attention": yarn, "sliding_attention": {"rope_theta": 2.0}}
+    checkpoint = checkpoint_of(tmp_path, {"rope_parameters": both})
+    assert checkpoint.hf_config["rope_parameters"] == {
+        "full_attention": yarn | {"original_max_position_embeddings": 2048},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2.0},
+    }
+    assert checkpoint.max_model_len == 2048
+    with pytest.raises(ValueError, match="both common rope_parameters and some by layer type"):
+        checkpoint_of(tmp_path / "mixed", {"rope_parameters": both | {"rope_theta": 2.0}})
+    with pytest.raises(ValueError, match="factor must be a number above 0"):
+        checkpoint_of(tmp_path / "wrong", {"rope_parameters": {"full_attention": {"factor": -1}}})
 
 
 def test_dtype_in_its_old_form_and_from_the_weights(tmp_path: Path) -> None:
@@ -453,3 +463,16 @@ def test_progress_reaches_the_supervisor(tmp_path: Path) -> None:
 
 def test_settings_known_as_not_applied_are_never_applied_too() -> None:
     assert not set(hf_directory._NOT_APPLIED) & set(hf_directory._SAMPLING)
+
+
+def test_quantized_modules_of_a_language_model_have_its_names(tmp_path: Path) -> None:
+    stated = {
+        "quant_method": "fp8",
+        "ignore": ["language_model.lm_head", "re:model.language_model.layers.0.*", 3],
+        "groups": {"language_model.model.layers.1.mlp": {"bits": 8}},
+    }
+    assert stated_quantization({"quantization_config": stated}, tmp_path) == {
+        "quant_method": "fp8",
+        "ignore": ["lm_head", "re:model.layers.0.*", 3],
+        "groups": {"model.layers.1.mlp": {"bits": 8}},
+    }

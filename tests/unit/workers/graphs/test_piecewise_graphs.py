@@ -20,6 +20,7 @@ from workers.graphs.prompt_graphs import PromptGraphs
 DENSE: dict[str, dict[str, Any]] = {
     "llama-gqa": {},
     "mistral-window": {},
+    "gemma3": {},  # two rotations
     "deepseek-v3": {"first_k_dense_replace": 9},
     "qwen3-next": {"num_experts": 0},
 }
