@@ -70,9 +70,11 @@ ROWS = {
     "glm_moe_dsa": "glm-5-pattern-tied",
     "gpt_oss": "gpt-oss-odd-gqa-untruncated-yarn-rope",
     "qwen3_next": "qwen3-next-odd-heads-biases",
+    "qwen3_5_text": "qwen3.5-odd-heads-biases",
+    "qwen3_5_moe_text": "qwen3.5-moe-odd-heads-biases",
 }
 """Family -> its row of the tiny models. Two ranks have unequal shares of most, three can share all."""
-_WITHOUT_EXPERTS = ("llama", "mistral", "qwen2", "qwen3")
+_WITHOUT_EXPERTS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
 _IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 """The others with experts have one layout of engines in lockstep."""
 _SPLIT_BY_TOKENS = ("deepseek_v2", "deepseek_v3")

@@ -1,6 +1,5 @@
 """Tiny random models, saved as Hugging Face checkpoints, and transformers' outputs of them."""
 
-import json
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from atom.shared.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh
 from workers.checkpoint.families import keeps_states
+from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import normalised_config
 
 # Tiny matrices gain nothing from threads that wait for one another on a busy machine.
@@ -120,6 +120,8 @@ _QWEN3_NEXT = {
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
+# The dense Qwen3.5 has no experts.
+_QWEN3_5 = {name: value for name, value in _QWEN3_NEXT.items() if "expert" not in name and "moe" not in name}
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 _DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
 # With few heads many scores are exactly 0, and which of these transformers selects is unspecified.
@@ -206,6 +208,21 @@ TINY_MODELS = [
                                     "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3,
                                     "layer_types": ["full_attention", "linear_attention"] * 2
                                                    + ["linear_attention"]}),
+    Tiny("qwen3.5", "qwen3_5_text", 1, _QWEN3_5),
+    Tiny("qwen3.5-odd-heads-biases", "qwen3_5_text", 1,
+         _QWEN3_5 | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,
+                     "attention_bias": True, "linear_num_key_heads": 3, "linear_num_value_heads": 3}),
+    Tiny("qwen3.5-every-second-mha-tied", "qwen3_5_text", 1,
+         _QWEN3_5 | _MHA_TIED | {"num_hidden_layers": 5, "linear_num_value_heads": 6,
+                                 "linear_conv_kernel_dim": 3,
+                                 "layer_types": ["full_attention", "linear_attention"] * 2
+                                                + ["linear_attention"]}),
+    Tiny("qwen3.5-moe", "qwen3_5_moe_text", 2, _QWEN3_NEXT),
+    Tiny("qwen3.5-moe-odd-heads-biases", "qwen3_5_moe_text", 1,
+         _QWEN3_NEXT | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,
+                        "attention_bias": True, "linear_num_key_heads": 3, "linear_num_value_heads": 3}),
+    Tiny("qwen3.5-moe-mha-tied", "qwen3_5_moe_text", 1,
+         _QWEN3_NEXT | _MHA_TIED | {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}),
 ]  # fmt: skip
 
 
@@ -257,7 +274,7 @@ def save_tiny(model: Tiny, directory: Path, shard_size: str = "5GB") -> tuple[to
 
 def checkpoint_of(directory: Path) -> Checkpoint:
     """The result of the preparation step for a saved tiny model."""
-    config = normalised_config(json.loads((directory / "config.json").read_text()), directory)
+    config = normalised_config(read_config(directory, {}), directory)
     return Checkpoint(
         directory=str(directory),
         architecture=config["architectures"][0],

@@ -4,6 +4,7 @@
     torch_dtype                             dtype
     rope_scaling {"type": …, …}             rope_parameters {"rope_type": …, …,
     rope_theta, partial_rotary_factor           "rope_theta": …, "partial_rotary_factor": …}
+    text_config {…} of a multimodal model   its settings at the top
 
 Both are converted before they are merged: otherwise an override with an old name would not replace
 a setting with a new one.
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _FLAG = "--hf-overrides"
+_TEXT_CONFIG = "text_config"
 _RENAMED = ("torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
 # Settings that every config has, also if config.json does not state them.
 _IMPLIED = {"dtype", "rope_parameters"}
@@ -55,6 +57,7 @@ def added_settings(directory: Path, overrides: Mapping[str, Any]) -> list[str]:
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with old names replaced by new ones."""
+    config = _with_text_settings(config)
     made = {name: value for name, value in config.items() if name not in _RENAMED}
     if made.get("dtype") is None and config.get("torch_dtype") is not None:
         made["dtype"] = config["torch_dtype"]
@@ -78,6 +81,19 @@ def read_json(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
     return content
+
+
+def _with_text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`config` with the settings of `text_config` at the top, where those stated there have precedence."""
+    text = config.get(_TEXT_CONFIG)
+    if not isinstance(text, Mapping):
+        return config
+    stated = {
+        name: value
+        for name, value in config.items()
+        if name != _TEXT_CONFIG and (value is not None or name not in text)
+    }
+    return {**text, **stated}
 
 
 def _rope_object(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,10 +71,25 @@ class CheckpointTensor:
     """Index into the first dimension; None: the whole tensor."""
     other_names: tuple[str, ...] = ()
     """The checkpoint may use one of these instead."""
+    first_row: int = 0
+    """The row of the tensor, or of its entry, where the shard's matrix begins."""
+    stacked: "CheckpointTensor | None" = None
+    """The checkpoint may instead have the matrix as a part of this tensor."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name, *self.other_names)
+        stacked = () if self.stacked is None else self.stacked.names
+        return (self.name, *self.other_names, *stacked)
+
+    def named(self, name: str) -> "CheckpointTensor":
+        """The tensor that the checkpoint has under this one of the `names`."""
+        return self.stacked if self.stacked is not None and name in self.stacked.names else self
+
+    def within(self, path: str) -> "CheckpointTensor":
+        """The same tensor, with names relative to that of the layer at `path` made whole."""
+        stacked = None if self.stacked is None else self.stacked.within(path)
+        name, *others = (".".join(filter(None, (path, each))) for each in (self.name, *self.other_names))
+        return replace(self, name=name, other_names=tuple(others), stacked=stacked)
 
 
 @dataclass(frozen=True, slots=True)
