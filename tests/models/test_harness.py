@@ -35,7 +35,7 @@ SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", 
 """In families with that setting, some rows enable it and some do not."""
 
 
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2")
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "glm4_moe_lite")
 """These share the MLA layer, so their rows count together. They have no KV heads and no MLP biases."""
 
 

@@ -72,7 +72,8 @@ class LatentDecoderLM(DecoderLM):
         # Layers after the last one are for multi-token prediction.
         first = args.num_hidden_layers
         count = config.get("num_nextn_predict_layers") or 0
-        self.unused_on_disk += tuple(f"model.layers.{layer}.*" for layer in range(first, first + count))
+        mtp_layers = (build.at(f"model.layers.{layer}").prefix for layer in range(first, first + count))
+        self.unused_on_disk += tuple(f"{layer}.*" for layer in mtp_layers)
 
 
 class SparseLatentDecoderLM(LatentDecoderLM):
