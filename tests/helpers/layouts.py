@@ -63,6 +63,7 @@ ROWS = {
     "qwen3": "qwen3-odd-gqa-biases-windows",
     "qwen3_moe": "qwen3-moe-dense-first-odd-gqa",
     "mixtral": "mixtral-odd-gqa-tied",
+    "minimax_m2": "minimax-m2-odd-gqa-tied",
     "glm4_moe": "glm4-moe-odd-gqa-tied",
     "deepseek_v2": "deepseek-v2-odd-heads-biases-tied",
     "deepseek_v3": "deepseek-v3-yarn-odd-heads",

@@ -80,6 +80,14 @@ _QWEN3_MOE = {
     "norm_topk_prob": True,
 }
 _MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
+_MINIMAX = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 28,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
 _GLM4_MOE = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -161,6 +169,9 @@ TINY_MODELS = [
     Tiny("mixtral", "mixtral", 2, _MIXTRAL),
     Tiny("mixtral-odd-gqa-tied", "mixtral", 1, _MIXTRAL | _ODD_HEADS | {"tie_word_embeddings": True}),
     Tiny("mixtral-window-mha", "mixtral", 2, _MIXTRAL | {"sliding_window": 24, "num_key_value_heads": 4}),
+    Tiny("minimax-m2", "minimax_m2", 3, _MINIMAX),
+    Tiny("minimax-m2-odd-gqa-tied", "minimax_m2", 1, _MINIMAX | _ODD_HEADS | {"tie_word_embeddings": True}),
+    Tiny("minimax-m2-mha", "minimax_m2", 2, _MINIMAX | {"num_key_value_heads": 4}),
     Tiny("glm4-moe", "glm4_moe", 1, _GLM4_MOE),
     Tiny("glm4-moe-norms-groups-mha", "glm4_moe", 1,
          _GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 4, "n_group": 4,

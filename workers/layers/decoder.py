@@ -376,7 +376,10 @@ class DecoderLM(CausalLM):
             build.at("lm_head"),
             self.model.embed_tokens if tied else None,
         )
-        self.unused_on_disk = ("*.rotary_emb.inv_freq", *((f"{build.at('lm_head').prefix}.weight",) if tied else ()))
+        self.unused_on_disk = (
+            "*.rotary_emb.inv_freq",
+            *((f"{build.at('lm_head').prefix}.weight",) if tied else ()),
+        )
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return self.model(ids_T, positions_T, ctx)

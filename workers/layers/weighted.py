@@ -64,7 +64,7 @@ class CheckpointTensor:
     """A tensor of the checkpoint, or one entry of its first dimension."""
 
     name: str
-    """Name, relative to that of the layer."""
+    """Name, relative to that of the layer, or after a dot to that of the module around it."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes that the whole tensor may have."""
     entry: int | None = None
@@ -88,8 +88,14 @@ class CheckpointTensor:
     def within(self, path: str) -> "CheckpointTensor":
         """The same tensor, with names relative to that of the layer at `path` made whole."""
         stacked = None if self.stacked is None else self.stacked.within(path)
-        name, *others = (".".join(filter(None, (path, each))) for each in (self.name, *self.other_names))
+        name, *others = (_absolute(path, each) for each in (self.name, *self.other_names))
         return replace(self, name=name, other_names=tuple(others), stacked=stacked)
+
+
+def _absolute(path: str, name: str) -> str:
+    if name.startswith("."):
+        path, name = path.rpartition(".")[0], name[1:]
+    return f"{path}.{name}" if path else name
 
 
 @dataclass(frozen=True, slots=True)
