@@ -38,6 +38,10 @@ results of `tests/models`.
 - For Llama, Qwen2 and Qwen3, a GGUF file. It is converted once, into `ATOM_CACHE_DIR`; on a CPU its integers
   are [kept](quantization.md#gguf).
 - A missing, unused or misshaped tensor is an error that names it.
+- Multimodal checkpoints of Qwen3.5 (`Qwen3_5ForConditionalGeneration`,
+  `Qwen3_5MoeForConditionalGeneration`) and Kimi-K2.5 (`KimiK25ForConditionalGeneration`): the text model,
+  whose settings are in `text_config`. The vision model is not loaded, and a request with an image is an
+  error. They are tested as the text models below.
 - `generation_config.json` gives the end-of-sequence ids and the default sampling parameters.
 - Without a tokenizer the server takes and returns token ids.
 - RoPE types: default, linear, dynamic, llama3, yarn and longrope. Dynamic and longrope choose their

@@ -53,7 +53,7 @@ def constant(found: list[Any], switches: Sequence[str]) -> list[str]:
     return [name for name, values in made.items() if len(values) == 1 and None not in values]
 
 
-MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
+MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "kimi_k25")
 """Their text models are families with rows of their own."""
 
 
