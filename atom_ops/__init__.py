@@ -22,6 +22,7 @@ from atom_ops.ops.attention.kv_indices import KVIndices, kv_indices
 from atom_ops.ops.attention.partial_attention import merge_partials, pack_partials, unpack_partials
 from atom_ops.ops.attention.qkv import HeadNorms, rotate_and_write_kv, rotated_heads
 from atom_ops.ops.attention.rotary import rotary, rotation, rotation_at
+from atom_ops.ops.attention.wide_norms import normalised_queries_keys, query_key_squares
 from atom_ops.ops.elementwise.activation import (
     clamped_swiglu,
     gelu_tanh_and_mul,
@@ -203,6 +204,7 @@ __all__ = [
     "merge_argmax",
     "merge_partials",
     "norm_and_write_latents",
+    "normalised_queries_keys",
     "pack_expert_weight",
     "pack_linear_weight",
     "pack_partials",
@@ -212,6 +214,7 @@ __all__ = [
     "plan_states",
     "prompt_attention",
     "propose_ngrams",
+    "query_key_squares",
     "read_latent",
     "record_sampled",
     "register_attention_backend",

@@ -14,7 +14,15 @@ from atom.shared.utils import envs
 from atom_ops import backend
 
 _LLAMA = ("llama",)
-_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2")
+_DEEPSEEK = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "glm4_moe_lite",
+    "kimi_k2",
+    "kimi_k25",
+)
 _QWEN3_MOE = ("qwen3_moe",)
 
 

@@ -20,6 +20,7 @@ def load() -> None:
     import atom_ops.triton_impl.attention.prompt_attention
     import atom_ops.triton_impl.attention.qkv
     import atom_ops.triton_impl.attention.rotary
+    import atom_ops.triton_impl.attention.wide_norms
     import atom_ops.triton_impl.elementwise.activation
     import atom_ops.triton_impl.elementwise.embedding
     import atom_ops.triton_impl.elementwise.norm

@@ -65,7 +65,8 @@ def test_models_are_those_that_the_tests_have_proven() -> None:
     proven = read_json("tests/models/proven.json")
     families = {entry["family"] for entry in proven.values()}
     assert f"{len(proven)} configurations of {len(families)} model families" in README
-    architectures = re.findall(r"^\|[^|]+\| `(\w+)` \|", README, re.MULTILINE)
+    columns = re.findall(r"^\|[^|]+\| ((?:`\w+ForCausalLM`(?:, )?)+) \|", README, re.MULTILINE)
+    architectures = [name for column in columns for name in re.findall(r"`(\w+)`", column)]
     assert sorted(architectures) == sorted({entry["architecture"] for entry in proven.values()})
 
 

@@ -63,13 +63,17 @@ ROWS = {
     "qwen3": "qwen3-odd-gqa-biases-windows",
     "qwen3_moe": "qwen3-moe-dense-first-odd-gqa",
     "mixtral": "mixtral-odd-gqa-tied",
+    "minimax_m2": "minimax-m2-odd-gqa-tied",
     "glm4_moe": "glm4-moe-odd-gqa-tied",
     "deepseek_v2": "deepseek-v2-odd-heads-biases-tied",
     "deepseek_v3": "deepseek-v3-yarn-odd-heads",
     "deepseek_v32": "deepseek-v3.2-yarn-odd-heads-biases",
     "glm_moe_dsa": "glm-5-pattern-tied",
+    "glm4_moe_lite": "glm-4.7-flash-odd-heads-biases-tied",
     "gpt_oss": "gpt-oss-odd-gqa-untruncated-yarn-rope",
     "qwen3_next": "qwen3-next-odd-heads-biases",
+    "qwen3_5_text": "qwen3.5-odd-heads-biases",
+    "qwen3_5_moe_text": "qwen3.5-moe-odd-heads-biases",
     "smollm3": "smollm3-odd-gqa-biases-windows",
     "gemma3_text": "gemma3-odd-gqa-biases-linear-rope",
     "phi3": "phi3-odd-gqa-tied-window-longrope",
@@ -83,7 +87,7 @@ ROWS = {
 """Family -> its row of the tiny models. Two ranks have unequal shares of most, three can share all."""
 _WITHOUT_EXPERTS = (
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3_text", "phi3", "granite", "granitemoehybrid"),
-    *("olmo2", "olmo3", "ministral", "ministral3"),
+    *("olmo2", "olmo3", "ministral", "ministral3", "qwen3_5_text"),
 )
 _IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 """The others with experts have one layout of engines in lockstep."""

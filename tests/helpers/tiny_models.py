@@ -81,6 +81,14 @@ _QWEN3_MOE = {
     "norm_topk_prob": True,
 }
 _MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
+_MINIMAX = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 28,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
 _GLM4_MOE = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -121,6 +129,8 @@ _QWEN3_NEXT = {
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
+# The dense Qwen3.5 has no experts.
+_QWEN3_5 = {name: value for name, value in _QWEN3_NEXT.items() if "expert" not in name and "moe" not in name}
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 _DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
 # With few heads many scores are exactly 0, and which of these transformers selects is unspecified.
@@ -196,6 +206,9 @@ TINY_MODELS = [
     Tiny("mixtral", "mixtral", 2, _MIXTRAL),
     Tiny("mixtral-odd-gqa-tied", "mixtral", 1, _MIXTRAL | _ODD_HEADS | {"tie_word_embeddings": True}),
     Tiny("mixtral-window-mha", "mixtral", 2, _MIXTRAL | {"sliding_window": 24, "num_key_value_heads": 4}),
+    Tiny("minimax-m2", "minimax_m2", 3, _MINIMAX),
+    Tiny("minimax-m2-odd-gqa-tied", "minimax_m2", 1, _MINIMAX | _ODD_HEADS | {"tie_word_embeddings": True}),
+    Tiny("minimax-m2-mha", "minimax_m2", 2, _MINIMAX | {"num_key_value_heads": 4}),
     Tiny("glm4-moe", "glm4_moe", 1, _GLM4_MOE),
     Tiny("glm4-moe-norms-groups-mha", "glm4_moe", 1,
          _GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 4, "n_group": 4,
@@ -227,6 +240,11 @@ TINY_MODELS = [
     Tiny("glm-5-pattern-tied", "glm_moe_dsa", 1,
          _INDEXED | {"index_topk_pattern": "FSS", "tie_word_embeddings": True, "n_shared_experts": 2,
                      "mlp_layer_types": ["dense", "sparse", "dense"]}),
+    Tiny("glm-4.7-flash", "glm4_moe_lite", 1, _DEEPSEEK),
+    Tiny("glm-4.7-flash-odd-heads-biases-tied", "glm4_moe_lite", 1,
+         _DEEPSEEK | _THREE_HEADS | {"attention_bias": True, "tie_word_embeddings": True, "v_head_dim": 28,
+                                     "norm_topk_prob": False, "n_shared_experts": 2,
+                                     "mlp_layer_types": ["dense", "sparse", "dense"]}),
     Tiny("gpt-oss", "gpt_oss", 2, _GPT_OSS),
     Tiny("gpt-oss-odd-gqa-untruncated-yarn-rope", "gpt_oss", 1,
          _GPT_OSS | _ODD_HEADS | {"num_hidden_layers": 4, "rope_parameters": _UNTRUNCATED_ROPE}),
@@ -283,6 +301,21 @@ TINY_MODELS = [
     Tiny("ministral3-odd-gqa-tied-window", "ministral3", 1,
          _NO_TOKENS | _ODD_HEADS | {"tie_word_embeddings": True, "sliding_window": 22,
                                     "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.1}}),
+    Tiny("qwen3.5", "qwen3_5_text", 1, _QWEN3_5),
+    Tiny("qwen3.5-odd-heads-biases", "qwen3_5_text", 1,
+         _QWEN3_5 | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,
+                     "attention_bias": True, "linear_num_key_heads": 3, "linear_num_value_heads": 3}),
+    Tiny("qwen3.5-every-second-mha-tied", "qwen3_5_text", 1,
+         _QWEN3_5 | _MHA_TIED | {"num_hidden_layers": 5, "linear_num_value_heads": 6,
+                                 "linear_conv_kernel_dim": 3,
+                                 "layer_types": ["full_attention", "linear_attention"] * 2
+                                                + ["linear_attention"]}),
+    Tiny("qwen3.5-moe", "qwen3_5_moe_text", 2, _QWEN3_NEXT),
+    Tiny("qwen3.5-moe-odd-heads-biases", "qwen3_5_moe_text", 1,
+         _QWEN3_NEXT | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,
+                        "attention_bias": True, "linear_num_key_heads": 3, "linear_num_value_heads": 3}),
+    Tiny("qwen3.5-moe-mha-tied", "qwen3_5_moe_text", 1,
+         _QWEN3_NEXT | _MHA_TIED | {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}),
 ]  # fmt: skip
 
 

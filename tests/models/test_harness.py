@@ -35,7 +35,7 @@ SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", 
 UNTIED = ("olmo2", "olmo3")
 """No checkpoint of these has tied embeddings."""
 
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2")
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "glm4_moe_lite")
 """These share the MLA layer, so their rows count together. They have no KV heads and no MLP biases."""
 
 
@@ -51,6 +51,10 @@ def constant(found: list[Any], switches: Sequence[str]) -> list[str]:
     """The switches that have the same value in all configurations."""
     made = {name: {getattr(config, name, None) for config in found} for name in switches}
     return [name for name, values in made.items() if len(values) == 1 and None not in values]
+
+
+MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "kimi_k25")
+"""Their text models are families with rows of their own."""
 
 
 @pytest.mark.parametrize("family", sorted({model.model_type for model in TINY_MODELS} - set(LATENT)))

@@ -22,7 +22,10 @@ SCRIPT = """
     run_all(Path("{jobs}"), rank)
     mesh.close()
 """
-REPLICATED = {"deepseek_v2": 0.12, "deepseek_v3": 0.12, "deepseek_v32": 0.31, "glm_moe_dsa": 0.26}
+REPLICATED = {
+    "deepseek_v2": 0.12, "deepseek_v3": 0.12, "glm4_moe_lite": 0.12,
+    "deepseek_v32": 0.31, "glm_moe_dsa": 0.26,
+}  # fmt: skip
 """The largest share of the weights that every rank has: projections to latents, and indexers; else 2 %."""
 OF_A_MOE_LAYER = {
     "auto": {"all_gather": 1, "reduce_scatter": 1},
@@ -31,7 +34,8 @@ OF_A_MOE_LAYER = {
 }
 """Collectives between engines; of variable sizes also the sizes."""
 
-NORMS_ACROSS_HEADS = ("olmo2", "olmo3")
+NORMS_ACROSS_HEADS = ("minimax_m2", "olmo2", "olmo3")
+"""Families whose ranks also sum the squares of queries and keys in each layer."""
 MOVED = "glm4_moe"
 """The family whose experts move."""
 

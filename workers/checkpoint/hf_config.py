@@ -4,7 +4,6 @@
     torch_dtype                             dtype
     rope_scaling {"type": …, …}             rope_parameters {"rope_type": …, …,
     rope_theta, partial_rotary_factor           "rope_theta": …, "partial_rotary_factor": …}
-
     rope_local_base_freq                    rope_parameters {"full_attention": …, "sliding_attention": …}
     text_config {…}                         its settings, in place of it
 
@@ -86,7 +85,11 @@ def _of_language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         return config
-    outer = {name: value for name, value in config.items() if name not in _OF_PARTS}
+    outer = {
+        name: value
+        for name, value in config.items()
+        if name not in _OF_PARTS and (value is not None or name not in inner)
+    }
     return {**inner, **outer}
 
 

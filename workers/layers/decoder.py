@@ -183,9 +183,9 @@ class SelfAttention(WeightedLayer):
         self.q_norm: RMSNorm | None = self._head_norm(args, build)
         self.k_norm: RMSNorm | None = self._head_norm(args, build)
         if args.norm_across_heads:
-            share = min(kv_heads / build.tp.size, 1.0)
             self.q_norm = NormAcrossRanks(q, args.rms_norm_eps, build)
-            self.k_norm = NormAcrossRanks(kv, args.rms_norm_eps, build, share)
+            self.k_norm = NormAcrossRanks(kv, args.rms_norm_eps, build)
+            self._repeated = _repeated_heads(heads, kv_heads, build) * head_dim
         self.register_buffer("sinks", None)
         if args.sinks:
             self.add_weight(
@@ -219,7 +219,7 @@ class SelfAttention(WeightedLayer):
     def attend(self, qkv_TO: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """The input of `o_proj`."""
         if isinstance(self.q_norm, NormAcrossRanks) and isinstance(self.k_norm, NormAcrossRanks):
-            qkv_TO = norm_queries_and_keys(qkv_TO, self.q_norm, self.k_norm)
+            qkv_TO = norm_queries_and_keys(qkv_TO, self.q_norm, self.k_norm, self._repeated)
         if rotation.query_scale_T1 is not None:
             q_TQ, kv_TO = qkv_TO.split([self._q_features, qkv_TO.shape[1] - self._q_features], 1)
             qkv_TO = torch.cat(((q_TQ * rotation.query_scale_T1).to(qkv_TO.dtype), kv_TO), 1)
@@ -229,6 +229,15 @@ class SelfAttention(WeightedLayer):
         if self.q_norm is None or self.k_norm is None or isinstance(self.q_norm, NormAcrossRanks):
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+
+def _repeated_heads(heads: int, kv_heads: int, build: BuildContext) -> int:
+    """Number of this rank's key heads that the rank before it has too."""
+    if build.tp.rank == 0:
+        return 0
+    shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
+    before = head_shard(heads, kv_heads, build.tp.size, build.tp.rank - 1)
+    return before.kv_start + before.kv_count - shard.kv_start
 
 
 class TokenMixer(Protocol):

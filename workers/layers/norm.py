@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from atom_ops import rms_norm
+from atom_ops import normalised_queries_keys, query_key_squares, rms_norm
 from workers.layers.context import BuildContext
 from workers.layers.weighted import CheckpointTensor, ReadDecoded, ShardRange, ShardSpec, WeightedLayer
 
@@ -62,46 +62,25 @@ class RMSNorm(WeightedLayer):
 
 
 class NormAcrossRanks(RMSNorm):
-    """RMSNorm over features of which each rank has a range.
+    """RMSNorm over the features of all heads, of which each rank has a range."""
 
-    `share`: 1 / number of ranks that have the same range.
-    """
-
-    def __init__(self, kept: ShardRange, eps: float, build: BuildContext, share: float = 1.0):
+    def __init__(self, kept: ShardRange, eps: float, build: BuildContext):
         super().__init__(kept.total, eps, build, kept=kept)
-        self._features = kept.total
-        self._share = share
-
-    @property
-    def size(self) -> int:
-        """Number of features on this rank."""
-        return len(self.weight)
-
-    def squares(self, x_TF: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum of squares, float32 [T]."""
-        return x_TF.float().square().sum(1) * self._share
-
-    def scaled(self, x_TF: torch.Tensor, squares_T: torch.Tensor) -> torch.Tensor:
-        """The normalised features, from the sum of squares of all ranks."""
-        factor_T1 = torch.rsqrt(squares_T / self._features + self.eps)[:, None]
-        return (x_TF.float() * factor_T1 * self.weight.float()).to(x_TF.dtype)
+        self.kept = kept
 
 
 def norm_queries_and_keys(
-    qkv_TO: torch.Tensor, q_norm: NormAcrossRanks, k_norm: NormAcrossRanks
+    qkv_TO: torch.Tensor, q_norm: NormAcrossRanks, k_norm: NormAcrossRanks, repeated: int
 ) -> torch.Tensor:
-    """A fused projection with normalised queries and keys; one all-reduce for both."""
-    sizes = [q_norm.size, k_norm.size]
-    *parts, v_TV = qkv_TO.split([*sizes, qkv_TO.shape[1] - sum(sizes)], 1)
-    norms = q_norm, k_norm
-    if q_norm.tp.size == 1:
-        normed = [norm(part.contiguous()) for norm, part in zip(norms, parts, strict=True)]
-    else:
-        squares = [norm.squares(part) for norm, part in zip(norms, parts, strict=True)]
-        # A row for each token, as all-reduces have.
-        sums = q_norm.tp.all_reduce(torch.stack(squares, 1)).unbind(1)
-        normed = [norm.scaled(part, total) for norm, part, total in zip(norms, parts, sums, strict=True)]
-    return torch.cat((*normed, v_TV), 1)
+    """A fused projection with normalised queries and keys; one all-reduce for both.
+
+    The first `repeated` features of the keys are in the sum of another rank.
+    """
+    q = q_norm.kept
+    k = k_norm.kept
+    squares_T2 = q_norm.tp.all_reduce(query_key_squares(qkv_TO, q.size, k.size, repeated))
+    weights = q_norm.weight, k_norm.weight
+    return normalised_queries_keys(qkv_TO, squares_T2, *weights, q.total, k.total, q_norm.eps)
 
 
 def _factors(zero_centred: bool, scale: float, weight_D: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,9 @@ def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -
     targets = list(load_targets(model))
     biases = _biases_without_effect(targets, places)
     _check_names(model, targets, places.keys() - biases)
+    for pattern in model.unused_on_disk:
+        if unused := sum(fnmatch(name, pattern) for name in places):
+            get_logger().info("tensors in the checkpoint that are not loaded: %d, as %s", unused, pattern)
     if scales := [name for name in places if is_cache_scale(name)]:
         get_logger().info(
             "scales of the KV cache in the checkpoint (%d, as %s) are not applied: with --kv-cache-dtype fp8 "
@@ -111,7 +114,7 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
     because the LM head would then predict the last token again.
     """
     targets = list(load_targets(model))
-    has_lm_head = any(target.name == _LM_HEAD for target in targets)
+    has_lm_head = any(target.name.endswith(_LM_HEAD) for target in targets)
     loading = _Loading(model, targets, progress)
     for target in targets:
         if target.shard.elsewhere:  # its layer may be processed already
@@ -213,7 +216,7 @@ def _is_zero(source: TensorSource) -> bool:
 def _check(name: str, target: LoadTarget, source: TensorSource) -> None:
     """Raise WeightError if the tensor has another shape or dtype than the target needs."""
     shard = target.shard
-    tensor = target.tensor
+    tensor = target.tensor.named(name)
     if source.shape not in tensor.shapes:
         wanted = " or ".join(str(list(shape)) for shape in tensor.shapes)
         raise WeightError(f"{name} has shape {list(source.shape)}; the configuration needs {wanted}")
@@ -229,7 +232,7 @@ def _load(name: str, target: LoadTarget, source: TensorSource) -> None:
     """Copy the kept range of the tensor into the buffer."""
     _check(name, target, source)
     shard = target.shard
-    tensor = target.tensor
+    tensor = target.tensor.named(name)
     if shard.elsewhere:
         return
     match shard.reading:
@@ -248,9 +251,15 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _read(source: TensorSource, tensor: CheckpointTensor, index: Sequence[slice]) -> torch.Tensor:
+    if tensor.first_row:
+        index = [_moved(index[0], tensor.first_row), *index[1:]]
     if tensor.entry is None:
         return source.read(tuple(index))
     return source.read((slice(tensor.entry, tensor.entry + 1), *index))[0]
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
 
 
 def _check_names(model: CausalLM, targets: Sequence[LoadTarget], held: Set[str]) -> None:

@@ -1,7 +1,7 @@
 """Which checkpoint tensors fill which buffers of a model, and the shard that this rank keeps of them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -89,15 +89,10 @@ def _of_module(module: str, weight: str, shard: ShardSpec) -> _Named:
 def _decoded(path: str, weight: str, shards: tuple[ShardSpec, ...]) -> list[_Named]:
     """Each shard names the checkpoint tensor that it is read from, relative to the layer at `path`."""
     return [
-        (_joined(path, str(number), weight), _within(path, shard.tensor))
+        (_joined(path, str(number), weight), shard.tensor.within(path))
         for number, shard in enumerate(shards)
         if shard.tensor is not None
     ]
-
-
-def _within(path: str, tensor: CheckpointTensor) -> CheckpointTensor:
-    name, *others = (_joined(path, each) for each in tensor.names)
-    return replace(tensor, name=name, other_names=tuple(others))
 
 
 def _joined(*names: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from atom_ops import RoutingRule, TokenShard
+from workers.layers.config_values import check_value
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, TokenMixers, common_fields
 from workers.layers.mla.mla import LATENT_MODULES, LatentArgs, LatentAttention, latent_groups
@@ -72,7 +73,8 @@ class LatentDecoderLM(DecoderLM):
         # Layers after the last one are for multi-token prediction.
         first = args.num_hidden_layers
         count = config.get("num_nextn_predict_layers") or 0
-        self.unused_on_disk += tuple(f"model.layers.{layer}.*" for layer in range(first, first + count))
+        mtp_layers = (build.at(f"model.layers.{layer}").prefix for layer in range(first, first + count))
+        self.unused_on_disk += tuple(f"{layer}.*" for layer in mtp_layers)
 
 
 class SparseLatentDecoderLM(LatentDecoderLM):
@@ -162,15 +164,6 @@ def noaux_tc_rule(config: Mapping[str, Any]) -> RoutingRule:
         groups=config["n_group"] or 1,
         kept_groups=config["topk_group"] or 1,
     )
-
-
-def check_value(config: Mapping[str, Any], name: str, *supported: object) -> None:
-    """Raises ValueError if the field is present and its value is not supported."""
-    if name in config and config[name] not in supported:
-        values = ", ".join(map(str, supported))
-        raise ValueError(
-            f"{config['model_type']} with {name} {config[name]} is not supported; supported: {values}"
-        )
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:

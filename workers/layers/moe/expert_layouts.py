@@ -54,11 +54,15 @@ class ExpertLayout(ABC):
 
 @dataclass(frozen=True)
 class PerExpert(ExpertLayout):
-    """One tensor for each matrix of each expert, or as many as its scheme has."""
+    """One tensor for each matrix of each expert, or as many as its scheme has.
+
+    `or_stacked`: plain ones may instead be stacked, gate_up_proj [X, 2F, D] and down_proj [X, D, F].
+    """
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    or_stacked: bool = False
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -67,7 +71,18 @@ class PerExpert(ExpertLayout):
     def matrix(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
         name, *others = (f"{expert}.{getattr(self, part)}.{each}" for each in shard.stored.on_disk)
         shapes = shard.stored.shapes_on_disk(sizes.matrix(part))
-        return replace(shard, tensor=CheckpointTensor(name, shapes, other_names=tuple(others)))
+        stacked = self._stacked(part, expert, sizes) if shard.stored in PLAIN.tensors else None
+        return replace(shard, tensor=CheckpointTensor(name, shapes, None, tuple(others), stacked=stacked))
+
+    def _stacked(self, part: Part, expert: int, sizes: ExpertSizes) -> CheckpointTensor | None:
+        if not self.or_stacked:
+            return None
+        rows, columns = sizes.matrix(part)
+        if part == "down":
+            return CheckpointTensor("down_proj", ((sizes.experts, rows, columns),), expert)
+        first_row = rows if part == "up" else 0
+        shapes = ((sizes.experts, 2 * rows, columns),)
+        return CheckpointTensor("gate_up_proj", shapes, expert, first_row=first_row)
 
     def bias(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
         name = f"{expert}.{getattr(self, part)}.bias"
@@ -79,6 +94,7 @@ class PerExpert(ExpertLayout):
 
 
 PER_EXPERT = PerExpert()
+PER_EXPERT_OR_STACKED = PerExpert(or_stacked=True)
 
 
 class Interleaved(ExpertLayout):

@@ -38,7 +38,7 @@ from workers.layers.moe.expert_layouts import PER_EXPERT, ExpertLayout, ExpertSi
 from workers.layers.moe.expert_slots import SlotMap
 from workers.layers.norm import RMSNorm
 from workers.layers.quantization.scheme import PLAIN, StoredTensor
-from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer, check_blocks
+from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer, check_blocks
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class MoEArgs:
     """Dtype of the router's logits; None: the model's."""
     correction_bias: bool = False
     """Whether e_score_correction_bias is added to the scores when experts are selected."""
+    correction_bias_name: str = "e_score_correction_bias"
+    """Its name in the checkpoint, as that of a `CheckpointTensor` of the router."""
     expert_bias: bool = False
     shared_features: int = 0
     """Intermediate size of all shared experts together; 0: no shared experts."""
@@ -152,7 +154,9 @@ class ExpertRouter(Linear):
         self.register_buffer("e_score_correction_bias", None)
         if args.correction_bias:
             # float32: rounding it to 16 bits changes which experts are selected.
-            correction = [ShardSpec((args.num_experts,), 0, all_experts)]
+            shape = (args.num_experts,)
+            tensor = CheckpointTensor(args.correction_bias_name, (shape,))
+            correction = [ShardSpec(shape, 0, all_experts, tensor)]
             self.add_weight("e_score_correction_bias", correction, build, torch.float32)
         self._weight_dtype = dtype or build.dtype
         self._logits_dtype = args.router_dtype

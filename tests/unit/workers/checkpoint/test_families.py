@@ -36,12 +36,12 @@ def test_families_that_keep_states_say_so() -> None:
 
 
 def test_every_family_has_tiny_models_that_prove_it() -> None:
-    """Its own, or those of the family whose classes it takes as they are."""
+    """Its own, or those of the family whose classes it takes, perhaps with other names in the checkpoint."""
     proven = {model.model_type for model in TINY_MODELS}
     assert proven <= set(families())
-    classes = {kind for family in proven for kind in tables()[family].values()}
+    classes = tuple({kind for family in proven for kind in tables()[family].values()})
     for family in set(families()) - proven:
-        assert set(tables()[family].values()) <= classes, family
+        assert all(issubclass(kind, classes) for kind in tables()[family].values()), family
 
 
 def test_what_runs_is_accepted() -> None:

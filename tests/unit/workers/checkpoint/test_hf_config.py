@@ -195,3 +195,25 @@ def test_a_missing_model_type_can_be_given(tmp_path: Path) -> None:
 def test_new_names_win_where_a_file_has_both() -> None:
     config = {"torch_dtype": "float16", "dtype": "float32", "rope_theta": 1.0, "rope_parameters": PLAIN}
     assert with_new_names(config) == {"dtype": "float32", "rope_parameters": PLAIN}
+
+
+def test_the_text_settings_of_a_multimodal_config_are_at_the_top(tmp_path: Path) -> None:
+    """Those stated at the top have precedence, unless they are null; overrides may have either form."""
+    text = {name: value for name, value in CONFIG.items() if name not in ("architectures", "model_type")}
+    given = {
+        "architectures": CONFIG["architectures"], "model_type": "llama", "tie_word_embeddings": False,
+        "eos_token_id": None, "vision_config": {"hidden_size": 5},
+        "text_config": {**text, "model_type": "llama_text", "rope_theta": 5e5},
+    }  # fmt: skip
+    overrides = {"text_config": {"num_hidden_layers": 2}, "max_position_embeddings": 512}
+    checkpoint = checkpoint_of(tmp_path, overrides, given)
+    assert checkpoint.model_type == "llama" and checkpoint.max_model_len == 512
+    assert checkpoint.warnings == [] and checkpoint.dtype == "bfloat16"
+    assert checkpoint.eos_token_ids == [2]
+    wanted = {
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        "rope_parameters": PLAIN,
+    }
+    assert wanted.items() <= checkpoint.hf_config.items()

@@ -1,0 +1,42 @@
+"""Qwen3.5 (dense): gated delta networks in most layers, gated attention in the others.
+
+Published checkpoints are multimodal; this is their text model.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from workers.layers.context import BuildContext
+from workers.layers.decoder import DecoderLM
+from workers.layers.delta_decoder import DELTA_DEFAULTS, delta_decoder_args, delta_token_mixers
+from workers.layers.gated_delta_net import DELTA_MODULES_BY_KIND
+
+KEEPS_STATES = True
+
+
+class Qwen3_5ForCausalLM(DecoderLM):
+    """The tensors for multi-token prediction (mtp.*) are not loaded."""
+
+    packed_modules_mapping: ClassVar = {**DecoderLM.packed_modules_mapping, **DELTA_MODULES_BY_KIND}
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext):
+        config = {**DELTA_DEFAULTS, **config}
+        args = delta_decoder_args(config)
+        super().__init__(
+            config, args, build, token_mixers=delta_token_mixers(config, args, build, by_kind=True)
+        )
+        self.unused_on_disk += ("mtp.*",)
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    """The text model of a multimodal checkpoint, whose vision model is not loaded."""
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext):
+        super().__init__(config, build)
+        self.unused_on_disk += ("model.visual.*",)
+
+
+ARCHITECTURES = {
+    "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+}

@@ -1,0 +1,60 @@
+"""Qwen3.5 with experts in all layers; otherwise as the dense one.
+
+Published checkpoints are multimodal; this is their text model.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from atom_ops import RoutingRule
+from workers.layers.context import BuildContext
+from workers.layers.decoder import DecoderLM
+from workers.layers.delta_decoder import DELTA_DEFAULTS, delta_decoder_args, delta_token_mixers
+from workers.layers.gated_delta_net import DELTA_MODULES_BY_KIND
+from workers.layers.moe.expert_layouts import PER_EXPERT_OR_STACKED
+from workers.layers.moe.moe import MoE, MoEArgs
+
+KEEPS_STATES = True
+
+
+class Qwen3_5MoeForCausalLM(DecoderLM):
+    """The tensors for multi-token prediction (mtp.*) are not loaded."""
+
+    packed_modules_mapping: ClassVar = {**DecoderLM.packed_modules_mapping, **DELTA_MODULES_BY_KIND}
+    renamed_on_disk: ClassVar = {"shared_experts": "shared_expert"}
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext):
+        # No layer is dense, so the config has no intermediate_size.
+        config = {**DELTA_DEFAULTS, **config, "intermediate_size": config["moe_intermediate_size"]}
+        args = delta_decoder_args(config)
+        moe = _moe_args(config)
+        mixers = delta_token_mixers(config, args, build, by_kind=True)
+        super().__init__(config, args, build, lambda layer, at: MoE(moe, at), mixers)
+        self.unused_on_disk += ("mtp.*",)
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
+    """The text model of a multimodal checkpoint, whose vision model is not loaded."""
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext):
+        super().__init__(config, build)
+        self.unused_on_disk += ("model.visual.*",)
+
+
+def _moe_args(config: Mapping[str, Any]) -> MoEArgs:
+    return MoEArgs(
+        hidden_size=config["hidden_size"],
+        num_experts=config["num_experts"],
+        expert_features=config["moe_intermediate_size"],
+        rule=RoutingRule(config["num_experts_per_tok"], "softmax", renormalise=True),
+        hidden_act=config.get("hidden_act", "silu"),
+        shared_features=config["shared_expert_intermediate_size"],
+        shared_gate=True,
+        layout=PER_EXPERT_OR_STACKED,
+    )
+
+
+ARCHITECTURES = {
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForConditionalGeneration,
+    "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
+}
