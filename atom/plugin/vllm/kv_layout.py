@@ -1,0 +1,67 @@
+"""How vLLM is told the layout of ATOM's KV cache, and how its tensors become ATOM's.
+
+ATOM stores a token's keys, then its values, of all heads side by side (`KVLayer`), or one latent (`LatentLayer`).
+
+    vLLM            the layout is said by                             a layer gets
+    0.26            the backend's get_kv_cache_shape                  a tensor of that shape
+    0.32, 0.33      the spec: one slot for all heads, of so many      [blocks, 1, block size, numbers]
+                    bytes, and layouts whose layers are contiguous
+
+Versions between those are read as the one whose fields they have.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from atom_ops import KVLayer, LatentLayer
+from workers.layers.attention.attention import KVGroup
+from workers.layers.attention.cache_groups import LatentGroup
+
+_SAID_BY_SPEC = "num_head_slots" in {field.name for field in fields(FullAttentionSpec)}
+
+
+def kv_spec(group: KVGroup | LatentGroup, block_size: int, dtype: torch.dtype) -> Any:
+    """What vLLM needs to know of the cache of one layer of the group."""
+    if isinstance(group, LatentGroup):
+        width = group.latent_width + group.rope_width
+        return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=width, dtype=dtype)
+    common = {
+        "block_size": block_size,
+        "num_kv_heads": group.kv_heads,
+        "head_size": group.head_dim,
+        "dtype": dtype,
+        **packed_heads(group.kv_heads, group.head_dim, dtype),
+    }
+    if group.window:
+        return SlidingWindowSpec(**common, sliding_window=group.window)
+    return FullAttentionSpec(**common)
+
+
+def packed_heads(kv_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """The fields of a spec that put keys and values of all heads side by side; none where a shape says it."""
+    if not _SAID_BY_SPEC:
+        return {}
+    return {"num_head_slots": 1, "state_content_bytes": 2 * kv_heads * head_dim * dtype.itemsize}
+
+
+def contiguous_layouts() -> tuple[Any, ...]:
+    """vLLM's layouts in which a layer's blocks follow each other."""
+    from vllm.v1.kv_cache_interface import KVCacheLayout  # absent in 0.26
+
+    return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+
+
+def kv_layer(cache: torch.Tensor, kv_heads: int, head_dim: int) -> KVLayer:
+    """vLLM's cache of one layer as ATOM's keys and values; the same memory."""
+    blocks = cache.shape[0]
+    block_size = cache.numel() // (blocks * 2 * kv_heads * head_dim)
+    return KVLayer(cache.view(blocks, block_size, 2, kv_heads, head_dim))
+
+
+def latent_layer(cache: torch.Tensor, group: LatentGroup) -> LatentLayer:
+    """vLLM's cache of one layer as ATOM's latents; the same memory."""
+    width = group.latent_width + group.rope_width
+    return LatentLayer(cache.view(cache.shape[0], -1, width), group.latent_width)
