@@ -98,5 +98,6 @@ def build_context(vllm_config: Any, device: torch.device) -> BuildContext:
         tp,
         model.max_model_len + drafts,
         block_size=vllm_config.cache_config.block_size,
+        separate_tables=True,
         dispatch=expert_dispatch(mesh, parallel.enable_expert_parallel),
     )

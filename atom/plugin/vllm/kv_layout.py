@@ -27,7 +27,8 @@ def kv_spec(group: KVGroup | LatentGroup, block_size: int, dtype: torch.dtype) -
     """What vLLM needs to know of the cache of one layer of the group."""
     if isinstance(group, LatentGroup):
         width = group.latent_width + group.rope_width
-        return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=width, dtype=dtype)
+        packed = _packed(width * dtype.itemsize)
+        return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=width, dtype=dtype, **packed)
     common = {
         "block_size": block_size,
         "num_kv_heads": group.kv_heads,
@@ -42,9 +43,11 @@ def kv_spec(group: KVGroup | LatentGroup, block_size: int, dtype: torch.dtype) -
 
 def packed_heads(kv_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """The fields of a spec that put keys and values of all heads side by side; none where a shape says it."""
-    if not _SAID_BY_SPEC:
-        return {}
-    return {"num_head_slots": 1, "state_content_bytes": 2 * kv_heads * head_dim * dtype.itemsize}
+    return _packed(2 * kv_heads * head_dim * dtype.itemsize)
+
+
+def _packed(token_bytes: int) -> dict[str, int]:
+    return {"num_head_slots": 1, "state_content_bytes": token_bytes} if _SAID_BY_SPEC else {}
 
 
 def contiguous_layouts() -> tuple[Any, ...]:
@@ -54,14 +57,12 @@ def contiguous_layouts() -> tuple[Any, ...]:
     return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
 
 
-def kv_layer(cache: torch.Tensor, kv_heads: int, head_dim: int) -> KVLayer:
-    """vLLM's cache of one layer as ATOM's keys and values; the same memory."""
-    blocks = cache.shape[0]
-    block_size = cache.numel() // (blocks * 2 * kv_heads * head_dim)
-    return KVLayer(cache.view(blocks, block_size, 2, kv_heads, head_dim))
+def kv_layer(cache: torch.Tensor, block_size: int, kv_heads: int, head_dim: int) -> KVLayer:
+    """vLLM's cache of one layer as ATOM's keys and values, the same memory. Raises RuntimeError for another size."""
+    return KVLayer(cache.view(cache.shape[0], block_size, 2, kv_heads, head_dim))
 
 
-def latent_layer(cache: torch.Tensor, group: LatentGroup) -> LatentLayer:
-    """vLLM's cache of one layer as ATOM's latents; the same memory."""
+def latent_layer(cache: torch.Tensor, block_size: int, group: LatentGroup) -> LatentLayer:
+    """vLLM's cache of one layer as ATOM's latents, the same memory. Raises RuntimeError for another size."""
     width = group.latent_width + group.rope_width
-    return LatentLayer(cache.view(cache.shape[0], -1, width), group.latent_width)
+    return LatentLayer(cache.view(cache.shape[0], block_size, width), group.latent_width)

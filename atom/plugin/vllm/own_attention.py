@@ -4,7 +4,7 @@ A layer tells vLLM the size of its cache and gets it. Once a step, the builder t
 plan that all layers of a KV group share.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,6 +33,7 @@ class StepMetadata(AttentionMetadata):
     """What the layers of one KV group of vLLM share in a step."""
 
     group: GroupContext
+    block_size: int
 
 
 class PlanBuilder(AttentionMetadataBuilder):
@@ -62,7 +63,8 @@ class PlanBuilder(AttentionMetadataBuilder):
             host=_host_rows(step, query_lens, contexts_R, table_RW),
             decode_query_len=self._decode_query_len,
         )
-        return StepMetadata(GroupContext(step.slot_mapping[: step.num_actual_tokens], plan))
+        slots_T = step.slot_mapping[: step.num_actual_tokens]
+        return StepMetadata(GroupContext(slots_T, plan), self.kv_cache_spec.block_size)
 
 
 def _host_rows(
@@ -124,8 +126,6 @@ class AtomAttentionBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec of a layer of vLLM's own models, with ATOM's layout; for vLLM 0.32 and later."""
-        from dataclasses import replace
-
         return replace(spec, **packed_heads(spec.num_kv_heads, spec.head_size, spec.dtype))
 
 
@@ -136,6 +136,11 @@ class AtomLatentBackend(AtomAttentionBackend):
     def is_mla(cls) -> bool:
         """The cache has latents, without heads."""
         return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec as it is: these layers are ATOM's alone."""
+        return spec
 
     @staticmethod
     def get_kv_cache_shape(
@@ -179,9 +184,10 @@ class CachedLayer(nn.Module, AttentionLayerBase):
         """The cache that vLLM has bound, in ATOM's layout."""
         if self._bound is None or self._bound[0] is not self.kv_cache:
             if isinstance(self._group, LatentGroup):
-                made: KVLayer | LatentLayer = latent_layer(self.kv_cache, self._group)
+                made: KVLayer | LatentLayer = latent_layer(self.kv_cache, self._spec.block_size, self._group)
             else:
-                made = kv_layer(self.kv_cache, self._group.kv_heads, self._group.head_dim)
+                group = self._group
+                made = kv_layer(self.kv_cache, self._spec.block_size, group.kv_heads, group.head_dim)
             self._bound = (self.kv_cache, made)
         return self._bound[1]
 
@@ -238,7 +244,7 @@ class AtomAttentionImpl(AttentionImpl):
             return output.zero_()
         group = attn_metadata.group
         tokens = group.plan.num_tokens
-        cache = kv_layer(kv_cache, self.num_kv_heads, self.head_size)
+        cache = kv_layer(kv_cache, attn_metadata.block_size, self.num_kv_heads, self.head_size)
         write_kv(key[:tokens], value[:tokens], cache, group.slots_T)
         output[:tokens] = paged_attention(query[:tokens], cache, group.plan, self._rule)
         return output

@@ -50,24 +50,20 @@ class OwnAttentionContext:
     def _group(self, metadata: Mapping[str, StepMetadata], layers: Sequence[int]) -> GroupContext:
         found = [metadata[self._names[layer]] for layer in layers]
         if any(other is not found[0] for other in found):
-            raise ValueError(
-                f"vLLM gives layers {list(layers)} several block tables, and ATOM's attention has one for layers "
-                "with the same window: add --disable-hybrid-kv-cache-manager"
-            )
+            raise ValueError(f"vLLM gives layers {list(layers)} several block tables, and they read one")
         return found[0].group
 
     def _without_cache(self, tokens: int) -> ForwardContext:
         """A step that writes nothing, for the measurement of memory before there is a cache."""
         no_slots = torch.empty(0, dtype=torch.int64, device=self._device)
         nothing = GroupContext(no_slots, empty_attention(self._device))
-        scratch: list[CacheLayer] = allocate_kv(
-            self._groups, [1] * len(self._groups), 1, self._dtype, self._device
-        )
+        blocks = [1] * len(self._groups)
+        scratch: list[CacheLayer] = allocate_kv(self._groups, blocks, 1, self._dtype, self._device)
         return ForwardContext(scratch, pad_groups([nothing] * len(self._groups), tokens, 1))
 
 
 def _padded(groups: Sequence[GroupContext], tokens: int) -> Sequence[Any]:
-    rows = len(groups[0].plan.context_lens_R)
     if all(group.plan.num_tokens == tokens for group in groups):
         return groups
-    return pad_groups(groups, tokens, rows)
+    made = {id(group): pad_groups([group], tokens, len(group.plan.context_lens_R))[0] for group in groups}
+    return [made[id(group)] for group in groups]
