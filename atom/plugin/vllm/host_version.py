@@ -15,8 +15,8 @@ def misfit(host: str) -> str | None:
     if found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
         return None
     return (
-        f"ATOM {__version__} is a plugin of vLLM {_text(OLDEST)} to {_text(NEWEST)}, not of vLLM {host}, which "
-        "runs without it; install one of those versions, or set ATOM_DISABLE_VLLM_PLUGIN=1"
+        f"ATOM {__version__} is a plugin of vLLM {_text(OLDEST)} to {_text(NEWEST)}; vLLM {host} "
+        "runs without it: install one of those versions, or set ATOM_DISABLE_VLLM_PLUGIN=1"
     )
 
 

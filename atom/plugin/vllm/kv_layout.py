@@ -1,6 +1,6 @@
 """How vLLM is told the layout of ATOM's KV cache, and how its tensors become ATOM's.
 
-ATOM stores a token's keys, then its values, of all heads side by side (`KVLayer`), or one latent (`LatentLayer`).
+ATOM stores a token's keys, then its values, of all heads (`KVLayer`), or its latent (`LatentLayer`).
 
     vLLM            the layout is said by                             a layer gets
     0.26            the backend's get_kv_cache_shape                  a tensor of that shape
@@ -58,11 +58,17 @@ def contiguous_layouts() -> tuple[Any, ...]:
 
 
 def kv_layer(cache: torch.Tensor, block_size: int, kv_heads: int, head_dim: int) -> KVLayer:
-    """vLLM's cache of one layer as ATOM's keys and values, the same memory. Raises RuntimeError for another size."""
+    """vLLM's cache of one layer as ATOM's keys and values, the same memory.
+
+    Raises RuntimeError for a cache of another size.
+    """
     return KVLayer(cache.view(cache.shape[0], block_size, 2, kv_heads, head_dim))
 
 
 def latent_layer(cache: torch.Tensor, block_size: int, group: LatentGroup) -> LatentLayer:
-    """vLLM's cache of one layer as ATOM's latents, the same memory. Raises RuntimeError for another size."""
+    """vLLM's cache of one layer as ATOM's latents, the same memory.
+
+    Raises RuntimeError for a cache of another size.
+    """
     width = group.latent_width + group.rope_width
     return LatentLayer(cache.view(cache.shape[0], block_size, width), group.latent_width)

@@ -21,7 +21,7 @@ from atom_ops import backend
 from atom_ops.attention_backend import ATTENTION_BACKENDS
 from workers.models.registry import build_model
 from workers.providers import separated_ops
-from workers.weights.loader import describe_weights, load_weights
+from workers.weights.loader import describe_weights, load_dummy, load_weights
 
 logger = init_logger("vllm.plugins.atom")
 
@@ -49,6 +49,10 @@ class AtomForCausalLM(nn.Module):
         context = build_context(vllm_config, device)
         with _default_dtype(torch.float32):
             model = build_model(checkpoint, context, online)
+            self._load_format = vllm_config.load_config.load_format
+            self._loaded = self._load_format == "dummy"
+            if self._loaded:
+                load_dummy(model, lambda done, total: None)
         # Not a submodule: vLLM initialises, converts and counts the tensors of all modules that it sees.
         self._atom = (model,)
         make = OwnAttentionContext if own_attention else HostAttentionContext
@@ -61,7 +65,9 @@ class AtomForCausalLM(nn.Module):
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Raises ValueError: ATOM's models start from token ids."""
-        raise ValueError("ATOM's models in vLLM take token ids alone: embeddings of a prompt are not supported")
+        raise ValueError(
+            "ATOM's models in vLLM take token ids alone: embeddings of a prompt are not supported"
+        )
 
     def forward(
         self,
@@ -72,7 +78,12 @@ class AtomForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """Final hidden states [T, D] of the step's tokens, padding included."""
         if intermediate_tensors is not None or inputs_embeds is not None:
-            raise ValueError("ATOM's models in vLLM take token ids alone, and run on all layers")
+            raise ValueError("ATOM's models in vLLM take token ids alone, and have all layers on each rank")
+        if not self._loaded:
+            raise ValueError(
+                f"--load-format {self._load_format} does not give weights to ATOM's models: use auto, or set "
+                "ATOM_DISABLE_VLLM_PLUGIN=1"
+            )
         (model,) = self._atom
         hidden_TD: torch.Tensor = model(input_ids.long(), positions, self._attention.step(len(input_ids)))
         return hidden_TD
@@ -84,8 +95,11 @@ class AtomForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load this rank's shards from vLLM's iterator. Raises WeightError for a tensor that does not fit."""
         (model,) = self._atom
+        if self._loaded:
+            raise ValueError("ATOM's models in vLLM load their weights once: start vLLM again for others")
         with _default_dtype(torch.float32):
             load_weights(model, weights, lambda done, total: None)
+        self._loaded = True
         logger.info("ATOM's weights on this rank: %s", describe_weights(model))
         return {name for name, _ in self.named_parameters()}
 

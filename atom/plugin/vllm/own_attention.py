@@ -34,6 +34,7 @@ class StepMetadata(AttentionMetadata):
 
     group: GroupContext
     block_size: int
+    """Tokens of a block of the layers' caches."""
 
 
 class PlanBuilder(AttentionMetadataBuilder):
@@ -44,8 +45,10 @@ class PlanBuilder(AttentionMetadataBuilder):
         speculative = vllm_config.speculative_config
         self._decode_query_len = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepMetadata:
-        """The plan of the step's rows. `common_prefix_len` and `fast_build` change nothing: it is always fast."""
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> StepMetadata:
+        """The plan of the step's rows; it is always built fast, and rows need no common prefix."""
         step = common_attn_metadata
         rows = step.num_reqs
         starts = step.query_start_loc_cpu[: rows + 1].numpy()
@@ -159,14 +162,12 @@ class CachedLayer(nn.Module, AttentionLayerBase):
         cache = vllm_config.cache_config
         if cache.cache_dtype not in _PLAIN_CACHES:
             raise ValueError(
-                f"--kv-cache-dtype {cache.cache_dtype}: ATOM's attention in vLLM keeps the compute dtype; omit "
-                "it, or set ATOM_DISABLE_VLLM_PLUGIN_ATTENTION=1"
+                f"--kv-cache-dtype {cache.cache_dtype}: ATOM's attention in vLLM keeps the compute dtype: "
+                "omit it, or set ATOM_DISABLE_VLLM_PLUGIN_ATTENTION=1"
             )
-        self.name = name
         self.kv_cache = torch.tensor([])
-        self._bound: tuple[torch.Tensor, KVLayer | LatentLayer] | None = None
+        self._bound: tuple[torch.Tensor, int, KVLayer | LatentLayer] | None = None
         self._group = group
-        self._spec = kv_spec(group, cache.block_size, vllm_config.model_config.dtype)
         layers = vllm_config.compilation_config.static_forward_context
         if name in layers:
             raise ValueError(f"vLLM has a layer {name} already")
@@ -178,52 +179,63 @@ class CachedLayer(nn.Module, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """The size of the cache for vLLM's block pool."""
-        return self._spec
+        return kv_spec(self._group, vllm_config.cache_config.block_size, vllm_config.model_config.dtype)
 
-    def cache(self) -> KVLayer | LatentLayer:
-        """The cache that vLLM has bound, in ATOM's layout."""
-        if self._bound is None or self._bound[0] is not self.kv_cache:
-            if isinstance(self._group, LatentGroup):
-                made: KVLayer | LatentLayer = latent_layer(self.kv_cache, self._spec.block_size, self._group)
-            else:
-                group = self._group
-                made = kv_layer(self.kv_cache, self._spec.block_size, group.kv_heads, group.head_dim)
-            self._bound = (self.kv_cache, made)
-        return self._bound[1]
+    def cache(self, block_size: int) -> KVLayer | LatentLayer:
+        """The cache that vLLM has bound, in ATOM's layout, with blocks of so many tokens."""
+        if self._bound is None or self._bound[0] is not self.kv_cache or self._bound[1] != block_size:
+            self._bound = (self.kv_cache, block_size, self._viewed(block_size))
+        return self._bound[2]
+
+    def _viewed(self, block_size: int) -> KVLayer | LatentLayer:
+        if isinstance(self._group, LatentGroup):
+            return latent_layer(self.kv_cache, block_size, self._group)
+        return kv_layer(self.kv_cache, block_size, self._group.kv_heads, self._group.head_dim)
+
+
+@dataclass(frozen=True)
+class _LayerArguments:
+    """What vLLM's `Attention` says of a layer, in its order."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int
+    alibi_slopes: list[float] | None = None
+    sliding_window: int | None = None
+    kv_cache_dtype: str = "auto"
+    logits_soft_cap: float | None = None
+    attn_type: str = "decoder"
+    kv_sharing_target_layer_name: str | None = None
+    sinks: torch.Tensor | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for attention that the ops do not have."""
+        refused = {
+            "ALiBi": self.alibi_slopes is not None,
+            "a soft cap of the logits": bool(self.logits_soft_cap),
+            f"{self.attn_type} attention": self.attn_type != "decoder",
+            "layers that share a cache": self.kv_sharing_target_layer_name is not None,
+            f"a KV cache in {self.kv_cache_dtype}": self.kv_cache_dtype not in _PLAIN_CACHES,
+        }
+        if found := [what for what, given in refused.items() if given]:
+            raise ValueError(
+                f"--attention-backend CUSTOM (ATOM) does not have {', '.join(found)}: omit the flag"
+            )
 
 
 class AtomAttentionImpl(AttentionImpl):
     """Attention of a layer of vLLM's own models by ATOM's ops, for `--attention-backend CUSTOM`."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ):  # the parameters are vLLM's
-        """Raises ValueError for attention that the ops do not have."""
-        refused = {
-            "ALiBi": alibi_slopes is not None,
-            "a soft cap of the logits": bool(logits_soft_cap),
-            f"{attn_type} attention": attn_type != "decoder",
-            "layers that share a cache": kv_sharing_target_layer_name is not None,
-            f"a KV cache in {kv_cache_dtype}": kv_cache_dtype not in _PLAIN_CACHES,
-        }
-        if found := [what for what, given in refused.items() if given]:
-            raise ValueError(f"--attention-backend CUSTOM (ATOM) does not have {', '.join(found)}: omit the flag")
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.sliding_window = sliding_window
-        self._rule = AttentionRule(float(scale), sliding_window or 0, sinks)
+    def __init__(self, *args: Any, **kwargs: Any):
+        """The arguments are those of `_LayerArguments`. Raises ValueError for attention that the ops lack."""
+        asked = _LayerArguments(*args, **kwargs)
+        asked.check()
+        self.num_heads = asked.num_heads
+        self.head_size = asked.head_size
+        self.num_kv_heads = asked.num_kv_heads
+        self.sliding_window = asked.sliding_window
+        self._rule = AttentionRule(float(asked.scale), asked.sliding_window or 0, asked.sinks)
 
     def forward(
         self,
@@ -233,13 +245,12 @@ class AtomAttentionImpl(AttentionImpl):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: StepMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        **results: torch.Tensor | None,
     ) -> torch.Tensor:
         """Write the step's keys and values [T, K, E], and fill `output` [T, H, E] by attention of `query`."""
-        if output_scale is not None or output_block_scale is not None:
-            raise ValueError("ATOM's attention in vLLM does not quantize its output")
+        output = results.pop("output")
+        if output is None or any(scale is not None for scale in results.values()):
+            raise ValueError("ATOM's attention in vLLM fills the tensor `output`, without quantizing it")
         if attn_metadata is None:  # memory is measured before there is a cache
             return output.zero_()
         group = attn_metadata.group

@@ -23,9 +23,11 @@ def register_platform() -> str | None:
     """The platform's class, for vllm.platform_plugins; None leaves vLLM as it is."""
     if envs.ATOM_DISABLE_VLLM_PLUGIN:
         return None
+    from vllm.platforms import builtin_platform_plugins
     from vllm.version import __version__
 
-    return PLATFORM if misfit(__version__) is None else None
+    has_one = sum(detect() is not None for detect in builtin_platform_plugins.values()) == 1
+    return PLATFORM if has_one and misfit(__version__) is None else None
 
 
 def register_models() -> None:

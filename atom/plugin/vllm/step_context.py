@@ -24,7 +24,9 @@ class OwnAttentionContext:
         self._device = device
         self._dtype = vllm_config.model_config.dtype
         self._names = {
-            layer: f"{prefix}model.layers.{layer}.self_attn.attn" for group in self._groups for layer in group.layers
+            layer: f"{prefix}model.layers.{layer}.self_attn.attn"
+            for group in self._groups
+            for layer in group.layers
         }
         made = {}
         for group in self._groups:
@@ -44,14 +46,21 @@ class OwnAttentionContext:
             return self._without_cache(tokens)
         if not isinstance(metadata, Mapping):
             raise ValueError("ATOM's attention in vLLM does not run a step as several micro-batches")
-        groups = [self._group(metadata, group.layers) for group in self._groups]
-        return ForwardContext([layer.cache() for layer in self._layers], _padded(groups, tokens))
+        steps = [self._common(metadata, group.layers) for group in self._groups]
+        sizes = {
+            layer: step.block_size
+            for group, step in zip(self._groups, steps, strict=True)
+            for layer in group.layers
+        }
+        caches = [layer.cache(sizes[number]) for number, layer in enumerate(self._layers)]
+        return ForwardContext(caches, _padded([step.group for step in steps], tokens))
 
-    def _group(self, metadata: Mapping[str, StepMetadata], layers: Sequence[int]) -> GroupContext:
+    def _common(self, metadata: Mapping[str, StepMetadata], layers: Sequence[int]) -> StepMetadata:
+        """What vLLM says of layers that read one block table."""
         found = [metadata[self._names[layer]] for layer in layers]
         if any(other is not found[0] for other in found):
             raise ValueError(f"vLLM gives layers {list(layers)} several block tables, and they read one")
-        return found[0].group
+        return found[0]
 
     def _without_cache(self, tokens: int) -> ForwardContext:
         """A step that writes nothing, for the measurement of memory before there is a cache."""
