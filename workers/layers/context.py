@@ -33,8 +33,6 @@ class BuildContext:
     """Ranks of the tensor-parallel group that split the latent KV cache by tokens."""
     block_size: int = 16
     """Tokens of a KV block on a rank."""
-    separate_tables: bool = False
-    """Whether each attention layer is a KV group of its own, because it may have a block table of its own."""
     kv_dtype: torch.dtype | None = None
     """Dtype of cached keys and values; None: `dtype`."""
     dispatch: ExpertDispatch = field(default_factory=LocalDispatch)
@@ -50,6 +48,8 @@ class BuildContext:
     """Module name -> its name in the checkpoint, where the two differ."""
     prefix: str = ""
     """Path in the checkpoint of the module that is built."""
+    separate_tables: bool = False
+    """Whether each attention layer is a KV group of its own, because it may have a block table of its own."""
 
     def at(self, path: str) -> "BuildContext":
         """The context of the module at `path` within this one."""

@@ -3,6 +3,7 @@
 A layer's cache is vLLM's `Attention` module, which finds the step's metadata and its cache itself.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 
+from atom.plugin.vllm.host_config import layer_name
 from atom_ops import (
     AttentionBackend,
     AttentionConfig,
@@ -72,7 +74,7 @@ class HostAttentionBackend(AttentionBackend):
         """Attention [T, H, E]; the slots and the plan are vLLM's, which `cache` finds itself."""
         heads = rotated_heads(qkv_TO, cos_T1R, sin_T1R, cache.num_kv_heads, cache.head_size, norms)
         out_TO: Tensor = cache(*(head.flatten(1).contiguous() for head in heads))
-        return out_TO.unflatten(1, (cache.num_heads, cache.head_size))
+        return out_TO.view(-1, cache.num_heads, cache.head_size)
 
 
 def use_host_attention() -> str:
@@ -85,8 +87,8 @@ def use_host_attention() -> str:
 class HostAttentionContext:
     """Makes vLLM's attention layers of a model, and the forward context of its steps."""
 
-    def __init__(self, model: CausalLM, vllm_config: Any, prefix: str, device: torch.device):
-        self._layers = _attention_layers(model, vllm_config, prefix)
+    def __init__(self, model: CausalLM, vllm_config: Any, device: torch.device):
+        self._layers = _attention_layers(model, vllm_config)
         nothing = GroupContext(torch.empty(0, dtype=torch.int64, device=device), empty_attention(device))
         self._groups = [nothing] * len(model.kv_groups)
 
@@ -100,7 +102,10 @@ class HostAttentionContext:
         return ForwardContext(self._layers, self._groups)
 
 
-def _attention_layers(model: CausalLM, vllm_config: Any, prefix: str) -> list[Attention]:
+def _attention_layers(model: CausalLM, vllm_config: Any) -> list[Attention]:
+    # Its window would apply to all layers; each layer states its own.
+    cache_config = copy.copy(vllm_config.cache_config)
+    cache_config.sliding_window = None
     sinks = [module.sinks for module in model.modules() if isinstance(module, SelfAttention)]
     made = {}
     for group in model.kv_groups:
@@ -111,9 +116,9 @@ def _attention_layers(model: CausalLM, vllm_config: Any, prefix: str) -> list[At
                 group.head_dim,
                 group.head_dim**-0.5,
                 group.kv_heads,
-                cache_config=vllm_config.cache_config,
+                cache_config=cache_config,
                 per_layer_sliding_window=group.window or None,
-                prefix=f"{prefix}model.layers.{layer}.self_attn.attn",
+                prefix=layer_name(layer),
                 **({} if sinks[layer] is None else {"sinks": sinks[layer]}),
             )
     return [made[layer] for layer in sorted(made)]

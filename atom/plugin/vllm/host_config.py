@@ -32,8 +32,16 @@ class HostCommunicator(Communicator):
         return summed
 
 
-def check_supported(vllm_config: Any) -> None:
-    """Raise ValueError, in one line, for a setting that ATOM's models do not honour."""
+def layer_name(layer: int) -> str:
+    """The name of an attention layer, by which vLLM gives it a cache."""
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def check_supported(vllm_config: Any, prefix: str) -> None:
+    """Raise ValueError, in one line, for a setting that ATOM's models do not honour.
+
+    `prefix`: the name of this model within a larger one.
+    """
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     speculative = vllm_config.speculative_config
@@ -48,6 +56,7 @@ def check_supported(vllm_config: Any) -> None:
         "--enable-lora": vllm_config.lora_config is not None,
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         f"--speculative-config with method {method}": method not in (None, "ngram"),
+        f"a text model within another one ({prefix})": prefix != "",
         f"--runner {model.runner_type}": model.runner_type != "generate",
     }
     if found := [flag for flag, given in refused.items() if given]:

@@ -32,7 +32,7 @@ class AtomForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         """Build this rank's model without its weights. Raises ValueError for what is not supported."""
         super().__init__()
-        check_supported(vllm_config)
+        check_supported(vllm_config, prefix)
         # vLLM builds models with their device as torch's default.
         device = torch.empty(0).device
         checkpoint = checkpoint_of(vllm_config.model_config)
@@ -56,7 +56,7 @@ class AtomForCausalLM(nn.Module):
         # Not a submodule: vLLM initialises, converts and counts the tensors of all modules that it sees.
         self._atom = (model,)
         make = OwnAttentionContext if own_attention else HostAttentionContext
-        self._attention = make(model, vllm_config, prefix, device)
+        self._attention = make(model, vllm_config, device)
         self.attention_layers = nn.ModuleList(self._attention.layers)
         if context.tp.rank == 0:
             logger.info("ATOM's %s; ops on %s: %s", type(model).__name__, device, backend.summary(resolved))

@@ -12,7 +12,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 def machine_platform() -> str:
     """The class of the machine's own platform. Raises RuntimeError where vLLM finds none, or several."""
-    found = [name for detect in builtin_platform_plugins.values() if (name := detect()) is not None]
+    found: list[str] = [
+        name for detect in builtin_platform_plugins.values() if (name := detect()) is not None
+    ]
     if len(found) != 1:
         names = ", ".join(found) or "no platform"
         raise RuntimeError(

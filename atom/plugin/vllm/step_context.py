@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
 
+from atom.plugin.vllm.host_config import layer_name
 from atom.plugin.vllm.own_attention import CachedLayer, StepMetadata
 from atom_ops import empty_attention
 from workers.batch.step_padding import pad_groups
@@ -19,19 +20,14 @@ from workers.memory.kv_cache import allocate_kv
 class OwnAttentionContext:
     """Makes the layers whose caches vLLM allocates, and the forward context of each step."""
 
-    def __init__(self, model: CausalLM, vllm_config: Any, prefix: str, device: torch.device):
+    def __init__(self, model: CausalLM, vllm_config: Any, device: torch.device):
         self._groups = model.kv_groups
         self._device = device
         self._dtype = vllm_config.model_config.dtype
-        self._names = {
-            layer: f"{prefix}model.layers.{layer}.self_attn.attn"
-            for group in self._groups
-            for layer in group.layers
-        }
-        made = {}
+        made: dict[int, CachedLayer] = {}
         for group in self._groups:
             assert not isinstance(group, StateGroup), "families with states are not registered"
-            made |= {layer: CachedLayer(group, self._names[layer], vllm_config) for layer in group.layers}
+            made |= {layer: CachedLayer(group, layer_name(layer), vllm_config) for layer in group.layers}
         self._layers = [made[layer] for layer in sorted(made)]
 
     @property
@@ -57,7 +53,7 @@ class OwnAttentionContext:
 
     def _common(self, metadata: Mapping[str, StepMetadata], layers: Sequence[int]) -> StepMetadata:
         """What vLLM says of layers that read one block table."""
-        found = [metadata[self._names[layer]] for layer in layers]
+        found = [metadata[layer_name(layer)] for layer in layers]
         if any(other is not found[0] for other in found):
             raise ValueError(f"vLLM gives layers {list(layers)} several block tables, and they read one")
         return found[0]
