@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 GROUPS = {"families": FAMILIES, "features": FEATURES, "quantized": QUANTIZED, "ranks": RANKS}
 MIN_MARGIN = 1e-3
 DEADLINE_S = 1800
-"""Of all runs of a group together, on a busy machine."""
+"""Limit of all runs of a group together, on a busy machine."""
 
 
 def prepared(case: Case, directory: Path) -> list[list[int]]:

@@ -25,6 +25,8 @@ def _cell(cases: Sequence[Case], problems: Mapping[str, list[str]], family: str,
     runs = [case for case in cases if case.row.model_type == family and case.attention == attention]
     if not runs:
         return "vLLM's own model"
+    if any(case.name not in problems for case in runs):
+        return "not run"
     return "differs" if any(problems[case.name] for case in runs) else "equal ids"
 
 
