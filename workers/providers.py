@@ -61,9 +61,14 @@ def resolve_ops(
         device,
         batch_invariant=config.device.batch_invariant,
         preferred=("aiter_triton",) if envs.ATOM_USE_TRITON_GEMM else (),
-        separated=[op for each in _FUSIONS if each.separates(checkpoint, quantized) for op in each.ops],
+        separated=separated_ops(checkpoint, quantized),
         without_attention=("aiter",) if _wants_own_attention(checkpoint) else (),
     )
+
+
+def separated_ops(checkpoint: Checkpoint, quantized: bool) -> list[str]:
+    """The composed ops that the environment wants to run as their parts in this model."""
+    return [op for each in _FUSIONS if each.separates(checkpoint, quantized) for op in each.ops]
 
 
 def _wants_own_attention(checkpoint: Checkpoint) -> bool:

@@ -48,6 +48,8 @@ class BuildContext:
     """Module name -> its name in the checkpoint, where the two differ."""
     prefix: str = ""
     """Path in the checkpoint of the module that is built."""
+    separate_tables: bool = False
+    """Whether each attention layer is a KV group of its own, because it may have a block table of its own."""
 
     def at(self, path: str) -> "BuildContext":
         """The context of the module at `path` within this one."""

@@ -149,10 +149,10 @@ def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> di
 
 
 def kv_groups(args: DecoderArgs, build: BuildContext) -> list[KVGroup]:
-    """One group for each distinct window."""
+    """One group for each distinct window, or for each layer with `separate_tables`."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
     windows = args.windows or (None,) * args.num_hidden_layers
-    groups = group_by_window(windows, shard.kv_count, args.head_dim)
+    groups = group_by_window(windows, shard.kv_count, args.head_dim, build.separate_tables)
     return [group.bound(shard.q_count, args.sinks, build) for group in groups]
 
 

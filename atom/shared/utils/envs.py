@@ -299,7 +299,7 @@ def startup_notes(device: str, rocm: bool = False) -> list[str]:
 
 def acts(area: Area) -> bool:
     """Whether this version reads the variables of an area."""
-    return area in (Area.ENGINE, Area.DATA_PARALLEL, Area.GPU, Area.ROCM, Area.BENCHMARK)
+    return area is not Area.AITER
 
 
 def _no_effect(area: Area, device: str, rocm: bool) -> str:
@@ -309,6 +309,6 @@ def _no_effect(area: Area, device: str, rocm: bool) -> str:
     if area in (Area.ROCM, Area.AITER) and not (device == "cuda" and rocm):
         place = "the CPU" if device == "cpu" else "NVIDIA GPUs"
         return f"AITER's kernels are for AMD GPUs, and this engine computes on {place}"
-    if acts(area) or area is Area.PLUGIN:
+    if acts(area):
         return ""
     return f"this version has no {area.value} yet"

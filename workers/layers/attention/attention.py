@@ -44,12 +44,16 @@ class KVGroup:
         return replace(self, backend=choose_backend(config))
 
 
-def group_by_window(windows: Sequence[int | None], kv_heads: int, head_dim: int) -> list[KVGroup]:
-    """One group for each distinct window, in the order of their first layers.
+def group_by_window(
+    windows: Sequence[int | None], kv_heads: int, head_dim: int, separate: bool = False
+) -> list[KVGroup]:
+    """One group for each distinct window, in the order of their first layers; `separate`: one for each layer.
 
     `windows` has the sliding window of each layer; None or 0: full attention.
     """
     by_layer = [window or 0 for window in windows]
+    if separate:
+        return [KVGroup([layer], kv_heads, head_dim, window) for layer, window in enumerate(by_layer)]
     return [
         KVGroup([layer for layer, own in enumerate(by_layer) if own == window], kv_heads, head_dim, window)
         for window in dict.fromkeys(by_layer)

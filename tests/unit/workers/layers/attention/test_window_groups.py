@@ -56,6 +56,11 @@ def test_the_worker_reports_its_window_specs(worker: Worker) -> None:
 def test_groups_by_window() -> None:
     assert group_by_window([8, None, 8, None], 2, 16) == [KVGroup([0, 2], 2, 16, 8), KVGroup([1, 3], 2, 16)]
     assert group_by_window([None, 0], 2, 16) == [KVGroup([0, 1], 2, 16)]
+    assert group_by_window([8, None, 8], 2, 16, separate=True) == [
+        KVGroup([0], 2, 16, 8),
+        KVGroup([1], 2, 16),
+        KVGroup([2], 2, 16, 8),
+    ]
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 256])

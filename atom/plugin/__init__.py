@@ -1,0 +1,1 @@
+"""ATOM's models and kernels inside other engines' processes, as their plugin."""

@@ -1,0 +1,124 @@
+"""Attention by vLLM's own layers: norms and RoPE by ATOM's ops, cache and attention by vLLM's.
+
+A layer's cache is vLLM's `Attention` module, which finds the step's metadata and its cache itself.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+
+from atom.plugin.vllm.host_config import layer_name
+from atom_ops import (
+    AttentionBackend,
+    AttentionConfig,
+    AttentionPlan,
+    AttentionRule,
+    HeadNorms,
+    empty_attention,
+    register_attention_backend,
+    rotated_heads,
+)
+from atom_ops.attention_backend import ATTENTION_BACKENDS
+from workers.layers.attention.attention import KVGroup
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import ForwardContext, GroupContext
+from workers.layers.decoder import SelfAttention
+
+NAME = "vllm"
+
+
+class HostAttentionBackend(AttentionBackend):
+    """Hands queries, keys and values to the layer of vLLM that is its cache."""
+
+    name = NAME
+    needs = "vLLM"
+
+    def supported(self, device: torch.device) -> bool:
+        return True
+
+    def supports(self, config: AttentionConfig) -> bool:
+        return True
+
+    def bytes_per_block(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        raise NotImplementedError("vLLM sizes the caches of its attention layers")
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Any:
+        raise NotImplementedError("vLLM allocates the caches of its attention layers")
+
+    def plan(self, plan: AttentionPlan) -> AttentionPlan:
+        return plan
+
+    def attend(
+        self,
+        qkv_TO: Tensor,
+        cos_T1R: Tensor,
+        sin_T1R: Tensor,
+        cache: Any,
+        slots_T: Tensor,
+        norms: HeadNorms | None,
+        plan: Any,
+        rule: AttentionRule,
+    ) -> Tensor:
+        """Attention [T, H, E]; the slots and the plan are vLLM's, which `cache` finds itself."""
+        heads = rotated_heads(qkv_TO, cos_T1R, sin_T1R, cache.num_kv_heads, cache.head_size, norms)
+        out_TO: Tensor = cache(*(head.flatten(1).contiguous() for head in heads))
+        return out_TO.view(-1, cache.num_heads, cache.head_size)
+
+
+def use_host_attention() -> str:
+    """Register the backend, once for a process; returns its name, for `backend.resolve`."""
+    if NAME not in ATTENTION_BACKENDS:
+        register_attention_backend(HostAttentionBackend())
+    return NAME
+
+
+class HostAttentionContext:
+    """Makes vLLM's attention layers of a model, and the forward context of its steps."""
+
+    def __init__(self, model: CausalLM, vllm_config: Any, device: torch.device):
+        self._layers = _attention_layers(model, vllm_config)
+        nothing = GroupContext(torch.empty(0, dtype=torch.int64, device=device), empty_attention(device))
+        self._groups = [nothing] * len(model.kv_groups)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """vLLM's layers, which have to be part of the module tree that it sees."""
+        return self._layers
+
+    def step(self, tokens: int) -> ForwardContext:
+        """The context of the current step of `tokens` tokens, padding included."""
+        return ForwardContext(self._layers, self._groups)
+
+
+def _attention_layers(model: CausalLM, vllm_config: Any) -> list[Attention]:
+    # Its window would apply to all layers; each layer states its own.
+    cache_config = copy.copy(vllm_config.cache_config)
+    cache_config.sliding_window = None
+    sinks = [module.sinks for module in model.modules() if isinstance(module, SelfAttention)]
+    made = {}
+    for group in model.kv_groups:
+        assert isinstance(group, KVGroup), "other families are not registered with vLLM's attention"
+        for layer in group.layers:
+            made[layer] = Attention(
+                vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
+                group.head_dim,
+                group.head_dim**-0.5,
+                group.kv_heads,
+                cache_config=cache_config,
+                per_layer_sliding_window=group.window or None,
+                prefix=layer_name(layer),
+                **({} if sinks[layer] is None else {"sinks": sinks[layer]}),
+            )
+    return [made[layer] for layer in sorted(made)]

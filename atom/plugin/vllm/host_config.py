@@ -1,0 +1,112 @@
+"""vLLM's configuration as ATOM's: the checkpoint, and the context that layers are built in."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.online_quantization import OnlineQuantization, online_quantization
+from parallel.communicator import Communicator
+from parallel.expert import expert_dispatch
+from parallel.mesh import Mesh
+from workers.checkpoint.hf_config import with_new_names
+from workers.checkpoint.hf_directory import normalised_config, positions
+from workers.layers.context import BuildContext
+
+_ONLINE = "online_quant_config"
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+class HostCommunicator(Communicator):
+    """vLLM's tensor-parallel group, whose all-reduces go through vLLM's own kernels."""
+
+    def __init__(self, group: Any):
+        super().__init__(group.rank_in_group, group.world_size, group.device_group)
+        self._host = group
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = self._host.all_reduce(x) if self.size > 1 else x
+        return summed
+
+
+def layer_name(layer: int) -> str:
+    """The name of an attention layer, by which vLLM gives it a cache."""
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def check_supported(vllm_config: Any, prefix: str) -> None:
+    """Raise ValueError, in one line, for a setting that ATOM's models do not honour.
+
+    `prefix`: the name of this model within a larger one.
+    """
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
+    speculative = vllm_config.speculative_config
+    method = getattr(speculative, "method", None)
+    refused = {
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
+        "--enable-expert-parallel with --data-parallel-size": parallel.enable_expert_parallel
+        and parallel.data_parallel_size > 1,
+        "--enable-eplb": parallel.enable_eplb,
+        "--enable-dbo": parallel.enable_dbo,
+        "--enable-lora": vllm_config.lora_config is not None,
+        "--enable-prompt-embeds": model.enable_prompt_embeds,
+        f"--speculative-config with method {method}": method not in (None, "ngram"),
+        f"a text model within another one ({prefix})": prefix != "",
+        f"--runner {model.runner_type}": model.runner_type != "generate",
+    }
+    if found := [flag for flag, given in refused.items() if given]:
+        raise ValueError(
+            f"ATOM's models in vLLM do not support {', '.join(found)}: omit it, or set "
+            "ATOM_DISABLE_VLLM_PLUGIN=1 to use vLLM's"
+        )
+
+
+def checkpoint_of(model_config: Any) -> Checkpoint:
+    """The checkpoint of vLLM's model configuration. Raises ValueError for what is not supported."""
+    directory = Path(model_config.model)
+    settings = with_new_names(model_config.hf_config.to_dict())
+    settings["dtype"] = _DTYPES[model_config.dtype]
+    settings["architectures"] = list(model_config.architectures)
+    config = normalised_config(settings, directory)
+    return Checkpoint(
+        directory=str(directory),
+        architecture=config["architectures"][0],
+        model_type=config["model_type"],
+        hf_config=config,
+        dtype=config["dtype"],
+        vocab_size=config["vocab_size"],
+        max_model_len=positions(config),
+    )
+
+
+def online_quantization_of(vllm_config: Any) -> OnlineQuantization | None:
+    """What --additional-config says under online_quant_config. Raises ValueError for other settings."""
+    given = dict(vllm_config.additional_config or {})
+    online = given.pop(_ONLINE, None)
+    if given:
+        raise ValueError(f"--additional-config: ATOM knows {_ONLINE}, not {', '.join(sorted(given))}")
+    return online_quantization(online if isinstance(online, str) or online is None else json.dumps(online))
+
+
+def build_context(vllm_config: Any, device: torch.device) -> BuildContext:
+    """The context of this rank's layers, with vLLM's tensor-parallel group."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    tp = HostCommunicator(get_tp_group())
+    mesh = Mesh(device, tp=tp, ep=tp)
+    speculative = vllm_config.speculative_config
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    return BuildContext(
+        model.dtype,
+        device,
+        tp,
+        model.max_model_len + drafts,
+        block_size=vllm_config.cache_config.block_size,
+        separate_tables=True,
+        dispatch=expert_dispatch(mesh, parallel.enable_expert_parallel),
+    )

@@ -1,0 +1,121 @@
+"""The model that vLLM makes in its workers: one of ATOM's families, with its weights, layers and ops."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+
+from atom.plugin.vllm.host_attention import HostAttentionContext, use_host_attention
+from atom.plugin.vllm.host_config import (
+    build_context,
+    check_supported,
+    checkpoint_of,
+    online_quantization_of,
+)
+from atom.plugin.vllm.step_context import OwnAttentionContext
+from atom.shared.utils import envs
+from atom_ops import backend
+from atom_ops.attention_backend import ATTENTION_BACKENDS
+from workers.models.registry import build_model
+from workers.providers import separated_ops
+from workers.weights.loader import describe_weights, load_dummy, load_weights
+
+logger = init_logger("vllm.plugins.atom")
+
+
+class AtomForCausalLM(nn.Module):
+    """Any of ATOM's model families, as vLLM's runner and weight loader call it."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        """Build this rank's model without its weights. Raises ValueError for what is not supported."""
+        super().__init__()
+        check_supported(vllm_config, prefix)
+        # vLLM builds models with their device as torch's default.
+        device = torch.empty(0).device
+        checkpoint = checkpoint_of(vllm_config.model_config)
+        online = online_quantization_of(vllm_config)
+        quantized = online is not None or checkpoint.hf_config.get("quantization_config") is not None
+        own_attention = not envs.ATOM_DISABLE_VLLM_PLUGIN_ATTENTION
+        resolved = backend.resolve(
+            device,
+            preferred=_preferred(own_attention),
+            separated=separated_ops(checkpoint, quantized),
+            # vLLM's cache has the layout of the ops, not that of another attention backend.
+            without_attention=ATTENTION_BACKENDS if own_attention else (),
+        )
+        context = build_context(vllm_config, device)
+        with _default_dtype(torch.float32):
+            model = build_model(checkpoint, context, online)
+            self._load_format = vllm_config.load_config.load_format
+            self._loaded = self._load_format == "dummy"
+            if self._loaded:
+                load_dummy(model, lambda done, total: None)
+        # Not a submodule: vLLM initialises, converts and counts the tensors of all modules that it sees.
+        self._atom = (model,)
+        make = OwnAttentionContext if own_attention else HostAttentionContext
+        self._attention = make(model, vllm_config, device)
+        self.attention_layers = nn.ModuleList(self._attention.layers)
+        if context.tp.rank == 0:
+            logger.info("ATOM's %s; ops on %s: %s", type(model).__name__, device, backend.summary(resolved))
+        for line in backend.warnings(device):
+            logger.warning("%s", line)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Raises ValueError: ATOM's models start from token ids."""
+        raise ValueError(
+            "ATOM's models in vLLM take token ids alone: embeddings of a prompt are not supported"
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Final hidden states [T, D] of the step's tokens, padding included."""
+        if intermediate_tensors is not None or inputs_embeds is not None:
+            raise ValueError("ATOM's models in vLLM take token ids alone, and have all layers on each rank")
+        if not self._loaded:
+            raise ValueError(
+                f"--load-format {self._load_format} does not give weights to ATOM's models: use auto, or set "
+                "ATOM_DISABLE_VLLM_PLUGIN=1"
+            )
+        (model,) = self._atom
+        hidden_TD: torch.Tensor = model(input_ids.long(), positions, self._attention.step(len(input_ids)))
+        return hidden_TD
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] over the whole vocabulary, on every rank."""
+        return self._atom[0].compute_logits(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load this rank's shards from vLLM's iterator. Raises WeightError for a tensor that does not fit."""
+        (model,) = self._atom
+        if self._loaded:
+            raise ValueError("ATOM's models in vLLM load their weights once: start vLLM again for others")
+        with _default_dtype(torch.float32):
+            load_weights(model, weights, lambda done, total: None)
+        self._loaded = True
+        logger.info("ATOM's weights on this rank: %s", describe_weights(model))
+        return {name for name, _ in self.named_parameters()}
+
+
+def _preferred(own_attention: bool) -> list[str]:
+    """Providers and attention backends before the device's default order."""
+    attention = [] if own_attention else [use_host_attention()]
+    return [*attention, *(["aiter_triton"] if envs.ATOM_USE_TRITON_GEMM else [])]
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """vLLM builds models with the compute dtype as torch's default, ATOM's layers name theirs."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,74 @@
+"""vLLM's metadata of a step as the forward context of ATOM's layers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.forward_context import get_forward_context
+
+from atom.plugin.vllm.host_config import layer_name
+from atom.plugin.vllm.own_attention import CachedLayer, StepMetadata
+from atom_ops import empty_attention
+from workers.batch.step_padding import pad_groups
+from workers.layers.attention.cache_groups import StateGroup
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import CacheLayer, ForwardContext, GroupContext
+from workers.memory.kv_cache import allocate_kv
+
+
+class OwnAttentionContext:
+    """Makes the layers whose caches vLLM allocates, and the forward context of each step."""
+
+    def __init__(self, model: CausalLM, vllm_config: Any, device: torch.device):
+        self._groups = model.kv_groups
+        self._device = device
+        self._dtype = vllm_config.model_config.dtype
+        made: dict[int, CachedLayer] = {}
+        for group in self._groups:
+            assert not isinstance(group, StateGroup), "families with states are not registered"
+            made |= {layer: CachedLayer(group, layer_name(layer), vllm_config) for layer in group.layers}
+        self._layers = [made[layer] for layer in sorted(made)]
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers that vLLM knows, which have to be part of the module tree that it sees."""
+        return self._layers
+
+    def step(self, tokens: int) -> ForwardContext:
+        """The context of the current step of `tokens` tokens, padding included."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:
+            return self._without_cache(tokens)
+        if not isinstance(metadata, Mapping):
+            raise ValueError("ATOM's attention in vLLM does not run a step as several micro-batches")
+        steps = [self._common(metadata, group.layers) for group in self._groups]
+        sizes = {
+            layer: step.block_size
+            for group, step in zip(self._groups, steps, strict=True)
+            for layer in group.layers
+        }
+        caches = [layer.cache(sizes[number]) for number, layer in enumerate(self._layers)]
+        return ForwardContext(caches, _padded([step.group for step in steps], tokens))
+
+    def _common(self, metadata: Mapping[str, StepMetadata], layers: Sequence[int]) -> StepMetadata:
+        """What vLLM says of layers that read one block table."""
+        found = [metadata[layer_name(layer)] for layer in layers]
+        if any(other is not found[0] for other in found):
+            raise ValueError(f"vLLM gives layers {list(layers)} several block tables, and they read one")
+        return found[0]
+
+    def _without_cache(self, tokens: int) -> ForwardContext:
+        """A step that writes nothing, for the measurement of memory before there is a cache."""
+        no_slots = torch.empty(0, dtype=torch.int64, device=self._device)
+        nothing = GroupContext(no_slots, empty_attention(self._device))
+        blocks = [1] * len(self._groups)
+        scratch: list[CacheLayer] = allocate_kv(self._groups, blocks, 1, self._dtype, self._device)
+        return ForwardContext(scratch, pad_groups([nothing] * len(self._groups), tokens, 1))
+
+
+def _padded(groups: Sequence[GroupContext], tokens: int) -> Sequence[Any]:
+    if all(group.plan.num_tokens == tokens for group in groups):
+        return groups
+    made = {id(group): pad_groups([group], tokens, len(group.plan.context_lens_R))[0] for group in groups}
+    return [made[id(group)] for group in groups]

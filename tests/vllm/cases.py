@@ -1,0 +1,88 @@
+"""What ATOM in vLLM is tried with: model families, features of vLLM, quantized checkpoints, several ranks."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.helpers.quantized_formats import QUANTIZED_MODELS
+from tests.helpers.tiny_models import Tiny, tiny
+
+OWN, HOST = "ATOM's", "vLLM's"
+"""Whose attention."""
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of vLLM's LLM class."""
+
+    what: str
+    row: Tiny
+    attention: str = OWN
+    llm: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the LLM class besides the common ones."""
+    rounds: int = 1
+    """How often the same prompts are sent."""
+    format: str | None = None
+    """A row of `quantized_formats`; None: a plain checkpoint."""
+    proof: str = ""
+    """The result that has to be above 0, if any: cached tokens, accepted drafts."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, {self.row.name}, {self.attention} attention"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"ATOM_DISABLE_VLLM_PLUGIN_ATTENTION": "0" if self.attention == OWN else "1"}
+
+
+def _wide(name: str, seed: int) -> Tiny:
+    """The row with heads of 32 features, the fewest that vLLM's attention on a CPU has."""
+    row = tiny(name)
+    return replace(row, name=f"{name}-wide-heads", seed=seed, config={**row.config, "head_dim": 32})
+
+
+def _quantized(model: str) -> Tiny:
+    return next(row for row in QUANTIZED_MODELS if row.name == model)
+
+
+FAMILIES = [
+    *(
+        Case("family", tiny(name))
+        for name in (
+            *("llama-gqa", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe", "gpt-oss"),
+            *("deepseek-v2-lite", "deepseek-v3"),
+        )
+    ),
+    *(
+        Case("family", _wide(name, seed), HOST)
+        for name, seed in (
+            *(("llama-gqa", 1), ("mistral-window", 1), ("qwen2", 1), ("qwen3", 6), ("qwen3-moe", 1)),
+            *(("mixtral", 1), ("glm4-moe", 1), ("gpt-oss", 3)),
+        )
+    ),
+]
+"""Their results are the table of docs/use/plugins.md."""
+FEATURES = [
+    case
+    for name in ("llama-gqa", "deepseek-v3", "gpt-oss")
+    for case in (
+        Case("chunked prefill", tiny(name), llm={"max_num_batched_tokens": 24, "block_size": 16}),
+        Case("prefix cache", tiny(name), llm={"block_size": 16}, rounds=2, proof="cached"),
+        Case("speculation", tiny(name), llm={"speculative_config": _NGRAM}, proof="accepted"),
+    )
+]
+QUANTIZED = [
+    Case("fp8 in blocks", _quantized("llama"), format="fp8, blocks"),
+    Case("compressed-tensors, INT8", _quantized("qwen3-moe"), format="compressed-tensors, INT8"),
+    Case("compressed-tensors, FP8", _quantized("deepseek-v3"), format="compressed-tensors, channel"),
+]
+RANKS = [
+    Case("two ranks", tiny("llama-gqa"), llm={"tensor_parallel_size": 2}),
+    Case("two ranks", tiny("deepseek-v3"), llm={"tensor_parallel_size": 2}),
+    Case(
+        "experts on two ranks",
+        tiny("qwen3-moe"),
+        llm={"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+]
