@@ -32,7 +32,11 @@ def main() -> None:
         sys.exit("error: " + problem)
     print(f"making {directory}, by {sys.executable}", flush=True)
     making = [sys.executable, "-m", "venv", "--clear", directory]
-    if subprocess.call(making):
+    try:
+        failed = subprocess.call(making)
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted: the next call makes {directory} anew")
+    if failed:
         sys.exit("error: this failed: " + " ".join(making))
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _KEPT_BYTES = 1 << 22
 """End of a target's output in which its results are found."""
@@ -29,7 +29,7 @@ class Phase:
 
     target: str
     result: str
-    """"passed", "failed", "no tests" or "not run"."""
+    """"passed", "failed", "no tests", "interrupted" or "not run"."""
     counts: str = ""
     """pytest's, such as "2 failed, 40 passed"."""
     failed: Sequence[str] = ()
@@ -45,7 +45,10 @@ def main() -> int:
     for target in sys.argv[1:]:
         if not interrupts:
             print(f"== make {target}", flush=True)
-        phases.append(Phase(target, "not run") if interrupts else run(target))
+        phase = Phase(target, "not run") if interrupts else run(target)
+        if interrupts and phase.result == "failed":
+            phase = replace(phase, result="interrupted")
+        phases.append(phase)
     print(summary(phases), flush=True)
     if interrupts:
         return 130
@@ -87,7 +90,7 @@ def summary(phases: Sequence[Phase]) -> str:
     """The lines of all phases, then those of the tests that failed."""
     width = max((len(phase.target) for phase in phases), default=0)
     lines = [
-        f"{phase.target:<{width}}  {phase.result:<8}  {phase.seconds:5.0f} s  {phase.counts}".rstrip()
+        f"{phase.target:<{width}}  {phase.result:<11}  {phase.seconds:5.0f} s  {phase.counts}".rstrip()
         for phase in phases
     ]
     failed = [f"{phase.target}: {line}" for phase in phases for line in phase.failed]

@@ -36,7 +36,11 @@ _FLAGS = (
 )
 DTYPES = ("float32", "bfloat16")
 """dtypes of the kernels' values; the kernels are compiled once for each."""
-_DEADLINE_S = 180.0
+_VERSION_DEADLINE_S = 180.0
+_CPU_S = 300
+"""Processor time that a compiler may use, in seconds: ten times what it takes."""
+_DEADLINE_S = 1800.0
+"""Most seconds that a start waits for the kernels: other programs may use the same cores."""
 
 
 class BuildError(Exception):
@@ -105,7 +109,9 @@ def _sources() -> list[bytes]:
 
 def _host(compiler: list[str]) -> list[bytes]:
     """What the library depends on besides its source."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_DEADLINE_S, check=False)
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, timeout=_VERSION_DEADLINE_S, check=False
+    )
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     instructions = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
@@ -147,7 +153,7 @@ def _built(compiler: list[str], path: Path) -> Path:
             return path
         for left in path.parent.glob(f"{name}-*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-        get_logger().info("compiling kernels for this CPU, once")
+        get_logger().info("compiling kernels for this CPU, once: half a minute to three minutes of two cores")
         with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=path.parent) as scratch:
             _compile(compiler, Path(scratch), path)
     return path
@@ -172,9 +178,9 @@ def _compile(compiler: list[str], scratch: Path, path: Path) -> None:
         [compiler[0], *_FLAGS, *compiler[1:], f"-DATOM_DTYPE={dtype}", "-c", str(_SOURCE), "-o", each]
         for dtype, each in zip(DTYPES, objects, strict=True)
     ]
-    compilers.run(compiling, scratch, _DEADLINE_S)
+    compilers.run(compiling, scratch, _DEADLINE_S, _CPU_S)
     linking = [*compiler, "-fopenmp", "-shared", *objects, "-o", str(made)]
-    compilers.run([linking], scratch, _DEADLINE_S)
+    compilers.run([linking], scratch, _DEADLINE_S, _CPU_S)
     digest.write_text(_digest(made))
     made.replace(path)
     digest.replace(path.with_suffix(".sha256"))

@@ -5,14 +5,15 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 from atom.shared.messages.grammar import CompiledGrammar
-from frontend.errors import RequestError, UnavailableError
+from frontend.errors import OverloadedError, RequestError, UnavailableError
 from frontend.text.compile_queue import CompileJob, CompileQueue
 from frontend.text.constraint import Constraint
-from frontend.text.grammar_process import MAX_PARALLEL, CompileError, GrammarProcess
+from frontend.text.grammar_process import MAX_PARALLEL, BusyError, CompileError, GrammarProcess
 from frontend.text.live_grammars import LiveGrammars
 
 __all__ = ["GrammarCompiler"]
 
+_RETRY_AFTER_S = 60
 _MAX_CACHED = 256
 _MAX_CACHED_BYTES = 64 * 1024 * 1024
 _MAX_LIVE_BYTES = 512 * 1024 * 1024
@@ -56,6 +57,8 @@ class GrammarCompiler:
         self._start_due()
         try:
             return await asyncio.shield(job.result)
+        except BusyError as error:
+            raise OverloadedError(f"'{constraint.field}': {error}", _RETRY_AFTER_S) from None
         except CompileError as error:
             raise UnavailableError(str(error)) from None
         finally:

@@ -11,10 +11,12 @@ from atom.shared.messages.codec import Decoder, WireError, encode
 from atom.shared.messages.grammar import CompiledGrammar, GrammarCompilerLaunch, GrammarSource
 from atom.shared.utils.fork_server import ForkServer
 
-__all__ = ["MAX_PARALLEL", "Compilation", "CompileError", "GrammarProcess"]
+__all__ = ["MAX_PARALLEL", "BusyError", "Compilation", "CompileError", "GrammarProcess"]
 
-TIMEOUT_S = 10
-"""For one grammar."""
+CPU_S = 10
+"""CPU time for one grammar, in each thread that compiles it."""
+DEADLINE_S = 120
+"""Wall time for one grammar. Compiling gives way to other processes, which leave a tenth of a busy core."""
 MAX_PARALLEL = 2
 _START_DEADLINE_S = 120.0
 _MODULE = "workers.grammar.compile_process"
@@ -26,6 +28,10 @@ _CANCELLED = CompiledGrammar(error="the request was dropped")
 
 class CompileError(Exception):
     """The compile process has failed, or cannot be started."""
+
+
+class BusyError(CompileError):
+    """The machine was too busy to compile a source, which may be a good one."""
 
 
 class Compilation:
@@ -62,7 +68,7 @@ class GrammarProcess:
     def __init__(self, checkpoint: Checkpoint):
         self._decoder: Decoder[CompiledGrammar] = Decoder(CompiledGrammar)
         self._forks = ForkServer(
-            _MODULE, lambda fd: GrammarCompilerLaunch(checkpoint, fd, TIMEOUT_S, MAX_PARALLEL)
+            _MODULE, lambda fd: GrammarCompilerLaunch(checkpoint, fd, CPU_S, MAX_PARALLEL, DEADLINE_S)
         )
 
     def compile(
@@ -71,7 +77,7 @@ class GrammarProcess:
         """(the grammar, or why the source cannot be used; whether the answer is final).
 
         Waits for it; of `MAX_PARALLEL` threads at a time. Not final is that it took too long, or was
-        cancelled. Raises CompileError.
+        cancelled. Raises CompileError; BusyError where it may succeed later.
         """
         compilation = compilation or Compilation()
         ours, theirs = socket.socketpair()
@@ -85,7 +91,7 @@ class GrammarProcess:
                 except OSError as error:
                     raise CompileError(f"the grammar compiler has ended: {error}") from None
             started = time.monotonic()
-            answer = _exchange(ours, encode(source), started + _START_DEADLINE_S + 2 * TIMEOUT_S)
+            answer = _exchange(ours, encode(source), started + _START_DEADLINE_S + 2 * DEADLINE_S)
         if compilation.is_cancelled:
             return _CANCELLED, False
         if not answer:
@@ -103,8 +109,13 @@ class GrammarProcess:
         """A connection was closed without an answer."""
         if self._forks.pid is None:
             raise CompileError("the grammar compiler has ended")
-        if took_s >= TIMEOUT_S:
-            return CompiledGrammar(error=f"it takes longer than {TIMEOUT_S} s to compile: simplify it"), False
+        if took_s >= DEADLINE_S:
+            raise BusyError(
+                f"it was not compiled within {DEADLINE_S} s, as the machine is busy: try again later"
+            )
+        if took_s >= CPU_S:
+            error = f"it takes more than {CPU_S} s of CPU time, or too much memory, to compile: simplify it"
+            return CompiledGrammar(error=error), False
         return CompiledGrammar(error="it takes too much memory to compile: simplify it"), True
 
 

@@ -229,8 +229,10 @@ def test_a_source_that_takes_too_long_is_refused_and_delays_no_other(server: Ser
                 assert (await sender.choices(guided_choice=["a"]))[0]["text"] == "a"
             assert not refused.done()
             status, content = await refused
-            assert (status, content["error"]["param"]) == (400, "guided_json")
-            assert "takes" in content["error"]["message"]
+            # Next to other programs it may get less CPU time than it is allowed.
+            expected = {400: "takes more than 10 s of CPU time", 429: "the machine is busy"}
+            assert expected[status] in content["error"]["message"]
+            assert "guided_json" in content["error"]["message"]
 
     asyncio.run(drive())
 

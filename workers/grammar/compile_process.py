@@ -39,19 +39,23 @@ def main() -> None:
     setup_logging("grammar compiler")
     os.nice(_NICE)
 
+    threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
+
     def serve(connection: socket.socket, _: list[int], info: "xgrammar.TokenizerInfo") -> None:
-        signal.alarm(launch.timeout_s)  # ends the process, whatever it executes
-        _compile(connection, info)
+        # Both end the process, whatever it executes. A source is judged by its CPU time: other programs, and
+        # the engine's own steps, may have the cores.
+        signal.setitimer(signal.ITIMER_PROF, launch.cpu_s * threads)
+        signal.alarm(launch.deadline_s)
+        _compile(connection, info, threads)
 
     limits = ForkLimits(_MAX_MEMORY, launch.max_parallel)
     serve_forks(socket.socket(fileno=launch.control_fd), launch.checkpoint, limits, serve)
 
 
-def _compile(connection: socket.socket, info: "xgrammar.TokenizerInfo") -> None:
+def _compile(connection: socket.socket, info: "xgrammar.TokenizerInfo", threads: int) -> None:
     """Compile the source that comes over the connection."""
     import xgrammar
 
-    threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
     compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
     with connection.makefile("rwb") as stream:
         source = Decoder[GrammarSource](GrammarSource).decode(stream.read())

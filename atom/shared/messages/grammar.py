@@ -44,10 +44,12 @@ class GrammarCompilerLaunch(msgspec.Struct, frozen=True):
     checkpoint: Checkpoint
     control_fd: int
     """An inherited Unix socket, over which the parent passes one connected socket for each source."""
-    timeout_s: int
-    """Seconds for each source, of wall time; a longer compilation is killed."""
+    cpu_s: int
+    """Seconds of CPU time for each source, in each thread; a longer compilation is killed."""
     max_parallel: int
     """Sources that are compiled at a time."""
+    deadline_s: int
+    """Seconds of wall time for each source; a longer compilation is killed."""
 
 
 class GrammarMatcherLaunch(msgspec.Struct, frozen=True):

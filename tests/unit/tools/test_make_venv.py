@@ -59,6 +59,18 @@ def test_an_old_python_and_a_missing_module_are_said_in_one_line(
     assert "\n" not in old + lacking
 
 
+def test_an_interruption_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(command: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    directory = str(tmp_path / "venv")
+    monkeypatch.setattr(make_venv.subprocess, "call", interrupted)
+    monkeypatch.setattr(sys, "argv", ["make_venv", directory])
+    with pytest.raises(SystemExit) as caught:
+        make_venv.main()
+    assert caught.value.code == f"interrupted: the next call makes {directory} anew"
+
+
 def test_a_directory_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
     done = run(tmp_path)

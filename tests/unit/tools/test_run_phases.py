@@ -54,9 +54,9 @@ def test_a_phase_that_fails_stops_none_and_the_exit_status_is_of_all(tmp_path: P
         *("bad", "empty", "broken", "good")
     ]
     for line in (
-        "no tests      0 s  40 deselected",
+        "no tests         0 s  40 deselected",
         "exit status 2",
-        "passed        0 s  7 passed, 1 skipped",
+        "passed           0 s  7 passed, 1 skipped",
     ):
         assert line in summary
     assert summary.endswith("bad: FAILED tests/test_a.py::test_b - assert 1 == 2\n")
@@ -81,4 +81,5 @@ def test_ctrl_c_ends_the_running_phase_and_runs_no_other(tmp_path: Path) -> None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130 and time.monotonic() - begun < 30
+    assert "waits  interrupted" in output
     assert "good   not run" in output and "61.10s" not in output

@@ -26,7 +26,7 @@ import sys, tempfile
 from pathlib import Path
 from atom_ops.native_impl import compilers
 with tempfile.TemporaryDirectory(dir=sys.argv[2]) as scratch:
-    compilers.run([[sys.argv[1]], [sys.argv[1]]], Path(scratch), 200)
+    compilers.run([[sys.argv[1]], [sys.argv[1]]], Path(scratch), 200, 200)
 """
 
 
@@ -64,13 +64,25 @@ def test_one_that_fails_ends_the_others(tmp_path: Path) -> None:
     begun = time.monotonic()
     failing = ["sh", "-c", "echo 'x.cpp:1: error: no' >&2; exit 3"]
     with pytest.raises(compilers.CompilerError, match="sh cannot compile the kernels: x.cpp:1: error: no"):
-        compilers.run([failing, ["sh", "-c", "sleep 300; true"]], tmp_path / "scratch", 200)
+        compilers.run([failing, ["sh", "-c", "sleep 300; true"]], tmp_path / "scratch", 200, 200)
     assert time.monotonic() - begun < DEADLINE_S
 
 
 def test_success_leaves_the_scratch_directory_and_no_watcher(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     made = tmp_path / "scratch" / "a.o"
-    compilers.run([["sh", "-c", f"echo $TMPDIR > {made}"]], tmp_path / "scratch", 60)
+    compilers.run([["sh", "-c", f"echo $TMPDIR > {made}"]], tmp_path / "scratch", 60, 60)
     assert made.read_text() == f"{tmp_path / 'scratch'}\n"
     assert os.listdir(tmp_path / "scratch") == ["a.o"]
+
+
+def test_a_compiler_that_never_ends_is_told_by_its_processor_time(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    looping = ["sh", "-c", "while :; do :; done"]
+    with pytest.raises(compilers.CompilerError, match="sh cannot compile the kernels"):
+        compilers.run([looping], tmp_path / "scratch", 200, 1)
+
+
+def test_waiting_uses_no_processor_time(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    compilers.run([["sh", "-c", "sleep 2; true"]], tmp_path / "scratch", 200, 1)

@@ -6,10 +6,10 @@ import threading
 import pytest
 
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
-from frontend.errors import UnavailableError
+from frontend.errors import OverloadedError, UnavailableError
 from frontend.text.constraint import Constraint
 from frontend.text.grammar_compiler import GrammarCompiler
-from frontend.text.grammar_process import Compilation, CompileError
+from frontend.text.grammar_process import BusyError, Compilation, CompileError
 
 DEADLINE_S = 20.0
 
@@ -25,6 +25,8 @@ class FakeProcess:
         self.begun.append(source.text)
         if source.text == "crash":
             raise CompileError("the grammar compiler has ended")
+        if source.text == "busy":
+            raise BusyError("try again later")
         for _ in range(int(DEADLINE_S / 0.005)):
             if compilation.is_cancelled or not source.text.startswith("slow"):
                 break
@@ -131,4 +133,12 @@ def test_a_crash_concerns_all_that_wait_and_no_later_request() -> None:
         assert process.begun == ["crash", "crash", "quick"]
 
     asyncio.run(run())
+    compiler.close()
+
+
+def test_a_busy_machine_is_no_fault_of_the_source() -> None:
+    compiler = compiler_of(FakeProcess())
+    with pytest.raises(OverloadedError, match="'guided_regex': try again later") as caught:
+        asyncio.run(compiler.compile(source("busy"), "a"))
+    assert caught.value.retry_after_s > 0
     compiler.close()

@@ -5,14 +5,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
-from frontend.text.grammar_process import Compilation, GrammarProcess
+from frontend.text import grammar_process
+from frontend.text.grammar_process import DEADLINE_S, BusyError, Compilation, GrammarProcess
 from tests.helpers import tiny_tokenizer
 
-DEADLINE_S = 60.0
+RUN_S = 60.0
 QUICK = GrammarSource("regex", "(yes|no)")
 LONG = GrammarSource(
     "json_schema",
@@ -44,6 +46,24 @@ def _state(pid: int) -> str:
         return "Z"
 
 
+def test_a_source_is_judged_by_its_cpu_time(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork that gets no core for two seconds, here as its source comes late, goes on."""
+
+    def late(*given: Any) -> bytes:
+        time.sleep(2)
+        return exchange(*given)
+
+    exchange = grammar_process._exchange
+    monkeypatch.setattr(grammar_process, "CPU_S", 1)
+    monkeypatch.setattr(grammar_process, "_exchange", late)
+    assert process.compile(QUICK)[0].compiled
+    assert "too much memory" in process._killed(0.5)[0].error
+    found, is_final = process._killed(1.5)
+    assert "more than 1 s of CPU time" in found.error and not is_final
+    with pytest.raises(BusyError, match="the machine is busy: try again"):
+        process._killed(DEADLINE_S + 1.0)
+
+
 def test_a_cancelled_compilation_ends_its_fork(process: GrammarProcess) -> None:
     compiled, is_final = process.compile(QUICK)
     assert compiled.compiled and is_final
@@ -51,12 +71,12 @@ def test_a_cancelled_compilation_ends_its_fork(process: GrammarProcess) -> None:
     results: list[tuple[CompiledGrammar, bool]] = []
     thread = threading.Thread(target=lambda: results.append(process.compile(LONG, compilation)))
     thread.start()
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + RUN_S
     while not forks_of(process):
         assert time.monotonic() < deadline and thread.is_alive()
         time.sleep(0.005)
     compilation.cancel()
-    thread.join(DEADLINE_S)
+    thread.join(RUN_S)
     assert [(each.error, is_final) for each, is_final in results] == [("the request was dropped", False)]
     while forks_of(process):
         assert time.monotonic() < deadline

@@ -188,6 +188,7 @@ def test_count_tokens(sdk: anthropic.Anthropic) -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 300_000}, "max_tokens"),
         ({"messages": []}, "'messages' must hold"),
+        ({"messages": [{"role": "user", "content": "q " * 150_000}]}, "maximum context length"),
         ({"color": 1}, "'color'"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
