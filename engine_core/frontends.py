@@ -16,6 +16,7 @@ from atom.shared.messages.engine import (
 )
 from atom.shared.messages.grammar import GetGrammar
 from atom.shared.messages.profile import ProfileResult
+from atom.shared.messages.resume import Claimed
 from atom.shared.utils.logger import get_logger
 from engine_core.core import EngineCore
 from engine_core.links import FrontendLink
@@ -63,7 +64,14 @@ class Frontends:
         self,
         core: EngineCore,
         identity: bytes,
-        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult | Answer | GetGrammar,
+        message: TokenDeltas
+        | CoreReady
+        | CoreStalled
+        | CoreStats
+        | ProfileResult
+        | Answer
+        | GetGrammar
+        | Claimed,
     ) -> None:
         """Send, or abort all requests of a frontend that cannot be reached: a stream must not miss tokens."""
         if not self._link.send(identity, message):

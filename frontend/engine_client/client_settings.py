@@ -26,6 +26,10 @@ class ClientSettings:
     max_replays: int = 0
     """How often a sequence runs again after the end of its engine."""
     engines_end_together: bool = False
+    life: int = 0
+    """How often this frontend has been started again."""
+    orphan_grace: float = 0.0
+    """As --orphan-grace: seconds for which a stream without a client is kept; 0: none is."""
 
     def capacity(self, num_engines: int) -> int:
         """Sequences that this frontend may have in progress while so many engines are ready."""

@@ -17,8 +17,9 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from atom.shared.messages.engine import AddRequest
+from atom.shared.messages.engine import AddRequest, FinishReason
 from atom.shared.messages.grammar import Grammar
+from atom.shared.messages.resume import Resumable
 from atom.shared.sampling_params import SamplingParams
 from frontend.api.generation.amounts import check_amounts, check_bad_words, check_shown_prompts
 from frontend.api.generation.caller import Caller
@@ -27,6 +28,15 @@ from frontend.api.generation.generate_request import GenerateRequest, ResponseOp
 from frontend.api.generation.logprobs import TokenFormatter
 from frontend.api.generation.prompts import Prompt, given_id, salt, text_offsets
 from frontend.api.generation.renderer import Renderer
+from frontend.api.generation.resumption import (
+    Position,
+    ResumableEvents,
+    ResumeForm,
+    check_resumable,
+    read_form,
+    resumable_requests,
+    stream_key,
+)
 from frontend.api.generation.sampling import requested_max_tokens, sampling_params, stop_strings
 from frontend.api.generation.structured_output import reply_constraint
 from frontend.api.generation.usage import UsageCounter
@@ -140,14 +150,17 @@ class Generation:
         self._client.check_ready()
         parsed = await self._executor.run(len(body), lambda: endpoint.read(body, caller))
         try:
-            return await self._prepare(endpoint, parsed, len(body), caller, started)
+            return await self._prepare(endpoint, parsed, body, caller, started)
         except RequestError as error:
             error.rename_field(endpoint.field_names)
             raise
 
     async def _prepare(
-        self, endpoint: Endpoint, parsed: ParsedRequest, size: int, caller: Caller, started: float
+        self, endpoint: Endpoint, parsed: ParsedRequest, body: bytes, caller: Caller, started: float
     ) -> GenerateRequest:
+        size = len(body)
+        if caller.is_resumable:
+            check_resumable(parsed, self._client.resumption.grace_s)
         checked = await self._executor.run(size + parsed.earlier_bytes, lambda: self._check(parsed, caller))
         grammar = None
         if checked.constraint is not None:
@@ -157,6 +170,41 @@ class Generation:
         # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(n * len(checked.prompts))
         requests = await self._executor.run(size // 8, lambda: self._requests(checked, ids, grammar))
+        request = self._generate_request(endpoint, parsed, checked, requests, caller, started)
+        if not caller.is_resumable:
+            return request
+        form = ResumeForm(endpoint.id_prefix, body, checked.name, checked.created, started, checked.timeout_s)
+        key = stream_key(request.id, given_id(parsed.fields, caller))
+        return dataclasses.replace(
+            request, requests=resumable_requests(request.requests, key, form.encoded())
+        )
+
+    async def restore(self, endpoint: Endpoint, resumable: Resumable, caller: Caller) -> GenerateRequest:
+        """The request of a stream that is resumed, as it was prepared first. Raises ApiError."""
+        form = read_form(resumable.form)
+        size = len(form.body)
+        parsed = await self._executor.run(size, lambda: endpoint.read(form.body, caller))
+        checked = await self._executor.run(size, lambda: self._check(parsed, caller))
+        checked = dataclasses.replace(checked, name=form.name, created=form.created, timeout_s=form.timeout_s)
+        grammar = None
+        if checked.constraint is not None:
+            timeless = dataclasses.replace(checked, timeout_s=None)
+            grammar = await self._grammar(timeless, caller, form.started, parsed.warnings)
+        ids = list(resumable.request_ids)
+        requests = await self._executor.run(size // 8, lambda: self._requests(checked, ids, grammar))
+        request = self._generate_request(endpoint, parsed, checked, requests, caller, form.started)
+        own = [msgspec.structs.replace(each, resumable=resumable) for each in request.requests]
+        return dataclasses.replace(request, requests=own)
+
+    def _generate_request(
+        self,
+        endpoint: Endpoint,
+        parsed: ParsedRequest,
+        checked: _Checked,
+        requests: list[AddRequest],
+        caller: Caller,
+        started: float,
+    ) -> GenerateRequest:
         name = endpoint.id_prefix + checked.name
         return GenerateRequest(
             id=name,
@@ -168,7 +216,7 @@ class Generation:
             prompts=checked.prompts,
             text=checked.text,
             options=checked.options,
-            n=n,
+            n=checked.params[0].n,
             streaming=bool(parsed.fields.stream),
             warnings=parsed.warnings,
             started=started,
@@ -229,6 +277,31 @@ class Generation:
                     if counter.have_all_started:
                         prompts.close()
         yield renderer.end(counter.usage(stream))
+
+    async def stream_resumable(
+        self, request: GenerateRequest, renderer: Renderer, slot: AdmissionSlot | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """As `stream`, for a stream that can be resumed: closing it leaves the generation for the grace."""
+        async with self._open(request, slot) as stream:
+            async with contextlib.aclosing(self.resumable_events(request, renderer, stream)) as frames:
+                async for events in frames:
+                    yield events
+
+    async def resumable_events(
+        self, request: GenerateRequest, renderer: Renderer, stream: Stream, position: Position | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of an open stream that can be resumed, after those that the client has."""
+        rendered = ResumableEvents(request, renderer, self._client.output, position or Position())
+        if events := rendered.start():
+            yield events
+        async for updates in stream:
+            for piece in rendered.pieces(updates):
+                size = _TOKEN_BYTES * len(piece.token_ids)
+                events = await self._executor.run(size, partial(rendered.render, piece, stream))
+                self._client.finish(stream, rendered.take_stopped(), FinishReason.STOP_STRING)
+                if events:
+                    yield events
+        yield rendered.end(stream)
 
     def _check(self, parsed: ParsedRequest, caller: Caller) -> _Checked:
         fields = parsed.fields

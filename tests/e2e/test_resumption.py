@@ -1,0 +1,80 @@
+"""Streams outlive their frontend: a client that asks again gets the rest, without a gap or a repeat."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.random_server import ARGS, write_checkpoint
+from tests.helpers.resuming import Resumed, follow
+from tests.helpers.server import Server, running_server
+from tests.helpers.tiny_tokenizer import TEMPLATE
+
+pytestmark = pytest.mark.timeout(240)
+
+_TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+_TEXT = {"model": "random", "stream": True, "seed": 3, "temperature": 0.8}
+_CHAT = {**_TEXT, "messages": [{"role": "user", "content": "one two"}], "max_tokens": 250}
+_SCHEMA = {"type": "array", "minItems": 20, "maxItems": 24, "items": {"enum": ["x", "yz"]}}
+_WEATHER = {"type": "object", "properties": {"cities": _SCHEMA}, "required": ["cities"]}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {**_TEXT, "prompt": "one two", "max_tokens": 300, "ignore_eos": True}),
+    ("/v1/completions", {**_TEXT, "prompt": ["one", "two"], "n": 2, "max_tokens": 150, "stop": ["qz"]}),
+    ("/v1/chat/completions", {**_CHAT, "stream_options": {"include_usage": True}}),
+    (
+        "/v1/chat/completions",
+        {
+            **_CHAT,
+            "tools": [{"type": "function", "function": {"name": "weather", "parameters": _WEATHER}}],
+            "tool_choice": "required",
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {**_CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}},
+    ),
+    ("/v1/responses", {**_TEXT, "input": "one two", "max_output_tokens": 250}),
+    ("/v1/messages", {"model": "random", "stream": True, "max_tokens": 250, "messages": _CHAT["messages"]}),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = write_checkpoint(tmp_path_factory.mktemp("model") / "model")
+    (directory / "chat_template.jinja").write_text(_TEMPLATE + TEMPLATE, encoding="utf-8")
+    with running_server("--model", str(directory), *ARGS, "--api-server-count", "2", "--orphan-grace", "150") as running:
+        yield running
+
+
+def kill_frontends(server: Server) -> None:
+    for pid, line in server.children().items():
+        if "frontend.main" in line:
+            os.kill(pid, signal.SIGKILL)
+
+
+async def _all(server: Server, on_event: Any = lambda resumed: None) -> list[Resumed]:
+    return await asyncio.gather(*(follow(server.url, path, body, on_event) for path, body in REQUESTS))
+
+
+def test_streams_go_on_after_the_death_of_their_frontend(server: Server) -> None:
+    """Seeded, with several sequences, tool calls and structured output, of every endpoint."""
+    undisturbed = asyncio.run(_all(server))
+    assert all(each.resumptions == 0 for each in undisturbed)
+    chosen = random.Random(1)
+    at = {chosen.randrange(15, 40)}
+
+    def kill(resumed: Resumed) -> None:
+        if len(resumed.events) in at:
+            at.clear()
+            kill_frontends(server)
+
+    resumed = asyncio.run(_all(server, kill))
+    assert not at
+    assert all(each.resumptions >= 1 for each in resumed)
+    for (path, _), one, other in zip(REQUESTS, resumed, undisturbed, strict=True):
+        assert one.text == other.text, path
+        assert sorted(one.events) == sorted(other.events), path
