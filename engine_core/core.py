@@ -185,6 +185,16 @@ class EngineCore:
         if ids and earlier != NOBODY:
             yield earlier, self._refusal(ids, _RESUMED_ELSEWHERE, FinishReason.REFUSED)
 
+    def offers(self, frontend: bytes) -> list[Claimed]:
+        """Streams that have lost their frontend, and that `frontend` keeps from now on."""
+        if not self._resumable.num_orphaned:
+            return []
+        found = self._resumable.offers(frontend)
+        if found:
+            self._frontends.add(frontend)
+            self._note_orphans()
+        return found
+
     def end_expired(self) -> None:
         """End the sequences that no client has resumed in time."""
         if ids := self._resumable.expired():
@@ -287,7 +297,6 @@ class EngineCore:
             experts_moved=self.expert_load.moved,
             orphans=self._resumable.num_orphans,
             orphans_expired=self._resumable.num_expired,
-            streams_claimed=self._resumable.num_claimed,
         )
 
     def check_integrity(self) -> None:

@@ -266,6 +266,9 @@ class CoreProcess:
                 for identity, question in questions:
                     self._frontends.send(core, identity, question)
             core.end_expired()
+            for identity in self._frontends.connected[:1]:
+                for offer in core.offers(identity):
+                    self._frontends.send(core, identity, offer)
             while (batch := core.schedule()) is not None:
                 self._workers.send(batch)
                 self._last_batch = batch

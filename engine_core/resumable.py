@@ -7,6 +7,7 @@
 A stream is claimed by its key: the claiming frontend gets all ids, and the tokens from then on.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ NOBODY = b""
 _MAX_KEPT_BYTES = 256 * 1024 * 1024
 """Of all streams that are kept for the grace; the oldest ones are ended to make room."""
 _ENTRY_BYTES = 2048
+_OFFERED_AFTER_S = 3.0
+"""A frontend that has only lost its connection sends its requests again sooner."""
+_MAX_OFFERS = 32
+"""In one iteration of the core's loop."""
 _KEPT_REASONS = frozenset(FinishReason) - {FinishReason.ABORTED, FinishReason.ERROR, FinishReason.REFUSED}
 """Ends after which a client may still want the last tokens."""
 
@@ -68,7 +73,8 @@ class ResumableStreams:
     """The streams of one core that can be resumed. `grace_s` 0: none can."""
 
     def __init__(self, grace_s: float, clock: Callable[[], float]):
-        self.num_claimed = self.num_expired = 0
+        self.num_expired = 0
+        """Unfinished sequences whose time was up."""
         self._grace_s = grace_s
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
@@ -76,12 +82,17 @@ class ResumableStreams:
             OrderedDict()
         )  # sizes of those with an end, the first to end first
         self._kept_bytes = 0
-        self._orphans: set[str] = set()  # keys of those without a frontend
+        self._orphans: dict[str, float] = {}  # when those without a frontend have lost it, by key
 
     @property
     def num_orphans(self) -> int:
         """Unfinished sequences without a frontend."""
         return sum(len(self._streams[key].running) for key in self._orphans)
+
+    @property
+    def num_orphaned(self) -> int:
+        """Streams without a frontend."""
+        return len(self._orphans)
 
     def replaced(self, message: AddRequest) -> list[int]:
         """Orphans to end, as their frontend, which has only lost its connection, sends them all again."""
@@ -134,9 +145,26 @@ class ResumableStreams:
         for key, stream in list(self._streams.items()):
             if stream.frontend == frontend:
                 self._give(stream, NOBODY)
-                self._orphans.add(key)
+                self._orphans[key] = self._clock()
                 if key not in self._kept:
                     self._keep(key, stream)
+
+    def offers(self, frontend: bytes) -> list[Claimed]:
+        """Orphans that `frontend` keeps from now on, for the rest of their time: it outlives this engine."""
+        now = self._clock()
+        found = []
+        for key, since in list(itertools.islice(self._orphans.items(), _MAX_OFFERS)):
+            if now < since + _OFFERED_AFTER_S:
+                break
+            stream = self._streams[key]
+            left_s = max(stream.expires_at - now, 0.0)
+            found.append(msgspec.structs.replace(self._claimed(0, key, stream), left_s=left_s))
+            self._give(stream, frontend)
+            del self._orphans[key]
+            self._unkeep(key)
+            if not stream.running:
+                self._keep(key, stream)
+        return found
 
     def claim(self, message: Claim, frontend: bytes) -> tuple[Claimed, bytes, list[int]]:
         """(the response, the frontend that had the stream, its unfinished sequences).
@@ -149,11 +177,10 @@ class ResumableStreams:
         earlier = stream.frontend
         claimed = self._claimed(message.number, message.key, stream)
         self._give(stream, frontend)
-        self._orphans.discard(message.key)
+        self._orphans.pop(message.key, None)
         self._unkeep(message.key)
         if not stream.running:
             self._keep(message.key, stream)
-        self.num_claimed += 1
         lost = [] if earlier == frontend else [request.request_id for request in stream.running]
         return claimed, earlier if lost else NOBODY, lost
 
@@ -197,7 +224,7 @@ class ResumableStreams:
 
     def _forget(self, key: str) -> None:
         self._unkeep(key)
-        self._orphans.discard(key)
+        self._orphans.pop(key, None)
         del self._streams[key]
 
 

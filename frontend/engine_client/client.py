@@ -111,6 +111,7 @@ class EngineClient:
         self.resumption = Resumption(
             self.engines,
             settings.orphan_grace,
+            metrics,
             ResumptionHooks(lambda: self._stream([], -1), self._adopt, self._outputs, self._close),
         )
 
@@ -485,7 +486,7 @@ class EngineClient:
         assert update.reason is not None
         sequence.stream.ended(update.reason, sequence.progress.tokens)
         if sequence.state.request.resumable is not None:
-            sequence.stream.sequences_ended.append(sequence.ended(update))
+            self.resumption.ended(sequence, update)
         self._metrics.engine(sequence.rank).finished(sequence.progress, update.reason, now)
         self._end(sequence)
         self.admission.ended()

@@ -19,8 +19,10 @@ from atom.shared.messages.engine import AddRequest
 from atom.shared.messages.resume import Claim, Claimed, ClaimedSequence, Resumable
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.engine_set import EngineSet
+from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Stream
 from frontend.errors import RequestError
+from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import SequenceOutput, ended_update
 
 __all__ = ["Adoption", "ResumedStream", "Resumption", "ResumptionHooks"]
@@ -89,10 +91,9 @@ class ResumptionHooks:
 class Resumption:
     """The streams of this frontend that wait for a client, and the claims that wait for engines."""
 
-    def __init__(self, engines: EngineSet, grace_s: float, hooks: ResumptionHooks):
+    def __init__(self, engines: EngineSet, grace_s: float, metrics: Metrics, hooks: ResumptionHooks):
         self.grace_s = grace_s
-        self.num_resumed = 0
-        """Streams that clients have resumed here."""
+        self._metrics = metrics
         self._engines = engines
         self._hooks = hooks
         self._numbers = count(1)
@@ -108,7 +109,7 @@ class Resumption:
         """Keep a stream whose client is gone; after the grace its sequences are ended."""
         self._discard(resumed.key)
         delay_s = self.grace_s if left_s is None else left_s
-        timer = asyncio.get_running_loop().call_later(delay_s, self._discard, resumed.key)
+        timer = asyncio.get_running_loop().call_later(delay_s, self._expire, resumed.key)
         self._kept[resumed.key] = resumed, timer
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class Resumption:
             if resumed.known:
                 self.keep(resumed)
             raise
-        self.num_resumed += 1
+        self._metrics.resumed += 1
         ended = [ended_update(end) for end in resumed.stream.sequences_ended]
         resumed.stream.restart([*self._hooks.outputs(resumed.stream), *ended])
         return resumed
@@ -149,6 +150,16 @@ class Resumption:
             if entry is not None:
                 entry[1].cancel()
             self.keep(resumed, left_s)
+
+    def ended(self, sequence: RunningSequence, update: SequenceOutput) -> None:
+        """A sequence of a resumable stream has ended, or another frontend has claimed its stream."""
+        resumable = sequence.state.request.resumable
+        assert resumable is not None
+        if not update.is_refused:
+            sequence.stream.sequences_ended.append(sequence.ended(update))
+        elif (entry := self._kept.get(resumable.key)) is not None and entry[0].stream is sequence.stream:
+            entry[1].cancel()
+            del self._kept[resumable.key]
 
     def lost(self, engine: EngineConnection) -> None:
         """An engine has ended: it answers no claim."""
@@ -193,6 +204,10 @@ class Resumption:
         del self._kept[key]
         entry[1].cancel()
         return None if entry[0].stream.failed else entry[0]
+
+    def _expire(self, key: str) -> None:
+        self._metrics.expired += 1
+        self._discard(key)
 
     def _discard(self, key: str) -> None:
         if (entry := self._kept.pop(key, None)) is not None:

@@ -172,6 +172,10 @@ class Metrics(msgspec.Struct):
     """Clients disconnected because they did not read their response."""
     output_limited: int = 0
     """Requests ended because too much of their output waited to be sent."""
+    resumed: int = 0
+    """Streams that clients have resumed."""
+    expired: int = 0
+    """Streams that waited for a client until their time was up."""
     restarts: int = 0
     """Restarts of frontend processes."""
     responses: dict[int, int] = msgspec.field(default_factory=_counter)

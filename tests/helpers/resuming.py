@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import aiohttp
 
 DEADLINE_S = 150.0
 _VARYING = re.compile(
-    r'"(id|created|created_at|ttft_s|tpot_s|latency_s|item_id|response_id|call_id)":("[^"]*"|[\d.]+)'
+    r'"(id|created|created_at|ttft_s|tpot_s|latency_s|cached_tokens|item_id|response_id|call_id)":("[^"]*"|[\d.]+)'
 )
 
 
@@ -25,9 +25,13 @@ class Resumed:
     resumptions: int = 0
 
     @property
-    def text(self) -> str:
-        """All new text, reasoning and arguments."""
-        return "".join(_new_text(event) for event in self.events)
+    def texts(self) -> dict[int, str]:
+        """By sequence: all new text, reasoning and arguments."""
+        found: dict[int, str] = {}
+        for event in self.events:
+            for index, text in _new_texts(event):
+                found[index] = found.get(index, "") + text
+        return found
 
 
 async def follow(
@@ -80,20 +84,23 @@ async def _read(
 
 def _is_last(events: list[str]) -> bool:
     last = events[-1] if events else ""
-    return last == "[DONE]" or '"type":"response.' in last[:60] and '"usage":{' in last or "message_stop" in last
+    return (
+        last == "[DONE]"
+        or ('"type":"response.' in last[:60] and '"usage":{' in last)
+        or "message_stop" in last
+    )
 
 
-def _new_text(event: str) -> str:
+def _new_texts(event: str) -> Iterator[tuple[int, str]]:
     if not event.startswith("{"):
-        return ""
+        return
     content = json.loads(event)
-    found = []
     for choice in content.get("choices", ()):
         delta = choice.get("delta", {})
-        found += [choice.get("text"), delta.get("content"), delta.get("reasoning")]
+        found = [choice.get("text"), delta.get("content"), delta.get("reasoning")]
         found += [call["function"].get("arguments") for call in delta.get("tool_calls", ())]
+        yield choice["index"], "".join(filter(None, found))
     if isinstance(delta := content.get("delta"), str):
-        found.append(delta)
+        yield 0, delta
     elif isinstance(delta, dict):
-        found += [delta.get("text"), delta.get("partial_json"), delta.get("thinking")]
-    return "".join(filter(None, found))
+        yield 0, delta.get("text", "") + delta.get("partial_json", "") + delta.get("thinking", "")

@@ -294,9 +294,7 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     orphans: int = 0
     """Unfinished sequences whose frontend is gone, and that wait for a client to resume them."""
     orphans_expired: int = 0
-    """Sequences that were ended since no client had resumed them in time."""
-    streams_claimed: int = 0
-    """Times that a frontend got a stream, or the part of it that this engine has."""
+    """Sequences that were ended since no frontend had claimed them in time."""
 
 
 class GetStats(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):

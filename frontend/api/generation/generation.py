@@ -282,10 +282,12 @@ class Generation:
         self, request: GenerateRequest, renderer: Renderer, slot: AdmissionSlot | None = None
     ) -> AsyncGenerator[bytes, None]:
         """As `stream`, for a stream that can be resumed: closing it leaves the generation for the grace."""
-        async with self._open(request, slot) as stream:
-            async with contextlib.aclosing(self.resumable_events(request, renderer, stream)) as frames:
-                async for events in frames:
-                    yield events
+        async with (
+            self._open(request, slot) as stream,
+            contextlib.aclosing(self.resumable_events(request, renderer, stream)) as frames,
+        ):
+            async for events in frames:
+                yield events
 
     async def resumable_events(
         self, request: GenerateRequest, renderer: Renderer, stream: Stream, position: Position | None = None
