@@ -62,7 +62,7 @@ _GENERATION_HEADERS = {
         "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400},
     },
     "X-Resumable-Stream": {
-        "description": "Whether the stream goes on for a client that resumes it after its connection has ended.",
+        "description": "Whether the stream goes on for a client that resumes it on another connection.",
         "schema": {"type": "string", "enum": ["true", "false"]},
     },
     "traceparent": {"description": "W3C trace context.", "schema": {"type": "string"}},

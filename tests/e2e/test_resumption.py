@@ -44,6 +44,9 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"model": "random", "stream": True, "max_tokens": 150, "messages": _CHAT["messages"]}),
 ]
 
+# A busy machine may take long to start a frontend.
+MORE = ("--api-server-count", "2", "--orphan-grace", "150")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

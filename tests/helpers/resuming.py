@@ -15,6 +15,11 @@ _VARYING = re.compile(
 )
 
 
+def without_times(event: str) -> str:
+    """The data of an event, without ids and times."""
+    return _VARYING.sub(r'"\1":0', event)
+
+
 @dataclass
 class Resumed:
     """What a client got of one stream."""
@@ -74,7 +79,7 @@ async def _read(
                     if line.startswith(b"id: "):
                         event_id = line[4:].decode().strip()
                     elif line.startswith(b"data: "):
-                        resumed.events.append(_VARYING.sub(r'"\1":0', line[6:].decode().strip()))
+                        resumed.events.append(without_times(line[6:].decode().strip()))
                         resumed.ids.append(event_id)
                         on_event(resumed)
                 return _is_last(resumed.events)
