@@ -65,6 +65,10 @@ _GENERATION_HEADERS = {
         "description": "Whether the stream goes on for a client that resumes it on another connection.",
         "schema": {"type": "string", "enum": ["true", "false"]},
     },
+    "Last-Event-ID": {
+        "description": "The id of the last event of a resumable stream: the same body gets those after it.",
+        "schema": {"type": "string"},
+    },
     "traceparent": {"description": "W3C trace context.", "schema": {"type": "string"}},
 }
 

@@ -17,11 +17,10 @@ from frontend.metrics.tracing import TraceContext
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 from frontend.routes.errors import client_request_id
+from frontend.routes.streams import LAST_EVENT_ID, STREAM_ID, resume_posted
 
-__all__ = ["STREAM_ID", "routes"]
+__all__ = ["routes"]
 
-STREAM_ID = "X-Stream-Id"
-"""The header with the id of a stream that can be resumed."""
 
 _RANK_HEADER = "X-Data-Parallel-Rank"
 _MAX_RANK_DIGITS = 9
@@ -57,6 +56,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
     client = request.app[CLIENT]
+    if event_id := request.headers.get(LAST_EVENT_ID):
+        return await resume_posted(request, endpoint, event_id)
     try:
         with request.app[LIFECYCLE].admit():
             client.check_ready()

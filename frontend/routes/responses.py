@@ -9,7 +9,7 @@ from frontend.api.generation.resumption import Position
 from frontend.errors import RequestError
 from frontend.keys import RESPONSE_STORE
 from frontend.routes.access import TENANT
-from frontend.routes.streams import resume
+from frontend.routes.streams import Asked, resume
 
 __all__ = ["routes"]
 
@@ -24,7 +24,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     """A stored response, complete; or with `stream` the rest of one that was begun as a resumable stream."""
     if request.query.get("stream") == "true":
         after = _starting_after(request)
-        return await resume(request, request.match_info["id"], lambda _: Position((after + 1,)))
+        return await resume(request, Asked(request.match_info["id"], lambda _: Position((after + 1,))))
     stored = request.app[RESPONSE_STORE].get(request[TENANT], request.match_info["id"])
     return web.Response(body=stored.body, content_type="application/json")
 

@@ -7,8 +7,11 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 
+from atom.examples.unbroken_stream import chunks
 from tests.helpers.random_server import ARGS, write_checkpoint
 from tests.helpers.resuming import Resumed, follow
 from tests.helpers.server import Server, running_server
@@ -17,8 +20,9 @@ from tests.helpers.tiny_tokenizer import TEMPLATE
 pytestmark = pytest.mark.timeout(240)
 
 _TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+_USER = {"role": "user", "content": "one two"}
 _TEXT = {"model": "random", "stream": True, "seed": 3, "temperature": 0.8}
-_CHAT = {**_TEXT, "messages": [{"role": "user", "content": "one two"}], "max_tokens": 150}
+_CHAT = {**_TEXT, "messages": [_USER], "max_tokens": 150}
 _SCHEMA = {"type": "array", "minItems": 20, "maxItems": 24, "items": {"enum": ["x", "yz"]}}
 _WEATHER = {"type": "object", "properties": {"cities": _SCHEMA}, "required": ["cities"]}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -41,7 +45,10 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("/v1/responses", {**_TEXT, "input": "one two", "max_output_tokens": 150, "ignore_eos": True}),
-    ("/v1/messages", {"model": "random", "stream": True, "max_tokens": 150, "messages": _CHAT["messages"]}),
+    (
+        "/v1/messages",
+        {"model": "random", "stream": True, "max_tokens": 150, "temperature": 0, "messages": [_USER]},
+    ),
 ]
 
 # A busy machine may take long to start a frontend.
@@ -59,10 +66,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def kill_frontends(server: Server) -> None:
-    for pid, line in server.children().items():
-        if "frontend.main" in line:
-            os.kill(pid, signal.SIGKILL)
+def kill_frontends(server: Server, place: int | None = None) -> None:
+    """Kill all, or the one at this place in their order."""
+    pids = sorted(pid for pid, line in server.children().items() if "frontend.main" in line)
+    for pid in pids if place is None else pids[place : place + 1]:
+        os.kill(pid, signal.SIGKILL)
 
 
 async def _all(server: Server, on_event: Any = lambda resumed: None) -> list[Resumed]:
@@ -87,3 +95,21 @@ def test_streams_go_on_after_the_death_of_their_frontend(server: Server) -> None
     for (path, _), one, other in zip(REQUESTS, resumed, undisturbed, strict=True):
         assert one.texts == other.texts, path
         assert sorted(one.events) == sorted(other.events), path
+
+
+def test_the_example_with_the_openai_package_gives_the_whole_text(server: Server) -> None:
+    """Only one frontend is killed, whichever serves it: the other one goes on at once."""
+    body = {**_CHAT, "ignore_eos": True, "max_tokens": 200}
+    del body["stream"]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        expected = [_content(chunk) for chunk in client.chat.completions.create(**body, stream=True)]
+        got = []
+        for chunk in chunks(client, **body):
+            got.append(_content(chunk))
+            if len(got) in (20, 60):
+                kill_frontends(server, len(got) // 40)
+    assert "".join(got) == "".join(expected)
+
+
+def _content(chunk: ChatCompletionChunk) -> str:
+    return chunk.choices[0].delta.content or "" if chunk.choices else ""

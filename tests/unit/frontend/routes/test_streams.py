@@ -204,3 +204,14 @@ def test_a_response_is_streamed_again_after_a_sequence_number(frontends: list[Cl
         assert events_of(data) == events[after + 1 :]
     target = f"{path}/{response_id}?stream=true&starting_after=x"
     assert frontends[1].exchange("GET", target, headers=key_headers())[0] == 400
+
+
+def test_the_same_body_goes_on_after_the_last_event(frontends: list[Client]) -> None:
+    events = begun(frontends[0], CHAT, TOOLS)
+    headers = {**key_headers(), **RESUMABLE, "Last-Event-ID": events[4][0]}
+    status, data, _ = frontends[1].exchange("POST", CHAT, TOOLS, headers=headers)
+    assert status == 200 and events_of(data) == events[5:]
+    status, data, _ = frontends[1].exchange("POST", CHAT, {**TOOLS, "n": 2}, headers=headers)
+    assert status == 400 and b"a stream of another request" in data
+    status, data, _ = frontends[1].exchange("POST", "/v1/completions", TOOLS, headers=headers)
+    assert status == 400 and b"a stream of another request" in data
