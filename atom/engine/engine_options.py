@@ -67,6 +67,7 @@ class EngineOptions(TypedDict, total=False):
     step_timeout: float
     max_restarts: int
     max_replays: int
+    orphan_grace: float
     # SpeculativeConfig
     method: Literal["ngram"] | None
     num_speculative_tokens: int
