@@ -30,6 +30,7 @@ from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.grammars import GrammarRegistry
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_events import KVEvent
+from engine_core.queue_limit import QueueLimit
 from engine_core.request import Request, SharedSettings
 from engine_core.request_log import RequestLog, describe
 from engine_core.resumable import NOBODY, ResumableStreams
@@ -50,8 +51,10 @@ class EngineCore:
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
         orphan_grace_s: float = 0.0,
+        max_queue_s: float | None = None,
     ):
-        """Raises ValueError for invalid limits. `orphan_grace_s`: as --orphan-grace."""
+        """Raises ValueError for invalid limits. `orphan_grace_s`, `max_queue_s`: see the flags."""
+        self._queue_limit = QueueLimit(max_queue_s, clock)
         self._resumable = ResumableStreams(orphan_grace_s, clock)
         self._grammars = GrammarRegistry()
         self._scheduler = Scheduler(limits, kv, clock)
@@ -111,6 +114,7 @@ class EngineCore:
             self._resumable.add(message, requests, frontend)
         except ValueError as error:
             return self._refusal(message.request_ids, str(error))
+        self._queue_limit.add(requests)
         self._queue(requests if message.grammar is None else self._grammars.add(message.grammar, requests))
         return None
 
@@ -194,6 +198,16 @@ class EngineCore:
             self._frontends.add(frontend)
             self._note_orphans()
         return found
+
+    def end_overdue(self) -> dict[bytes, TokenDeltas]:
+        """End the requests that have waited for too long; returns the deltas for their frontends."""
+        overdue = [request for request in self._queue_limit.overdue() if request.frontend != NOBODY]
+        if not overdue:
+            return {}
+        message = "the request has waited in the queue for longer than --max-queue-time: try again later"
+        ends = self._refusals(overdue, message, FinishReason.OVERLOADED)
+        self.abort([request.request_id for request in overdue], FinishReason.OVERLOADED)
+        return ends
 
     def end_expired(self) -> None:
         """End the sequences that no client has resumed in time."""

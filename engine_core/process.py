@@ -194,7 +194,8 @@ class CoreProcess:
             lists_events=self._kv_events is not None,
         )
         grace_s = config.reliability.orphan_grace
-        core = EngineCore(limits, kv, plan.max_model_len, orphan_grace_s=grace_s)
+        max_queue_s = config.scheduler.max_queue_time
+        core = EngineCore(limits, kv, plan.max_model_len, orphan_grace_s=grace_s, max_queue_s=max_queue_s)
         self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len))
         if self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up") is None:
             return None
@@ -266,6 +267,8 @@ class CoreProcess:
                 for identity, question in questions:
                     self._frontends.send(core, identity, question)
             core.end_expired()
+            for identity, deltas in core.end_overdue().items():
+                self._frontends.send(core, identity, deltas)
             for identity in self._frontends.connected[:1]:
                 for offer in core.offers(identity):
                     self._frontends.send(core, identity, offer)

@@ -36,7 +36,12 @@ _OFFERED_AFTER_S = 3.0
 """A frontend that has only lost its connection sends its requests again sooner."""
 _MAX_OFFERS = 32
 """In one iteration of the core's loop."""
-_KEPT_REASONS = frozenset(FinishReason) - {FinishReason.ABORTED, FinishReason.ERROR, FinishReason.REFUSED}
+_KEPT_REASONS = frozenset(FinishReason) - {
+    FinishReason.ABORTED,
+    FinishReason.ERROR,
+    FinishReason.REFUSED,
+    FinishReason.OVERLOADED,
+}
 """Ends after which a client may still want the last tokens."""
 
 

@@ -272,6 +272,7 @@ def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettin
         max_output_bytes=limits.max_output_memory or default_output_memory(launch.num_frontends),
         max_replays=config.reliability.max_replays,
         engines_end_together=config.parallel.lockstep,
+        max_queue_s=config.scheduler.max_queue_time,
         life=launch.life,
         orphan_grace=config.reliability.orphan_grace,
     )

@@ -52,10 +52,11 @@ from frontend.errors import (
     DeadlineError,
     EngineLostError,
     InternalError,
+    OverloadedError,
     UnavailableError,
 )
 from frontend.metrics.metrics import Metrics, Progress, RunningRequest
-from frontend.text.output_processor import OutputProcessor, SequenceOutput, TextOptions
+from frontend.text.output_processor import OVERLOADED, OutputProcessor, SequenceOutput, TextOptions
 
 __all__ = ["ID_BITS", "EngineClient"]
 
@@ -87,7 +88,7 @@ class EngineClient:
     ):
         self.settings = settings
         self.engines = EngineSet(settings, self._process, self._lost, self._closed)
-        self.admission = Admission(self, settings.capacity(settings.num_ranks), metrics)
+        self.admission = Admission(self, settings.capacity(settings.num_ranks), metrics, settings.max_queue_s)
         self.output_memory = OutputMemory(settings.max_output_bytes)
         self._router = router
         self.output = output
@@ -123,6 +124,11 @@ class EngineClient:
     def capacity(self) -> int:
         """Sequences that may be in progress while these engines are ready."""
         return self.engines.capacity
+
+    @property
+    def running_capacity(self) -> float:
+        """Sequences that the engines run at once, of this frontend."""
+        return self.engines.running_capacity
 
     def oldest_requests(self, count: int) -> list[RunningRequest]:
         """The oldest `count` sequences in progress, the oldest first."""
@@ -484,12 +490,19 @@ class EngineClient:
 
     def _finish(self, update: SequenceOutput, sequence: RunningSequence, now: float) -> None:
         assert update.reason is not None
+        if sequence.id not in self._sequences:
+            return  # another sequence has ended its stream
         sequence.stream.ended(update.reason, sequence.progress.tokens)
         if sequence.state.request.resumable is not None:
             self.resumption.ended(sequence, update)
         self._metrics.engine(sequence.rank).finished(sequence.progress, update.reason, now)
         self._end(sequence)
-        self.admission.ended()
+        if update.reason == OVERLOADED:  # its end says nothing about the rate
+            self._metrics.refused += 1
+            sequence.stream.end(OverloadedError(update.error, self.admission.retry_after_s()))
+            self._abort(sequence.stream)
+        else:
+            self.admission.ended()
 
     # Ends of engines
 

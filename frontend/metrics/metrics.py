@@ -17,7 +17,13 @@ from atom.shared.messages.engine import FirstToken
 __all__ = ["EngineMetrics", "Histogram", "Metrics", "Progress", "RunningRequest"]
 
 # vLLM's labels of finish reasons; all others are "stop".
-_FINISH_LABELS = {"max_tokens": "length", "aborted": "abort", "timeout": "abort", "error": "error"}
+_FINISH_LABELS = {
+    "max_tokens": "length",
+    "aborted": "abort",
+    "timeout": "abort",
+    "error": "error",
+    "overloaded": "abort",
+}
 
 
 class Histogram(msgspec.Struct):

@@ -34,6 +34,7 @@ from frontend.text.token_logprobs import (
 from frontend.text.tokenizer import Tokenizer
 
 __all__ = [
+    "OVERLOADED",
     "HasState",
     "OutputProcessor",
     "Processed",
@@ -44,6 +45,8 @@ __all__ = [
     "ended_update",
 ]
 
+OVERLOADED = "overloaded"
+"""The raw reason of a sequence that has waited in the queue for too long."""
 _RAW_REASONS = {
     FinishReason.EOS: "eos",
     FinishReason.MAX_TOKENS: "max_tokens",
@@ -52,6 +55,7 @@ _RAW_REASONS = {
     FinishReason.REFUSED: "error",
     FinishReason.STOP_STRING: "stop_sequence",
     FinishReason.TIMEOUT: "timeout",
+    FinishReason.OVERLOADED: OVERLOADED,
 }
 _REASONS = {
     raw: reason for reason, raw in reversed(_RAW_REASONS.items()) if reason is not FinishReason.REFUSED

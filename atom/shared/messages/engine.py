@@ -43,6 +43,7 @@ class FinishReason(IntEnum):
     STOP_STRING = 6  # seen by the frontend, on text; a core never sends it
     TIMEOUT = 7  # the request's deadline, kept by the frontend; a core never sends it
     REFUSED = 8  # an error for which the request itself is the cause
+    OVERLOADED = 9  # it has waited longer than --max-queue-time
 
 
 class LogitsProcessors(msgspec.Struct, array_like=True, frozen=True, gc=False):
