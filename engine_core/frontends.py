@@ -52,7 +52,7 @@ class Frontends:
                 yield identity, message
 
     def register(self, core: EngineCore, identity: bytes, number: int) -> None:
-        """Add a frontend. After a reconnect its identity is new: requests of the old one are aborted."""
+        """Add a frontend. After a reconnect its identity is new: requests of the old one end."""
         for other, other_number in list(self._connected.items()):
             if other_number == number and other != identity:
                 self._remove(core, other)
@@ -73,13 +73,15 @@ class Frontends:
         | GetGrammar
         | Claimed,
     ) -> None:
-        """Send, or abort all requests of a frontend that cannot be reached: a stream must not miss tokens."""
+        """Send, or remove a frontend that cannot be reached: its streams must not miss tokens."""
         if not self._link.send(identity, message):
             number = self._connected.get(identity, self._dropped.get(identity, -1))
             self._remove(core, identity)
             self._dropped[identity] = number
             get_logger().warning(
-                "frontend %d is gone or does not read its tokens: its requests are aborted", number
+                "frontend %d is gone or does not read its tokens: its requests end, but for streams that can be "
+                "resumed",
+                number,
             )
 
     def report_death(self, reason: str) -> None:
