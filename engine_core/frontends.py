@@ -79,8 +79,7 @@ class Frontends:
             self._remove(core, identity)
             self._dropped[identity] = number
             get_logger().warning(
-                "frontend %d is gone or does not read its tokens: its requests end, but for streams that can be "
-                "resumed",
+                "frontend %d is gone or does not read its tokens: its requests end, unless they are resumable",
                 number,
             )
 

@@ -35,6 +35,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_mixed_tokens: int | None
     long_prefill_token_threshold: int
     max_num_seqs: int | None
+    max_queue_time: float | None
     scheduling_policy: Literal["fcfs", "priority"]
     scheduler_delay_factor: float
     # ParallelConfig
