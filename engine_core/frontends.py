@@ -20,6 +20,7 @@ from atom.shared.messages.resume import Claimed
 from atom.shared.utils.logger import get_logger
 from engine_core.core import EngineCore
 from engine_core.links import FrontendLink
+from engine_core.resumable import NOBODY
 
 _HELLO_MS = 500  # a connecting frontend retries every 100 ms
 
@@ -74,12 +75,14 @@ class Frontends:
         | Claimed,
     ) -> None:
         """Send, or remove a frontend that cannot be reached: its streams must not miss tokens."""
+        if identity == NOBODY:
+            return
         if not self._link.send(identity, message):
             number = self._connected.get(identity, self._dropped.get(identity, -1))
             self._remove(core, identity)
             self._dropped[identity] = number
             get_logger().warning(
-                "frontend %d is gone or does not read its tokens: its requests end, unless they are resumable",
+                "frontend %d is gone or does not read its tokens: its plain requests end",
                 number,
             )
 

@@ -53,6 +53,7 @@ from frontend.errors import (
     EngineLostError,
     InternalError,
     OverloadedError,
+    ResumedElsewhereError,
     UnavailableError,
 )
 from frontend.metrics.metrics import Metrics, Progress, RunningRequest
@@ -289,7 +290,14 @@ class EngineClient:
         return [self._sequences[number].output() for number in sorted(stream.open)]
 
     def _adopt(self, adoption: Adoption) -> None:
-        """Go on with a sequence that an engine runs already."""
+        """Go on with a sequence that an engine runs already.
+
+        An earlier stream of this frontend that has it ends: its client has asked for it again.
+        """
+        if (earlier := self._sequences.get(adoption.sequence.request_id)) is not None:
+            earlier.stream.open.discard(earlier.id)
+            self._end(earlier)
+            earlier.stream.fail(ResumedElsewhereError())
         engine, request, stream = adoption.engine, adoption.request, adoption.stream
         claimed = adoption.sequence
         state = self.output.new_state(request, TextOptions())

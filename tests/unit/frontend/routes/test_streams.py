@@ -215,3 +215,26 @@ def test_the_same_body_goes_on_after_the_last_event(frontends: list[Client]) -> 
     assert status == 400 and b"a stream of another request" in data
     status, data, _ = frontends[1].exchange("POST", "/v1/completions", TOOLS, headers=headers)
     assert status == 400 and b"a stream of another request" in data
+
+
+def test_who_asks_last_has_the_stream(model: ToolModel, frontends: list[Client]) -> None:
+    """The earlier connection may be open still, as after a loss of the network."""
+    expected = begun(frontends[0], CHAT, TOOLS)
+    for frontend in frontends:
+        paused = [False]
+        model.core.waits = lambda paused=paused: paused[0]  # type: ignore[misc]
+        connection = frontends[0].connection()
+        connection.request("POST", CHAT, json.dumps(TOOLS), {**key_headers(), **RESUMABLE})
+        response = connection.getresponse()
+        got = read_events(response, 4)
+        paused[0] = True
+        other = frontend.connection()
+        path = f"/v1/streams/{got[-1][0].partition('/')[0]}"
+        other.request("GET", path, headers={**key_headers(), "Last-Event-ID": got[-1][0]})
+        resumed = other.getresponse()
+        assert resumed.status == 200
+        assert b"resumed" in response.read()  # its error event, and its end
+        paused[0] = False
+        assert [text for _, text in got + events_of(resumed.read())] == [text for _, text in expected]
+        connection.close()
+        other.close()
