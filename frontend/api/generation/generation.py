@@ -24,6 +24,7 @@ from atom.shared.sampling_params import SamplingParams
 from frontend.api.generation.amounts import check_amounts, check_bad_words, check_shown_prompts
 from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import Endpoint, ParsedRequest
+from frontend.api.generation.field_checks import check_stream_options, checked_timeout, prompt_logprobs
 from frontend.api.generation.generate_request import GenerateRequest, ResponseOptions
 from frontend.api.generation.logprobs import TokenFormatter
 from frontend.api.generation.prompts import Prompt, given_id, salt, text_offsets
@@ -62,7 +63,6 @@ __all__ = ["Generation", "ServingOptions"]
 # What one token, and one token with log probabilities, take in a response, for choosing a thread.
 _TOKEN_BYTES = 8
 _LOGPROB_BYTES = 256
-_MAX_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class Generation:
             text=self._text_options(fields, prompts),
             options=options,
             data_parallel_rank=_first_given(fields.data_parallel_rank, caller.data_parallel_rank),
-            timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
+            timeout_s=checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
             constraint=None if options.score_only else reply_constraint(fields, prompts[0]),
             shown_bytes=shown,
@@ -363,13 +363,13 @@ class Generation:
         fields = parsed.fields
         has_tokenizer = self._options.has_tokenizer
         stream_options = fields.stream_options
-        _check_stream_options(fields)
+        check_stream_options(fields)
         if fields.echo and not has_tokenizer:
             raise RequestError("'echo' needs a tokenizer, and this model has none", param="echo")
         return ResponseOptions(
             tokens=TokenFormatter(self._inputs.tokenizer, bool(fields.return_tokens_as_token_ids)),
             logprobs=parsed.logprobs,
-            prompt_logprobs=_prompt_logprobs(fields),
+            prompt_logprobs=prompt_logprobs(fields),
             echo=bool(fields.echo),
             token_ids=bool(fields.return_token_ids) or not has_tokenizer,
             prompt_ids=bool(fields.return_token_ids),
@@ -561,46 +561,12 @@ def _first_given(*values: N | None) -> N | None:
     return next((value for value in values if value is not None), None)
 
 
-def _checked_timeout(seconds: float | None) -> float | None:
-    if seconds is not None and not 0 < seconds <= _MAX_TIMEOUT_S:
-        raise RequestError(
-            f"'timeout' must be more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, not {seconds:g}",
-            param="timeout",
-        )
-    return seconds
-
-
 def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
     if params.max_tokens == max_tokens:
         return params
     own = copy.copy(params)
     own.max_tokens = max_tokens
     return own
-
-
-def _check_stream_options(fields: GenerationRequest) -> None:
-    options = fields.stream_options
-    if options is None:
-        return
-    if not fields.stream:
-        raise RequestError("'stream_options' needs 'stream': true", param="stream_options")
-    if options.include_obfuscation:
-        raise RequestError(
-            "'stream_options.include_obfuscation' is not supported: leave it out or send false",
-            param="stream_options.include_obfuscation",
-            code="unsupported_parameter",
-        )
-
-
-def _prompt_logprobs(fields: GenerationRequest) -> int | None:
-    count = fields.prompt_logprobs
-    if count is True:
-        raise RequestError("'prompt_logprobs' must be an integer, not true", param="prompt_logprobs")
-    if count is None or count is False:
-        return None
-    if fields.stream:
-        raise RequestError("'prompt_logprobs' cannot be streamed", param="prompt_logprobs")
-    return count
 
 
 def _raise_error(update: SequenceOutput) -> None:
