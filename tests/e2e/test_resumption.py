@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from atom.examples.unbroken_stream import chunks
+from tests.helpers.edges import metrics_text
 from tests.helpers.random_server import ARGS, write_checkpoint
-from tests.helpers.resuming import Resumed, follow
+from tests.helpers.resuming import Resumed, follow, read
 from tests.helpers.server import Server, running_server
 from tests.helpers.tiny_tokenizer import TEMPLATE
 
@@ -113,3 +115,63 @@ def test_the_example_with_the_openai_package_gives_the_whole_text(server: Server
 
 def _content(chunk: ChatCompletionChunk) -> str:
     return chunk.choices[0].delta.content or "" if chunk.choices else ""
+
+
+@pytest.mark.slow
+def test_frontends_die_again_and_again_at_random_tokens(server: Server) -> None:
+    """One after another, each at a random event of the streams together."""
+    undisturbed = asyncio.run(_all(server))
+    chosen = random.Random(7)
+    left = chosen.sample(range(20, 400), 4)
+    seen = [0]
+
+    def kill(resumed: Resumed) -> None:
+        seen[0] += 1
+        if seen[0] in left:
+            kill_frontends(server, chosen.randrange(2))
+
+    resumed = asyncio.run(_all(server, kill))
+    assert sum(each.resumptions for each in resumed) >= 4
+    for (path, _), one, other in zip(REQUESTS, resumed, undisturbed, strict=True):
+        assert one.texts == other.texts, path
+        assert sorted(one.events) == sorted(other.events), path
+
+
+@pytest.mark.slow
+def test_an_engine_dies_while_its_orphans_wait_for_their_client(server: Server) -> None:
+    """Another frontend has kept them by then, and replays them."""
+    path, body = REQUESTS[0]
+    body = {**body, "max_tokens": 8000}
+    expected = asyncio.run(follow(server.url, path, body))
+    starts = server.text().count("is ready after")
+
+    def strike(resumed: Resumed) -> None:
+        if len(resumed.events) == 30:
+            kill_frontends(server)
+
+    async def run() -> Resumed:
+        resumed = Resumed()
+        assert not await read(server.url, path, body, resumed, strike)
+        async with asyncio.timeout(100):
+            while server.text().count("is ready after") < starts + 2:
+                await asyncio.sleep(0.2)
+            await asyncio.sleep(5)  # a core offers orphans after three seconds
+            while not re.search(r"^atom:orphans\{.* 0.0$", await _metrics(server), re.MULTILINE):
+                await asyncio.sleep(0.5)
+        for pid, line in server.children().items():
+            if "workers.main" in line:
+                os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(150):
+            while not await read(server.url, path, body, resumed):
+                pass
+        return resumed
+
+    assert asyncio.run(run()).events == expected.events
+
+
+async def _metrics(server: Server) -> str:
+    """Empty while no frontend answers."""
+    try:
+        return await asyncio.to_thread(metrics_text, server)
+    except OSError:
+        return ""

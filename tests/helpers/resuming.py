@@ -39,38 +39,31 @@ class Resumed:
         return found
 
 
+OnEvent = Callable[[Resumed], None]
+
+
 async def follow(
-    url: str,
-    path: str,
-    body: dict[str, Any],
-    on_event: Callable[[Resumed], None] = lambda resumed: None,
-    headers: dict[str, str] | None = None,
+    url: str, path: str, body: dict[str, Any], on_event: OnEvent = lambda resumed: None
 ) -> Resumed:
     """Read a resumable stream to its end."""
     resumed = Resumed()
     async with asyncio.timeout(DEADLINE_S):
-        while True:
-            if await _read(url, path, body, resumed, on_event, headers or {}):
-                return resumed
+        while not await read(url, path, body, resumed, on_event):
             resumed.resumptions += 1
+    return resumed
 
 
-async def _read(
-    url: str,
-    path: str,
-    body: dict[str, Any],
-    resumed: Resumed,
-    on_event: Callable[[Resumed], None],
-    headers: dict[str, str],
+async def read(
+    url: str, path: str, body: dict[str, Any], resumed: Resumed, on_event: OnEvent = lambda resumed: None
 ) -> bool:
-    """Read until the stream ends, True, or its connection does."""
+    """Begin a stream, or go on with it, until it ends, True, or its connection does."""
     async with aiohttp.ClientSession(url) as session:
         if resumed.ids:
             last = resumed.ids[-1]
             key = last.partition("/")[0]
-            request = session.get(f"/v1/streams/{key}", headers={**headers, "Last-Event-ID": last})
+            request = session.get(f"/v1/streams/{key}", headers={"Last-Event-ID": last})
         else:
-            request = session.post(path, json=body, headers={**headers, "X-Resumable-Stream": "true"})
+            request = session.post(path, json=body, headers={"X-Resumable-Stream": "true"})
         try:
             async with request as response:
                 assert response.status == 200, await response.text()
