@@ -113,6 +113,7 @@ class FakeCore:
         self.address = EngineAddress(self.rank, self.life, self.endpoint)
         self._running: dict[int, _Running] = {}
         self._resumable: dict[str, dict[int, _Running]] = {}
+        self._ended: dict[str, list[EndedSequence]] = {}
         self._peers: set[bytes] = set()
         self._asked: set[bytes] = set()
         self._stop = threading.Event()
@@ -191,6 +192,7 @@ class FakeCore:
                     self._running[request_id] = running
                     if request.resumable is not None:
                         self._resumable.setdefault(request.resumable.key, {})[request_id] = running
+                        self._ended[request.resumable.key] = request.resumable.ended
             case GrammarBytes():
                 self.grammars.append(message)
             case GetStats():
@@ -213,7 +215,7 @@ class FakeCore:
     def _claimed(self, socket: zmq.Socket[bytes], peer: bytes, message: Claim) -> None:
         """Give a stream to another frontend. It is kept as long as this core."""
         found = self._resumable.get(message.key, {})
-        claimed = Claimed(message.number, message.key, [], [])
+        claimed = Claimed(message.number, message.key, [], list(self._ended.get(message.key, ())))
         for number, running in found.items():
             request = running.request
             if request.tenant != message.tenant:
