@@ -30,7 +30,7 @@ __all__ = ["NOBODY", "ResumableStreams"]
 NOBODY = b""
 """The frontend of an orphan. No connection has this identity."""
 _MAX_KEPT_BYTES = 256 * 1024 * 1024
-"""Of all streams that are kept for the grace; the oldest ones are ended to make room."""
+"""Most bytes of all streams that are kept for the grace; the oldest ones are ended to make room."""
 _ENTRY_BYTES = 2048
 _OFFERED_AFTER_S = 3.0
 """A frontend that has only lost its connection sends its requests again sooner."""

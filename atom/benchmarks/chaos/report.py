@@ -33,7 +33,7 @@ class Report(msgspec.Struct, kw_only=True):
     grown_bytes: int
     """Resident memory that the frontends have gained."""
     outcomes: dict[str, int]
-    """Of a flood: requests by status."""
+    """Requests of a flood, by status."""
     problems: list[str]
 
     def text(self) -> str:

@@ -127,7 +127,7 @@ class Position:
     """How many events a client has."""
 
     counts: tuple[int, ...] = ()
-    """Of one sequence: of the whole stream. Of several: of each, and of the events after their ends."""
+    """With one sequence: of the whole stream. With several: of each, and of the events after their ends."""
 
     @classmethod
     def parse(cls, event_id: str | None, key: str, num_sequences: int) -> "Position":
