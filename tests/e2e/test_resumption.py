@@ -141,7 +141,7 @@ def test_frontends_die_again_and_again_at_random_tokens(server: Server) -> None:
 def test_an_engine_dies_while_its_orphans_wait_for_their_client(server: Server) -> None:
     """Another frontend has kept them by then, and replays them."""
     path, body = REQUESTS[0]
-    body = {**body, "max_tokens": 8000}
+    body = {**body, "max_tokens": 2500}
     expected = asyncio.run(follow(server.url, path, body))
     starts = server.text().count("is ready after")
 

@@ -14,7 +14,7 @@ from tests.helpers.random_server import ARGS, write_checkpoint
 
 _TINY = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 _SERVER = ("-dp", "2", "--api-server-count", "2", "--host", "127.0.0.1", "--server-port", "0")
-_LIMITS = ("--max-queued-requests", "512", "--hang-timeout", "6", "--orphan-grace", "60")
+_LIMITS = ("--max-queued-requests", "512", "--hang-timeout", "30", "--orphan-grace", "60")
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
