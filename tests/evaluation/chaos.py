@@ -20,4 +20,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
         model = write_checkpoint(Path(directory) / "model", **_TINY)
         launch = ["--launch", "--model", str(model), *ARGS, *_SERVER, *_LIMITS]
-        main(["--scenario", "all", *sys.argv[1:], *launch])
+        main(["--scenario", "all", "--tokens", "2000", *sys.argv[1:], *launch])

@@ -19,6 +19,7 @@ from atom.benchmarks.chaos.processes import ChaosError, supervisor_of
 from atom.benchmarks.chaos.report import Report
 from atom.benchmarks.chaos.run import Target, run_scenario
 from atom.benchmarks.chaos.scenarios import SCENARIOS
+from atom.shared.utils.open_files import raise_open_files_limit
 
 _START_DEADLINE_S = 600.0
 _STOP_DEADLINE_S = 60.0
@@ -27,6 +28,7 @@ _STOP_DEADLINE_S = 60.0
 def main(arguments: list[str] | None = None) -> None:
     """Exit status 0: all scenarios passed; 1: one has failed; 2: one could not be run."""
     args = _parser().parse_args(arguments)
+    raise_open_files_limit()
     try:
         with _server(args) as (url, supervisor):
             reports = asyncio.run(_run(args, url, supervisor))

@@ -1,7 +1,9 @@
 """Runs one scenario: the streams undisturbed, then again with its events."""
 
 import asyncio
+import contextlib
 import random
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,9 @@ from atom.benchmarks.chaos.streams import body_of, flood, follow_all, stall
 __all__ = ["Target", "run_scenario"]
 
 _READY_DEADLINE_S = 180.0
+_NOTICE_S = 180.0
+"""Longer than --hang-timeout."""
+_RESTARTS = re.compile(r"^atom:(?:engine|frontend)_restarts_total\{.*\} (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ async def run_scenario(target: Target, name: str, scenario: Scenario) -> Report:
     counts = _counts(target, scenario)
     await _until_ready(target)
     undisturbed = await follow_all(target.url, target.headers, target.bodies, lambda count: None)
+    restarts = await _restarts(target)
     before = resident_bytes(processes_of(target.supervisor, "frontend"))
     events = _Events(target, scenario.events)
     streams = await follow_all(target.url, target.headers, target.bodies, events.on_tokens)
@@ -52,8 +58,15 @@ async def run_scenario(target: Target, name: str, scenario: Scenario) -> Report:
     for kind, count in counts.items():  # the next scenario begins with a whole server
         await asyncio.to_thread(wait_for_kind, target.supervisor, kind, count)
     await _until_ready(target)
+    num_signals = sum(event.count for event in scenario.events if event.target is not None)
+    noticed = await _noticed(target, restarts + num_signals)
     named = (name, scenario.requirement, scenario.summary)
-    return judge(named, undisturbed, streams, events.times, 0 if "frontend" in changed else grown, outcomes)
+    report = judge(named, undisturbed, streams, events.times, 0 if "frontend" in changed else grown, outcomes)
+    if not noticed:
+        report.problems.append(
+            f"the server has not restarted what was killed or stopped in {_NOTICE_S:.0f} s"
+        )
+    return report
 
 
 @dataclass
@@ -111,6 +124,28 @@ def _counts(target: Target, scenario: Scenario) -> dict[str, int]:
         if event.target is not None and counts[event.target] < event.count:
             raise ChaosError(f"the server has {counts[event.target]} processes of: {event.target}")
     return counts
+
+
+async def _restarts(target: Target) -> int:
+    """How often an engine or a frontend has been started again."""
+    timeout = aiohttp.ClientTimeout(total=30)
+    async with (
+        aiohttp.ClientSession(target.url, headers=target.headers, timeout=timeout) as session,
+        session.get("/metrics") as response,
+    ):
+        found = _RESTARTS.findall(await response.text())
+    return sum(int(float(value)) for value in found)
+
+
+async def _noticed(target: Target, restarts: int) -> bool:
+    """Wait until there were so many restarts; whether there were."""
+    deadline = time.monotonic() + _NOTICE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            if await _restarts(target) >= restarts:
+                return True
+        await asyncio.sleep(0.5)
+    return False
 
 
 async def _until_ready(target: Target) -> None:

@@ -142,7 +142,7 @@ async def flood(url: str, headers: dict[str, str], body: dict[str, Any], count: 
             outcome = "no response"
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
 
-    connector = aiohttp.TCPConnector(limit=512)
+    connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, headers=headers, timeout=timeout, connector=connector) as session:
         await asyncio.gather(*(one(session) for _ in range(count)))
     return outcomes
