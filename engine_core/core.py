@@ -15,6 +15,7 @@ from atom.shared.messages.admin import MAX_INFOS, RequestInfo
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import (
     ID_BYTES,
+    Abort,
     AddRequest,
     CoreStats,
     Finished,
@@ -22,17 +23,22 @@ from atom.shared.messages.engine import (
     TokenDeltas,
 )
 from atom.shared.messages.grammar import DropGrammar, GetGrammar, GrammarBytes, GrammarLoaded, LoadGrammar
+from atom.shared.messages.resume import Claim, Claimed
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
 from engine_core.admission import check_request
 from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.grammars import GrammarRegistry
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_events import KVEvent
+from engine_core.queue_limit import QueueLimit
 from engine_core.request import Request, SharedSettings
 from engine_core.request_log import RequestLog, describe
+from engine_core.resumable import NOBODY, ResumableStreams
 from engine_core.scheduler import Limits, Scheduler
 from engine_core.step import StepOutcome
 from engine_core.token_ids import Prompt, TokenIds
+
+_RESUMED_ELSEWHERE = "a client has resumed this stream on another connection"
 
 
 class EngineCore:
@@ -44,8 +50,12 @@ class EngineCore:
         kv: KVCacheManager,
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
+        orphan_grace_s: float = 0.0,
+        max_queue_s: float | None = None,
     ):
-        """Raises ValueError for invalid limits."""
+        """Raises ValueError for invalid limits. `orphan_grace_s`, `max_queue_s`: see the flags."""
+        self._queue_limit = QueueLimit(max_queue_s, clock)
+        self._resumable = ResumableStreams(orphan_grace_s, clock)
         self._grammars = GrammarRegistry()
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
@@ -84,6 +94,7 @@ class EngineCore:
 
         A request that can never run is refused: the deltas returned end its sequences with `ERROR`.
         """
+        self.abort(self._resumable.replaced(message))
         try:
             settings, prompt, output = self._check_request(message, frontend)
         except ValueError as error:
@@ -99,6 +110,11 @@ class EngineCore:
             request = Request(request_id, settings, sampling, message.prompt_logprobs, blocks)
             request.arrived_at = now
             requests.append(request)
+        try:
+            self._resumable.add(message, requests, frontend)
+        except ValueError as error:
+            return self._refusal(message.request_ids, str(error))
+        self._queue_limit.add(requests)
         self._queue(requests if message.grammar is None else self._grammars.add(message.grammar, requests))
         return None
 
@@ -134,20 +150,70 @@ class EngineCore:
         """End sequences without a response; unknown ids are ignored."""
         self._check = None
         now = self._clock()
-        scheduled = self._scheduler.requests
-        waiting = self._grammars.waiting
         for request_id in request_ids:
-            if (request := scheduled.get(request_id) or waiting.get(request_id)) is not None:
+            if (request := self._request(request_id)) is not None:
                 self._log.add(request, reason, now)
+                self._resumable.ended(request, Finished(request_id, reason))
         self._grammars.abort(request_ids)
         self._scheduler.abort(request_ids)
 
+    def abort_own(self, message: Abort, frontend: bytes) -> None:
+        """End sequences of `frontend`; those that another one has claimed go on."""
+        found = [(number, self._request(number)) for number in message.request_ids]
+        is_owner = self._resumable.is_owner
+        own = [number for number, request in found if request is not None and is_owner(request, frontend)]
+        self.abort(own, message.reason)
+
     def abort_frontend(self, frontend: bytes) -> int:
-        """End every sequence of a frontend that is gone; returns how many."""
+        """End every sequence of a frontend that is gone; returns how many.
+
+        Those of streams that can be resumed go on for the grace, unless they wait for a grammar that their
+        frontend may have to send.
+        """
+        waiting = [request for request in self._grammars.waiting.values() if request.frontend == frontend]
+        self.abort([request.request_id for request in waiting])
+        self._resumable.orphan(frontend)
         ids = [request.request_id for request in self._unfinished() if request.frontend == frontend]
         self.abort(ids)
         self._frontends.discard(frontend)
-        return len(ids)
+        self._note_orphans()
+        return len(waiting) + len(ids)
+
+    def claim(self, message: Claim, frontend: bytes) -> Iterator[tuple[bytes, TokenDeltas | Claimed]]:
+        """What to send to which frontends: the stream to its new one, its end to the earlier one."""
+        claimed, earlier, ids = self._resumable.claim(message, frontend)
+        if claimed.requests:
+            self._frontends.add(frontend)
+            self._note_orphans()
+        yield frontend, claimed
+        if ids and earlier != NOBODY:
+            yield earlier, self._refusal(ids, _RESUMED_ELSEWHERE, FinishReason.REFUSED)
+
+    def offers(self, frontend: bytes) -> list[Claimed]:
+        """Streams that have lost their frontend, and that `frontend` keeps from now on."""
+        if not self._resumable.num_orphaned:
+            return []
+        found = self._resumable.offers(frontend)
+        if found:
+            self._frontends.add(frontend)
+            self._note_orphans()
+        return found
+
+    def end_overdue(self) -> dict[bytes, TokenDeltas]:
+        """End the requests that have waited for too long; returns the deltas for their frontends."""
+        overdue = [request for request in self._queue_limit.overdue() if request.frontend != NOBODY]
+        if not overdue:
+            return {}
+        message = "the request has waited in the queue for longer than --max-queue-time: try again later"
+        ends = self._refusals(overdue, message, FinishReason.OVERLOADED)
+        self.abort([request.request_id for request in overdue], FinishReason.OVERLOADED)
+        return ends
+
+    def end_expired(self) -> None:
+        """End the sequences that no client has resumed in time."""
+        if ids := self._resumable.expired():
+            self.abort(ids)
+            self._note_orphans()
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when nothing can run now."""
@@ -164,11 +230,13 @@ class EngineCore:
             now = self._clock()
             for request, finished in outcome.finished:
                 self._log.add(request, finished.reason, now)
-        if len(self._frontends) == 1:
+                self._resumable.ended(request, finished)
+        if len(self._frontends) == 1 and NOBODY not in self._frontends:
             return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.has_output}
         frontends = {request.frontend for request in outcome.sampled.requests}
         frontends.update(request.frontend for request, _ in outcome.finished)
         frontends.update(request.frontend for request, _ in outcome.prompt_logprobs)
+        frontends.discard(NOBODY)
         return {frontend: _deltas(_outcome_for(outcome, frontend)) for frontend in frontends}
 
     # Questions and commands
@@ -241,6 +309,8 @@ class EngineCore:
             kv_blocks_cached=self._kv.num_cached,
             expert_imbalance=self.expert_load.imbalance,
             experts_moved=self.expert_load.moved,
+            orphans=self._resumable.num_orphans,
+            orphans_expired=self._resumable.num_expired,
         )
 
     def check_integrity(self) -> None:
@@ -260,6 +330,17 @@ class EngineCore:
         for _ in self._check:
             return False
         return True
+
+    def _request(self, request_id: int) -> Request | None:
+        """The unfinished sequence with this id."""
+        return self._scheduler.requests.get(request_id) or self._grammars.waiting.get(request_id)
+
+    def _note_orphans(self) -> None:
+        """Orphans are as a frontend to which nothing is sent."""
+        if self._resumable.num_orphans:
+            self._frontends.add(NOBODY)
+        else:
+            self._frontends.discard(NOBODY)
 
     def _unfinished(self) -> Iterator[Request]:
         """The scheduled sequences, then those that wait for their grammar."""

@@ -16,9 +16,11 @@ from atom.shared.messages.engine import (
 )
 from atom.shared.messages.grammar import GetGrammar
 from atom.shared.messages.profile import ProfileResult
+from atom.shared.messages.resume import Claimed
 from atom.shared.utils.logger import get_logger
 from engine_core.core import EngineCore
 from engine_core.links import FrontendLink
+from engine_core.resumable import NOBODY
 
 _HELLO_MS = 500  # a connecting frontend retries every 100 ms
 
@@ -51,7 +53,7 @@ class Frontends:
                 yield identity, message
 
     def register(self, core: EngineCore, identity: bytes, number: int) -> None:
-        """Add a frontend. After a reconnect its identity is new: requests of the old one are aborted."""
+        """Add a frontend. After a reconnect its identity is new: requests of the old one end."""
         for other, other_number in list(self._connected.items()):
             if other_number == number and other != identity:
                 self._remove(core, other)
@@ -63,15 +65,25 @@ class Frontends:
         self,
         core: EngineCore,
         identity: bytes,
-        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult | Answer | GetGrammar,
+        message: TokenDeltas
+        | CoreReady
+        | CoreStalled
+        | CoreStats
+        | ProfileResult
+        | Answer
+        | GetGrammar
+        | Claimed,
     ) -> None:
-        """Send, or abort all requests of a frontend that cannot be reached: a stream must not miss tokens."""
+        """Send, or remove a frontend that cannot be reached: its streams must not miss tokens."""
+        if identity == NOBODY:
+            return
         if not self._link.send(identity, message):
             number = self._connected.get(identity, self._dropped.get(identity, -1))
             self._remove(core, identity)
             self._dropped[identity] = number
             get_logger().warning(
-                "frontend %d is gone or does not read its tokens: its requests are aborted", number
+                "frontend %d is gone or does not read its tokens: its plain requests end",
+                number,
             )
 
     def report_death(self, reason: str) -> None:

@@ -1,8 +1,9 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
-    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile, SetLogLevel, GrammarBytes, questions
+    frontends   ROUTER  in:  Hello, AddRequest, Abort, Claim, GetStats, Profile, SetLogLevel, GrammarBytes,
+                             questions
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult,
-                             GetGrammar, answers
+                             GetGrammar, Claimed, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
                              GrammarLoaded
                         out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel,
@@ -39,6 +40,7 @@ from atom.shared.messages.engine import (
 from atom.shared.messages.grammar import GrammarBytes, GrammarLoaded
 from atom.shared.messages.launch import CoreLaunch
 from atom.shared.messages.profile import Profile, RankTrace
+from atom.shared.messages.resume import Claim
 from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.shared.messages.worker import (
     AllocateKV,
@@ -192,7 +194,9 @@ class CoreProcess:
             lists_events=self._kv_events is not None,
             state_interval=config.cache.state_checkpoint_interval_tokens,
         )
-        core = EngineCore(limits, kv, plan.max_model_len)
+        grace_s = config.reliability.orphan_grace
+        max_queue_s = config.scheduler.max_queue_time
+        core = EngineCore(limits, kv, plan.max_model_len, orphan_grace_s=grace_s, max_queue_s=max_queue_s)
         self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len))
         if self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up") is None:
             return None
@@ -263,6 +267,12 @@ class CoreProcess:
             while questions := core.grammar_questions():  # a frontend that is gone leaves them to others
                 for identity, question in questions:
                     self._frontends.send(core, identity, question)
+            core.end_expired()
+            for identity, deltas in core.end_overdue().items():
+                self._frontends.send(core, identity, deltas)
+            for identity in self._frontends.connected[:1]:
+                for offer in core.offers(identity):
+                    self._frontends.send(core, identity, offer)
             while (batch := core.schedule()) is not None:
                 self._workers.send(batch)
                 self._last_batch = batch
@@ -312,8 +322,11 @@ class CoreProcess:
                 refusal = core.add(message, identity)
                 if refusal is not None:
                     self._frontends.send(core, identity, refusal)
-            case Abort(request_ids, reason):
-                core.abort(request_ids, reason)
+            case Abort():
+                core.abort_own(message, identity)
+            case Claim():
+                for to, part in core.claim(message, identity):
+                    self._frontends.send(core, to, part)
             case GrammarBytes():
                 for to, deltas in core.grammar_provided(message).items():
                     self._frontends.send(core, to, deltas)

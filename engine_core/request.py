@@ -41,6 +41,7 @@ class SharedSettings:
         "prediction_ids",
         "priority",
         "replays",
+        "resume_key",
         "sampling_bytes",
         "stop_ids",
         "tenant",
@@ -53,6 +54,8 @@ class SharedSettings:
         self.tenant = message.tenant
         self.has_prompt_logprobs = message.prompt_logprobs >= 0
         self.replays = message.replays
+        self.resume_key = "" if message.resumable is None else message.resumable.key
+        """That of its stream; empty if it cannot be resumed."""
         self.prediction_ids = message.prediction_ids
         self.max_tokens = message.max_tokens
         self.priority = message.priority

@@ -55,6 +55,7 @@ from frontend.routes import (
     requests,
     responses,
     status,
+    streams,
     tokenization,
 )
 from frontend.routes.access import access_middleware
@@ -84,6 +85,7 @@ _BYTES_PER_TOKEN = 16
 _ROUTES = (
     generation.routes,
     responses.routes,
+    streams.routes,
     tokenization.routes,
     models.routes,
     requests.routes,
@@ -270,6 +272,9 @@ def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettin
         max_output_bytes=limits.max_output_memory or default_output_memory(launch.num_frontends),
         max_replays=config.reliability.max_replays,
         engines_end_together=config.parallel.lockstep,
+        max_queue_s=config.scheduler.max_queue_time,
+        life=launch.life,
+        orphan_grace=config.reliability.orphan_grace,
     )
 
 

@@ -2,7 +2,8 @@
 
 ApiError                 base: an HTTP status and OpenAI's error object
 ├─ RequestError          the request is at fault: 400, 401, 403, 404, 408, 413 (also a ValueError)
-│  └─ DeadlineError      408: no token before the request's own deadline; code timeout
+│  ├─ DeadlineError      408: no token before the request's own deadline; code timeout
+│  └─ ResumedElsewhereError  an error event: another connection has the stream; code stream_resumed
 ├─ OverloadedError       429 with Retry-After: the queue is full
 ├─ InternalError         500: a bug in this program
 ├─ UnavailableError      503 with Retry-After: starting, stopping or without an engine
@@ -80,6 +81,13 @@ class RequestError(ApiError, ValueError):
         quote = "" if "_" in field else "'"
         self.message = self.message.replace(f"{quote}{field}{quote}", f"{quote}{names[field]}{quote}")
         self.param = names[field]
+
+
+class ResumedElsewhereError(RequestError):
+    """A client goes on with this stream on another connection."""
+
+    def __init__(self) -> None:
+        super().__init__("a client has resumed this stream on another connection", code="stream_resumed")
 
 
 class DeadlineError(RequestError):

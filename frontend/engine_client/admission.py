@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from frontend.errors import OverloadedError, RequestError
 from frontend.metrics.metrics import Metrics
@@ -23,6 +23,10 @@ class Load(Protocol):
     def capacity(self) -> int:
         """How many there may be now."""
 
+    @property
+    def running_capacity(self) -> float:
+        """How many of them can run at once now; the others wait."""
+
     def __len__(self) -> int:
         """How many there are."""
 
@@ -35,8 +39,10 @@ class Admission:
     as they are sent to an engine.
     """
 
-    def __init__(self, load: Load, most: int, metrics: Metrics):
+    def __init__(self, load: Load, most: int, metrics: Metrics, max_queue_s: float | None = None):
+        """`max_queue_s`: most seconds that a request may wait until it runs; None: no limit."""
         self._load = load
+        self._max_queue_s = max_queue_s
         self._most = most
         self._metrics = metrics
         self._reserved = 0  # sequences that the engines do not have yet
@@ -47,14 +53,31 @@ class Admission:
         """Raises OverloadedError if `count` more sequences exceed the capacity."""
         taken = len(self._load) + self._reserved
         capacity = self._load.capacity
-        if taken + count <= capacity:
-            return
+        if taken + count > capacity:
+            self._refuse(
+                count,
+                f"the server is at its limit of {capacity} running and queued requests; try again later",
+                0.0,
+            )
+        if self._max_queue_s is not None and (excess_s := self.wait_s(count) - self._max_queue_s) > 0:
+            self._refuse(
+                count,
+                f"the request would wait for about {excess_s + self._max_queue_s:.1f} s, and at most "
+                f"{self._max_queue_s:g} s are allowed (--max-queue-time); try again later",
+                excess_s,
+            )
+
+    def wait_s(self, count: int = 1) -> float:
+        """Seconds until `count` more sequences run, at the rate of the last ends; 0 without any."""
+        rate = self._finished.count() / _RATE_WINDOW_S
+        waiting = len(self._load) + self._reserved + count - self._load.running_capacity
+        return max(waiting, 0.0) / rate if rate else 0.0
+
+    def _refuse(self, count: int, message: str, least_s: float) -> NoReturn:
+        """Raises OverloadedError; the client may try again after `least_s` at the earliest."""
         self._metrics.refused += 1
         self._refusals.add(count)
-        raise OverloadedError(
-            f"the server is at its limit of {capacity} running and queued requests; try again later",
-            self._retry_after_s(),
-        )
+        raise OverloadedError(message, max(self.retry_after_s(), min(math.ceil(least_s), _MAX_RETRY_S)))
 
     @contextlib.contextmanager
     def slot(self) -> Iterator["AdmissionSlot"]:
@@ -71,7 +94,7 @@ class Admission:
         """Count finished sequences: their rate determines Retry-After."""
         self._finished.add(count)
 
-    def _retry_after_s(self) -> int:
+    def retry_after_s(self) -> int:
         """Time in which the recently refused requests could all be admitted."""
         rate = self._finished.count() / _RATE_WINDOW_S
         if not rate:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from types import TracebackType
 
 from atom.shared.messages.admin import Done, RequestInfos
@@ -32,6 +32,7 @@ from atom.shared.messages.engine import (
 from atom.shared.messages.grammar import GetGrammar, GrammarBytes
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.profile import ProfileResult
+from atom.shared.messages.resume import Claimed
 from atom.shared.messages.supervisor import EngineEnded, Trial
 from atom.shared.utils.logger import get_logger
 from frontend.engine_client.admission import Admission, AdmissionSlot
@@ -42,6 +43,7 @@ from frontend.engine_client.engine_control import EngineControl
 from frontend.engine_client.engine_set import EngineSet
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.replay import MayRun, Replays
+from frontend.engine_client.resumption import Adoption, ResumedStream, Resumption, ResumptionHooks
 from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Deadline, Stream, StreamOptions
 from frontend.engine_client.trial_turn import TrialTurn
@@ -50,10 +52,12 @@ from frontend.errors import (
     DeadlineError,
     EngineLostError,
     InternalError,
+    OverloadedError,
+    ResumedElsewhereError,
     UnavailableError,
 )
 from frontend.metrics.metrics import Metrics, Progress, RunningRequest
-from frontend.text.output_processor import OutputProcessor, SequenceOutput, TextOptions
+from frontend.text.output_processor import OVERLOADED, OutputProcessor, SequenceOutput, TextOptions
 
 __all__ = ["ID_BITS", "EngineClient"]
 
@@ -61,6 +65,8 @@ _MOST_NAMES = 8
 """Requests that a log line names."""
 ID_BITS = 40
 """Low bits of a request id; the number of its frontend is above them."""
+_LIFE_BITS = 4
+"""High bits of these: the life of its frontend, since sequences of earlier lives may be unfinished."""
 
 
 class EngineClient:
@@ -83,13 +89,14 @@ class EngineClient:
     ):
         self.settings = settings
         self.engines = EngineSet(settings, self._process, self._lost, self._closed)
-        self.admission = Admission(self, settings.capacity(settings.num_ranks), metrics)
+        self.admission = Admission(self, settings.capacity(settings.num_ranks), metrics, settings.max_queue_s)
         self.output_memory = OutputMemory(settings.max_output_bytes)
         self._router = router
-        self._output = output
+        self.output = output
         self._metrics = metrics
         self._hooks = hooks
-        self._counter = itertools.count(settings.index << ID_BITS)
+        life = settings.life % (1 << _LIFE_BITS)
+        self._counter = itertools.count((settings.index << ID_BITS) + (life << (ID_BITS - _LIFE_BITS)))
         self._initial = engines
         self.control = EngineControl(self.engines, self._counter)
         self._sequences: dict[int, RunningSequence] = {}  # by id, the oldest first
@@ -103,6 +110,12 @@ class EngineClient:
         self.num_failed = 0
         """Sequences that have failed as an engine has ended."""
         self._ready = asyncio.Event()
+        self.resumption = Resumption(
+            self.engines,
+            settings.orphan_grace,
+            metrics,
+            ResumptionHooks(lambda: self._stream([], -1), self._adopt, self._outputs, self._close),
+        )
 
     def __len__(self) -> int:
         """Number of sequences in progress."""
@@ -112,6 +125,11 @@ class EngineClient:
     def capacity(self) -> int:
         """Sequences that may be in progress while these engines are ready."""
         return self.engines.capacity
+
+    @property
+    def running_capacity(self) -> float:
+        """Sequences that the engines run at once, of this frontend."""
+        return self.engines.running_capacity
 
     def oldest_requests(self, count: int) -> list[RunningRequest]:
         """The oldest `count` sequences in progress, the oldest first."""
@@ -132,6 +150,7 @@ class EngineClient:
     ) -> None:
         self._replayer.cancel()
         self._replays.stop()
+        self.resumption.close()
         reason = "the server is stopping"
         self.engines.close_all(reason)
         self._fail(list(self._sequences.values()), reason)
@@ -209,24 +228,95 @@ class EngineClient:
         A stream with too much output that is not sent yet ends with an error: see `OutputMemory`. At
         the deadline the sequences end with reason timeout; the stream fails if it has no token then.
         """
-        stream = self._stream(requests, every_step)
+        logprobs = max(request.sampling.logprobs for request in requests)
+        ids = [i for request in requests for i in request.request_ids]
+        stream = self._stream(ids, logprobs, every_step)
+        resumable = requests[0].resumable
+        kept = None
+        if resumable is not None:
+            kept = ResumedStream(resumable.key, requests[0].tenant, stream, resumable, set(ids))
+        with self._timed(stream, deadline):
+            try:
+                await self._submit_all(requests, text, stream, rank, slot)
+                yield stream
+            finally:
+                self._leave(stream, kept)
+
+    @contextlib.asynccontextmanager
+    async def open_resumed(
+        self, resumed: ResumedStream, deadline: Deadline | None = None
+    ) -> AsyncIterator[Stream]:
+        """Read a stream that was begun before; like `open`, but that nothing is sent."""
+        with self._timed(resumed.stream, deadline):
+            try:
+                yield resumed.stream
+            finally:
+                self._leave(resumed.stream, resumed)
+
+    @contextlib.contextmanager
+    def _timed(self, stream: Stream, deadline: Deadline | None) -> Iterator[None]:
         timer = None if deadline is None else self._at(deadline, stream)
         try:
-            await self._submit_all(requests, text, stream, rank, slot)
-            yield stream
+            yield
         finally:
             if timer is not None:
                 timer.cancel()
-            self._abort(stream)
-            stream.output.close()
 
-    def _stream(self, requests: list[AddRequest], every_step: bool) -> Stream:
+    def _leave(self, stream: Stream, resumed: ResumedStream | None) -> None:
+        """The reader of a stream is gone: keep the stream for another one, or end it."""
+        if resumed is not None and stream.open and not stream.failed:
+            self.resumption.keep(resumed)
+        else:
+            self._close(stream)
+
+    def _close(self, stream: Stream) -> None:
+        """End the sequences of a stream, which has no reader any more."""
+        self._abort(stream)
+        stream.output.close()
+
+    def finish(self, stream: Stream, request_ids: list[int], reason: FinishReason) -> None:
+        """End unfinished sequences of a stream, for a reason that its reader has found."""
+        self._finish_early(stream.open.intersection(request_ids), reason)
+
+    def _stream(self, request_ids: list[int], logprobs: int, every_step: bool = True) -> Stream:
         memory = self.output_memory
         limit = memory.stream_limit if every_step else memory.response_limit
-        options = StreamOptions(every_step, max(request.sampling.logprobs for request in requests))
         output = HeldOutput(memory, limit, lambda error: self._limit(stream, error))
-        stream = Stream([i for request in requests for i in request.request_ids], options, output)
+        stream = Stream(request_ids, StreamOptions(every_step, logprobs), output)
         return stream
+
+    def _outputs(self, stream: Stream) -> list[SequenceOutput]:
+        """All that the unfinished sequences of a resumable stream have."""
+        return [self._sequences[number].output() for number in sorted(stream.open)]
+
+    def _adopt(self, adoption: Adoption) -> None:
+        """Go on with a sequence that an engine runs already.
+
+        An earlier stream of this frontend that has it ends: its client has asked for it again.
+        """
+        if (earlier := self._sequences.get(adoption.sequence.request_id)) is not None:
+            earlier.stream.open.discard(earlier.id)
+            self._end(earlier)
+            earlier.stream.fail(ResumedElsewhereError())
+        engine, request, stream = adoption.engine, adoption.request, adoption.stream
+        claimed = adoption.sequence
+        state = self.output.new_state(request, TextOptions())
+        state.emitted.frombytes(claimed.output_ids)
+        now = time.monotonic()
+        tokens = len(state.emitted)
+        progress = Progress(now, request.num_prompt_ids, tokens)
+        if tokens:
+            progress.first_token_at = progress.last_token_at = now
+            stream.first_token_at = stream.first_token_at or now
+        sequence = RunningSequence(claimed.request_id, state, stream, progress, None)
+        sequence.cached_tokens = claimed.cached_tokens
+        sequence.replays = request.replays
+        routed = RoutedPrompt(request.prompt_ids, request.max_tokens - tokens, 1, request.cache_salt)
+        sequence.charge = self._router.route(routed, [engine.rank])
+        sequence.engine = engine
+        sequence.rank = engine.rank
+        self._sequences[sequence.id] = sequence
+        stream.open.add(sequence.id)
 
     def _limit(self, stream: Stream, error: ApiError) -> None:
         """End a stream that holds too much output, and abort its sequences."""
@@ -246,14 +336,18 @@ class EngineClient:
             self._abort(stream, FinishReason.TIMEOUT)
             stream.end(DeadlineError(timeout_s))
             return
+        self._finish_early(stream.open, FinishReason.TIMEOUT)
+
+    def _finish_early(self, request_ids: Collection[int], reason: FinishReason) -> None:
+        """End sequences as the core would, with what they have generated."""
         by_engine: dict[tuple[int, EngineConnection | None], list[int]] = {}
-        for request_id in sorted(stream.open):
+        for request_id in sorted(request_ids):
             sequence = self._sequences[request_id]
             by_engine.setdefault((sequence.rank, sequence.engine), []).append(request_id)
         for (rank, engine), running in by_engine.items():
             if engine is not None:
-                engine.link.send(Abort(running, FinishReason.TIMEOUT))
-            ends = [Finished(request_id, FinishReason.TIMEOUT) for request_id in running]
+                engine.link.send(Abort(running, reason))
+            ends = [Finished(request_id, reason) for request_id in running]
             self._advance(rank, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
 
     async def _submit_all(
@@ -305,7 +399,7 @@ class EngineClient:
         sequences = []
         for request_id in request.request_ids:
             progress = Progress(arrived_at, request.num_prompt_ids)
-            state = self._output.new_state(request, text)
+            state = self.output.new_state(request, text)
             sequences.append(RunningSequence(request_id, state, stream, progress, rank))
         self._sequences.update(zip(request.request_ids, sequences, strict=True))
         return sequences
@@ -365,6 +459,8 @@ class EngineClient:
             case GetGrammar(key):
                 if (compiled := self._hooks.compiled_grammar(key)) is not None:
                     engine.link.send(GrammarBytes(key, compiled))
+            case Claimed():
+                self.resumption.answered(engine, message)
             case CoreStats() | ProfileResult() | RequestInfos() | Done():
                 self.control.answered(engine, message)
 
@@ -376,12 +472,13 @@ class EngineClient:
 
     def _advance(self, rank: int, now: float, deltas: TokenDeltas) -> list[Abort]:
         """Give new tokens and ends to the streams; what ended here must be aborted in the core."""
-        done = self._output.process(deltas, self._sequences)
+        done = self.output.process(deltas, self._sequences)
         metrics = self._metrics.engine(rank)
         for first in deltas.first:
             if (admitted := self._sequences.get(first.request_id)) is not None:
                 metrics.admitted(first)
                 admitted.progress.queue_s = first.queued_s
+                admitted.cached_tokens = first.cached_tokens
                 admitted.stream.admitted(first.queued_s, first.prefill_s)
         replays = self._replays
         for sequence, update in done.updates:
@@ -401,10 +498,19 @@ class EngineClient:
 
     def _finish(self, update: SequenceOutput, sequence: RunningSequence, now: float) -> None:
         assert update.reason is not None
+        if sequence.id not in self._sequences:
+            return  # another sequence has ended its stream
         sequence.stream.ended(update.reason, sequence.progress.tokens)
+        if sequence.state.request.resumable is not None:
+            self.resumption.ended(sequence, update)
         self._metrics.engine(sequence.rank).finished(sequence.progress, update.reason, now)
         self._end(sequence)
-        self.admission.ended()
+        if update.reason == OVERLOADED:  # its end says nothing about the rate
+            self._metrics.refused += 1
+            sequence.stream.end(OverloadedError(update.error, self.admission.retry_after_s()))
+            self._abort(sequence.stream)
+        else:
+            self.admission.ended()
 
     # Ends of engines
 
@@ -446,6 +552,7 @@ class EngineClient:
             self._ending_life = engine.life
         self._fail_hopeless()
         self.control.lost(engine, reason)
+        self.resumption.lost(engine)
 
     def _fail_hopeless(self) -> None:
         """Fail what waits for engines that are not started again."""

@@ -26,6 +26,16 @@ class ClientSettings:
     max_replays: int = 0
     """How often a sequence runs again after the end of its engine."""
     engines_end_together: bool = False
+    max_queue_s: float | None = None
+    """Most seconds that a request may wait until it runs; None: no limit."""
+    life: int = 0
+    """How often this frontend has been started again."""
+    orphan_grace: float = 0.0
+    """As --orphan-grace: seconds for which a stream without a client is kept; 0: none is."""
+
+    def running(self, num_engines: int) -> float:
+        """Sequences of this frontend that so many engines run at once."""
+        return self.max_num_seqs * max(num_engines, 1) / self.num_frontends
 
     def capacity(self, num_engines: int) -> int:
         """Sequences that this frontend may have in progress while so many engines are ready."""

@@ -119,6 +119,11 @@ class EngineSet:
         """Sequences that may be in progress in this frontend while these engines are ready."""
         return self._settings.capacity(sum(engine.link.is_ready for engine in self))
 
+    @property
+    def running_capacity(self) -> float:
+        """Sequences of this frontend that these engines run at once."""
+        return self._settings.running(sum(engine.link.is_ready for engine in self))
+
     def ready_ranks(self, rank: int | None = None) -> list[int]:
         """The ranks whose engines can generate, or `rank` alone; never empty.
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import msgspec
 
 from atom.shared.messages.engine import AddRequest, pack_ids
+from atom.shared.messages.resume import EndedSequence
 from frontend.engine_client.dp_router import Charge
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.streams import Stream
 from frontend.metrics.metrics import Progress, RunningRequest
-from frontend.text.output_processor import RequestState
+from frontend.text.output_processor import RequestState, SequenceOutput, end_of
 
 __all__ = ["RunningSequence"]
 
@@ -38,6 +39,8 @@ class RunningSequence:
     """Ids that it was sent again with; 0 once it has a new token."""
     passes_at: int = 0
     """Tokens with which it is past the place where it died, while it is tried; 0: it is not tried now."""
+    cached_tokens: int = 0
+    """Prompt tokens that its first engine had in its prefix cache."""
 
     @property
     def name(self) -> str:
@@ -73,4 +76,18 @@ class RunningSequence:
             # They come with the first token.
             prompt_logprobs=-1 if self.state.emitted else request.prompt_logprobs,
             replays=self.replays,
+            resumable=request.resumable
+            and msgspec.structs.replace(request.resumable, ended=list(self.stream.sequences_ended)),
         )
+
+    def ended(self, update: SequenceOutput) -> EndedSequence:
+        """Its ids and its end, which `update` has; it is without text."""
+        end = end_of(update)
+        assert end is not None
+        ids = self.state.emitted.tobytes()
+        return EndedSequence(self.id, ids, int(end.reason), end.stop_token_id, self.cached_tokens)
+
+    def output(self) -> SequenceOutput:
+        """All ids that it has emitted, of a sequence without text."""
+        ids = self.state.emitted[:]
+        return SequenceOutput(self.id, ids, cached_tokens=self.cached_tokens)

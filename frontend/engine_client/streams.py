@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from atom.shared.messages.resume import EndedSequence
 from frontend.engine_client.output_memory import HeldOutput
 from frontend.errors import ApiError
 from frontend.text.output_processor import SequenceOutput
@@ -60,6 +61,8 @@ class Stream:
         """Tokens of the sequences that have finished."""
         self.reasons: list[str] = []
         """Raw finish reasons of these sequences."""
+        self.sequences_ended: list[EndedSequence] = []
+        """The sequences that have ended, of a stream that can be resumed."""
         self._every_step = options.every_step
         # The token's name, its own log probability, and those of the top tokens.
         entries = 2 + options.logprobs if options.logprobs >= 0 else 0
@@ -123,6 +126,13 @@ class Stream:
         """End the stream; the reader gets `error` instead of the pending updates."""
         self._pending = {}
         self.fail(error)
+
+    def restart(self, updates: list[SequenceOutput]) -> None:
+        """A new reader gets `updates`, all that the sequences have, in place of what was pending."""
+        self.output.drop()
+        self._pending = {update.request_id: update for update in updates}
+        self._send = None
+        self._wake_reader()
 
     def __aiter__(self) -> AsyncIterator[list[SequenceOutput]]:
         return self

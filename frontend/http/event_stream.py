@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from aiohttp import HttpVersion11, web
@@ -41,10 +42,15 @@ async def send_json(request: web.Request, body: bytes, headers: Mapping[str, str
 class EventStream:
     """A stream of server-sent events, with comments as keep-alive while there are no events."""
 
-    def __init__(self, request: web.Request, render_error: Callable[[ApiError], bytes]):
+    def __init__(
+        self,
+        request: web.Request,
+        render_error: Callable[[ApiError], bytes],
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ):
         self._request = request
         self._render_error = render_error
-        self._response = web.StreamResponse(headers=_HEADERS)
+        self._response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._loop = asyncio.get_running_loop()
         self._is_silent = False
         self._is_finished = False

@@ -147,6 +147,12 @@ class _Collector(Collector):
                 "Requests ended because too much of their output waited to be sent",
                 metrics.output_limited,
             ),
+            ("streams_resumed", "Streams that a client has resumed on another connection", metrics.resumed),
+            (
+                "streams_expired",
+                "Streams that were ended since no client had resumed them in time",
+                metrics.expired,
+            ),
             ("frontend_restarts", "Restarts of frontend processes", metrics.restarts),
         ):
             family = CounterMetricFamily(f"atom:{name}", text, labels=["model_name"])
@@ -187,12 +193,14 @@ class _Collector(Collector):
             ("chunked_prefills", "Steps with a partial prefill", "chunked_prefills"),
             ("prefill_preemptions", "Preemptions during prefill", "prefill_preemptions"),
             ("prefill_tokens", "Tokens computed by prefills", "prefill_tokens"),
+            ("orphans_expired", "Sequences ended since no frontend had claimed them", "orphans_expired"),
         ):
             yield self._family(CounterMetricFamily, f"atom:{name}", text, values(field))
         for name, text, field in (
             ("kv_blocks_used", "KV blocks in use", "kv_blocks_used"),
             ("kv_blocks_cached", "Free KV blocks in the prefix cache", "kv_blocks_cached"),
             ("kv_blocks", "KV blocks in total", "kv_blocks_total"),
+            ("orphans", "Unfinished sequences that have lost their frontend", "orphans"),
         ):
             yield self._family(GaugeMetricFamily, f"atom:{name}", text, values(field))
         if self._snapshot.block_size:

@@ -17,7 +17,13 @@ from atom.shared.messages.engine import FirstToken
 __all__ = ["EngineMetrics", "Histogram", "Metrics", "Progress", "RunningRequest"]
 
 # vLLM's labels of finish reasons; all others are "stop".
-_FINISH_LABELS = {"max_tokens": "length", "aborted": "abort", "timeout": "abort", "error": "error"}
+_FINISH_LABELS = {
+    "max_tokens": "length",
+    "aborted": "abort",
+    "timeout": "abort",
+    "error": "error",
+    "overloaded": "abort",
+}
 
 
 class Histogram(msgspec.Struct):
@@ -172,6 +178,10 @@ class Metrics(msgspec.Struct):
     """Clients disconnected because they did not read their response."""
     output_limited: int = 0
     """Requests ended because too much of their output waited to be sent."""
+    resumed: int = 0
+    """Streams that clients have resumed."""
+    expired: int = 0
+    """Streams that waited for a client until their time was up."""
     restarts: int = 0
     """Restarts of frontend processes."""
     responses: dict[int, int] = msgspec.field(default_factory=_counter)

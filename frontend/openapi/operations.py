@@ -61,6 +61,14 @@ _GENERATION_HEADERS = {
         "description": "Seconds until the request is ended.",
         "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400},
     },
+    "X-Resumable-Stream": {
+        "description": "Whether the stream goes on for a client that resumes it on another connection.",
+        "schema": {"type": "string", "enum": ["true", "false"]},
+    },
+    "Last-Event-ID": {
+        "description": "The id of the last event of a resumable stream: the same body gets those after it.",
+        "schema": {"type": "string"},
+    },
     "traceparent": {"description": "W3C trace context.", "schema": {"type": "string"}},
 }
 
@@ -109,6 +117,19 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Refused: there are no background responses",
         is_refused=True,
         parameters=_RESPONSE_ID,
+    ),
+    _get(
+        "/v1/streams/{id}",
+        "The rest of a stream that was begun with X-Resumable-Stream",
+        content=EVENTS,
+        errors=(408, 429, 500, 503),
+        parameters={"id": "The header X-Stream-Id of its response, and the first part of its event ids."},
+        headers={
+            "Last-Event-ID": {
+                "description": "The id of the last event that the client has; without it all are sent.",
+                "schema": {"type": "string"},
+            }
+        },
     ),
     _generation("/v1/messages", "Anthropic's messages", MESSAGES, MessagesResponse, anthropic=True),
     _text(

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import Endpoint
+from frontend.api.generation.resumption import RESUMABLE
 from frontend.engine_client.admission import AdmissionSlot
 from frontend.errors import RequestError
 from frontend.http.event_stream import EventStream, send_json
@@ -16,8 +17,10 @@ from frontend.metrics.tracing import TraceContext
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 from frontend.routes.errors import client_request_id
+from frontend.routes.streams import LAST_EVENT_ID, STREAM_ID, resume_posted
 
 __all__ = ["routes"]
+
 
 _RANK_HEADER = "X-Data-Parallel-Rank"
 _MAX_RANK_DIGITS = 9
@@ -53,6 +56,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
     client = request.app[CLIENT]
+    if event_id := request.headers.get(LAST_EVENT_ID):
+        return await resume_posted(request, endpoint, event_id)
     try:
         with request.app[LIFECYCLE].admit():
             client.check_ready()
@@ -75,6 +80,11 @@ async def _respond(request: web.Request, endpoint: Endpoint, slot: AdmissionSlot
     if response is not None:
         with request.app[CLIENT].output_memory.sending(len(response.body)):
             return await send_json(request, response.body, {"Server-Timing": response.server_timing})
+    if generate.resume_key:
+        events = EventStream(request, renderer.error, {STREAM_ID: generate.resume_key})
+        # Closing it leaves the generation to a client that resumes it.
+        async with contextlib.aclosing(generation.stream_resumable(generate, renderer, slot)) as frames:
+            return await events.send(frames)
     # Closing `frames` aborts the generation.
     events = EventStream(request, renderer.error)
     async with contextlib.aclosing(generation.stream(generate, renderer, events, slot)) as frames:
@@ -90,6 +100,7 @@ def _caller(request: web.Request) -> Caller:
         client_request_id(request),
         _data_parallel_rank(request),
         _timeout(request),
+        _is_resumable(request),
         None if parent is None else TraceContext(parent, state),
     )
 
@@ -102,6 +113,14 @@ def _data_parallel_rank(request: web.Request) -> int | None:
     if not (given.isascii() and given.isdigit() and len(given) <= _MAX_RANK_DIGITS):
         raise RequestError(f"{_RANK_HEADER} must be the number of a rank, not {given!r}", param=_RANK_HEADER)
     return int(given)
+
+
+def _is_resumable(request: web.Request) -> bool:
+    """Raises RequestError for a header that is neither true nor false."""
+    given = request.headers.get(RESUMABLE, "false")
+    if given not in ("true", "false"):
+        raise RequestError(f"{RESUMABLE} must be 'true' or 'false', not {given!r:.100}", param=RESUMABLE)
+    return given == "true"
 
 
 def _timeout(request: web.Request) -> float | None:

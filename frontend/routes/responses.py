@@ -1,30 +1,45 @@
 """GET and DELETE /v1/responses/{id}: the stored responses."""
 
+import re
+
 import msgspec
 from aiohttp import web
 
+from frontend.api.generation.resumption import Position
 from frontend.errors import RequestError
 from frontend.keys import RESPONSE_STORE
 from frontend.routes.access import TENANT
+from frontend.routes.streams import Asked, resume
 
 __all__ = ["routes"]
 
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _PATH = "/v1/responses/{id}"
 
 routes = web.RouteTableDef()
 
 
 @routes.get(_PATH)
-async def get_response(request: web.Request) -> web.Response:
-    """A stored response, complete."""
+async def get_response(request: web.Request) -> web.StreamResponse:
+    """A stored response, complete; or with `stream` the rest of one that was begun as a resumable stream."""
     if request.query.get("stream") == "true":
-        raise RequestError(
-            "a stored response cannot be streamed again: leave out 'stream'",
-            param="stream",
-            code="unsupported_parameter",
-        )
+        after = _starting_after(request)
+        return await resume(request, Asked(request.match_info["id"], lambda _: Position((after + 1,))))
     stored = request.app[RESPONSE_STORE].get(request[TENANT], request.match_info["id"])
     return web.Response(body=stored.body, content_type="application/json")
+
+
+def _starting_after(request: web.Request) -> int:
+    """The last `sequence_number` that the client has; -1 without any. Raises RequestError."""
+    given = request.query.get("starting_after")
+    if given is None:
+        return -1
+    if not _NUMBER.fullmatch(given):
+        raise RequestError(
+            f"'starting_after' must be the sequence_number of an event, not {given!r:.80}",
+            param="starting_after",
+        )
+    return int(given)
 
 
 @routes.delete(_PATH)

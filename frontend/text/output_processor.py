@@ -19,6 +19,7 @@ from atom.shared.messages.engine import (
     TokenDeltas,
     unpack_ids,
 )
+from atom.shared.messages.resume import EndedSequence
 from atom.shared.utils.logger import get_logger
 from frontend.text.detokenizer import Detokenizer
 from frontend.text.reply_formats.base import CallDelta, ReplyDelta, ReplyParser, call_characters, merge_calls
@@ -32,8 +33,20 @@ from frontend.text.token_logprobs import (
 )
 from frontend.text.tokenizer import Tokenizer
 
-__all__ = ["HasState", "OutputProcessor", "Processed", "RequestState", "SequenceOutput", "TextOptions"]
+__all__ = [
+    "OVERLOADED",
+    "HasState",
+    "OutputProcessor",
+    "Processed",
+    "RequestState",
+    "SequenceOutput",
+    "TextOptions",
+    "end_of",
+    "ended_update",
+]
 
+OVERLOADED = "overloaded"
+"""The raw reason of a sequence that has waited in the queue for too long."""
 _RAW_REASONS = {
     FinishReason.EOS: "eos",
     FinishReason.MAX_TOKENS: "max_tokens",
@@ -42,7 +55,12 @@ _RAW_REASONS = {
     FinishReason.REFUSED: "error",
     FinishReason.STOP_STRING: "stop_sequence",
     FinishReason.TIMEOUT: "timeout",
+    FinishReason.OVERLOADED: OVERLOADED,
 }
+_REASONS = {
+    raw: reason for reason, raw in reversed(_RAW_REASONS.items()) if reason is not FinishReason.REFUSED
+}
+_STOP_PREFIX = "stop_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +312,16 @@ class OutputProcessor:
         self._tokenizer = tokenizer
 
     def new_state(self, request: AddRequest, text: TextOptions) -> RequestState:
-        """The state of one sequence of `request`."""
+        """The state of one sequence of `request`; without text if its stream can be resumed.
+
+        What renders such a stream makes the text, one token at a time.
+        """
+        if request.resumable is not None:
+            return RequestState(request, None, TextOptions(include_stop=True))
+        return RequestState(request, self._tokenizer, text)
+
+    def text_state(self, request: AddRequest, text: TextOptions) -> "RequestState":
+        """The state of one sequence, with text in any case."""
         return RequestState(request, self._tokenizer, text)
 
     def process(self, deltas: TokenDeltas, running: Mapping[int, S]) -> Processed[S]:
@@ -432,7 +459,28 @@ class _StepLogprobs:
         return [(self._columns, self._row_of[index]) for index in range(start, stop)]
 
 
+def end_of(update: SequenceOutput) -> Finished | None:
+    """The end from which an update without text was made; None for an update of a sequence that goes on."""
+    if not update.finished:
+        return None
+    raw = update.reason or ""
+    number = update.request_id
+    if raw.startswith(_STOP_PREFIX) and raw.removeprefix(_STOP_PREFIX).isdigit():
+        return Finished(number, FinishReason.STOP_TOKEN, int(raw.removeprefix(_STOP_PREFIX)))
+    reason = FinishReason.REFUSED if update.is_refused else _REASONS[raw]
+    return Finished(number, reason, message=update.error)
+
+
+def ended_update(end: EndedSequence) -> SequenceOutput:
+    """The update, without text, with all ids of a sequence that has ended."""
+    finished = Finished(end.request_id, FinishReason(end.reason), end.stop_token_id)
+    update = SequenceOutput(end.request_id, unpack_ids(end.output_ids), cached_tokens=end.cached_tokens)
+    update.finished = True
+    update.reason = _raw_reason(finished)
+    return update
+
+
 def _raw_reason(end: Finished) -> str:
     if end.reason is FinishReason.STOP_TOKEN:
-        return f"stop_{end.stop_token_id}"
+        return f"{_STOP_PREFIX}{end.stop_token_id}"
     return _RAW_REASONS[end.reason]

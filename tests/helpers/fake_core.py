@@ -34,6 +34,7 @@ from atom.shared.messages.engine import (
 from atom.shared.messages.grammar import GetGrammar, GrammarBytes
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.profile import Profile, ProfileResult
+from atom.shared.messages.resume import Claim, Claimed, ClaimedRequest, ClaimedSequence, EndedSequence
 
 DEADLINE_S = 10.0
 VOCABULARY = 360
@@ -111,6 +112,8 @@ class FakeCore:
         self.endpoint = f"ipc://{self.directory}/core-{self.rank}.{self.life}"
         self.address = EngineAddress(self.rank, self.life, self.endpoint)
         self._running: dict[int, _Running] = {}
+        self._resumable: dict[str, dict[int, _Running]] = {}
+        self._ended: dict[str, list[EndedSequence]] = {}
         self._peers: set[bytes] = set()
         self._asked: set[bytes] = set()
         self._stop = threading.Event()
@@ -185,7 +188,11 @@ class FakeCore:
                     request = _sequence(message, request_id, index)
                     self.requests.append(request)
                     sent = len(request.prompt_ids) // 4 - request.num_prompt_ids
-                    self._running[request_id] = _Running(peer, request, self.script(request), sent)
+                    running = _Running(peer, request, self.script(request), sent)
+                    self._running[request_id] = running
+                    if request.resumable is not None:
+                        self._resumable.setdefault(request.resumable.key, {})[request_id] = running
+                        self._ended[request.resumable.key] = request.resumable.ended
             case GrammarBytes():
                 self.grammars.append(message)
             case GetStats():
@@ -194,6 +201,8 @@ class FakeCore:
                 self.profiles.append(message)
                 if (response := self.profile(message)) is not None:
                     socket.send_multipart([peer, encode(response)])
+            case Claim():
+                self._claimed(socket, peer, message)
             case Abort(request_ids, reason):
                 self.abort_reasons.update(dict.fromkeys(request_ids, reason))
                 self.aborted.extend(request_ids)
@@ -202,6 +211,30 @@ class FakeCore:
             case AbortNamed(number, names, everything, tenant):
                 count = self._abort_named(socket, names if not everything else None, tenant)
                 socket.send_multipart([peer, encode(Done(number, count))])
+
+    def _claimed(self, socket: zmq.Socket[bytes], peer: bytes, message: Claim) -> None:
+        """Give a stream to another frontend. It is kept as long as this core."""
+        found = self._resumable.get(message.key, {})
+        claimed = Claimed(message.number, message.key, [], list(self._ended.get(message.key, ())))
+        for number, running in found.items():
+            request = running.request
+            if request.tenant != message.tenant:
+                continue
+            ids = pack_ids(running.script.ids[: running.sent])
+            sequences = [ClaimedSequence(number, ids, running.script.cached)]
+            if number in self._running:
+                if running.peer != peer:
+                    ends = [Finished(number, FinishReason.REFUSED, message="it was resumed elsewhere")]
+                    deltas = TokenDeltas(self.steps, [], b"", finished=ends)
+                    socket.send_multipart([running.peer, encode(deltas)])
+                running.peer = peer
+            elif running.script.reason is not None:
+                reason = int(self.abort_reasons.get(number, running.script.reason))
+                stop = running.script.stop_token_id
+                claimed.ended.append(EndedSequence(number, ids, reason, stop, running.script.cached))
+                sequences = []
+            claimed.requests.append(ClaimedRequest(encode(request), sequences))
+        socket.send_multipart([peer, encode(claimed)])
 
     def _abort_named(self, socket: zmq.Socket[bytes], names: list[str] | None, tenant: str | None) -> int:
         found = [

@@ -18,3 +18,6 @@ class ReliabilityConfig:
     max_replays: Annotated[int, Meta(ge=0)] = 3
     """Ends of its engine that a running request survives: it starts again with what it has generated. With 0
     it fails at once. Ends that another request has caused do not count."""
+    orphan_grace: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    """Seconds for which a stream that asked for it can be resumed after the end of its frontend or connection
+    (X-Resumable-Stream); 0: not at all."""

@@ -18,6 +18,10 @@ class SchedulerConfig:
     """Most tokens of one prompt computed in a step, so that it does not delay short ones; 0: no limit."""
     max_num_seqs: Annotated[int, Meta(ge=1)] | None = None
     """Most sequences running at once. If unset: 512 on a GPU, 256 on a CPU."""
+    max_queue_time: Annotated[float, Meta(gt=0)] | None = None
+    """Most seconds that a request waits until it runs: one that would wait longer, at the rate at which
+    requests end now, is refused with 429, and so is one that has. If unset, --max-queued-requests alone
+    limits the queue."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """fcfs runs requests in order of arrival, priority runs the smallest `priority` first."""
     scheduler_delay_factor: Annotated[float, Meta(ge=0)] = 0.0

@@ -14,6 +14,7 @@ import msgspec
 from atom.shared.messages.admin import Answer, Question, SetLogLevel
 from atom.shared.messages.grammar import GetGrammar, Grammar, GrammarBytes
 from atom.shared.messages.profile import Profile, ProfileResult
+from atom.shared.messages.resume import Claim, Claimed, Resumable
 
 ID_BYTES = 4
 """Size of a packed token id."""
@@ -42,6 +43,7 @@ class FinishReason(IntEnum):
     STOP_STRING = 6  # seen by the frontend, on text; a core never sends it
     TIMEOUT = 7  # the request's deadline, kept by the frontend; a core never sends it
     REFUSED = 8  # an error for which the request itself is the cause
+    OVERLOADED = 9  # it has waited longer than --max-queue-time
 
 
 class LogitsProcessors(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -142,6 +144,8 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """What the output must be; None: any text."""
     replays: int = 0
     """How often the request has been sent to an engine that ended."""
+    resumable: Resumable | None = None
+    """What another frontend needs to go on with its stream; None: it ends with its frontend."""
 
     @property
     def num_prompt_ids(self) -> int:
@@ -288,6 +292,10 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     experts but one."""
     experts_moved: int = 0
     """Experts copied to another slot, on all ranks."""
+    orphans: int = 0
+    """Unfinished sequences whose frontend is gone, and that wait for a client to resume them."""
+    orphans_expired: int = 0
+    """Sequences that were ended since no frontend had claimed them in time."""
 
 
 class GetStats(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
@@ -306,5 +314,15 @@ class CoreStalled(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False
     reason: str
 
 
-ToCore = Hello | AddRequest | Abort | GetStats | Profile | Question | SetLogLevel | GrammarBytes
-FromCore = CoreReady | CoreStalled | TokenDeltas | CoreStats | CoreDead | ProfileResult | Answer | GetGrammar
+ToCore = Hello | AddRequest | Abort | GetStats | Profile | Question | SetLogLevel | GrammarBytes | Claim
+FromCore = (
+    CoreReady
+    | CoreStalled
+    | TokenDeltas
+    | CoreStats
+    | CoreDead
+    | ProfileResult
+    | Answer
+    | GetGrammar
+    | Claimed
+)

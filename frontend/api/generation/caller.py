@@ -23,5 +23,7 @@ class Caller:
     """The X-Data-Parallel-Rank header."""
     timeout_s: float | None = None
     """The X-Request-Timeout header."""
+    is_resumable: bool = False
+    """The X-Resumable-Stream header."""
     trace: TraceContext | None = None
     """The traceparent and tracestate headers."""

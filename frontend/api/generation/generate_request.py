@@ -68,6 +68,12 @@ class GenerateRequest:
     trace: TraceContext | None = None
 
     @property
+    def resume_key(self) -> str:
+        """The id of its stream; empty if that cannot be resumed."""
+        resumable = self.requests[0].resumable
+        return "" if resumable is None else resumable.key
+
+    @property
     def request_ids(self) -> list[int]:
         """The id of each choice."""
         return [request_id for request in self.requests for request_id in request.request_ids]

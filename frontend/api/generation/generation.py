@@ -17,16 +17,27 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from atom.shared.messages.engine import AddRequest
+from atom.shared.messages.engine import AddRequest, FinishReason
 from atom.shared.messages.grammar import Grammar
+from atom.shared.messages.resume import Resumable
 from atom.shared.sampling_params import SamplingParams
 from frontend.api.generation.amounts import check_amounts, check_bad_words, check_shown_prompts
 from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import Endpoint, ParsedRequest
+from frontend.api.generation.field_checks import check_stream_options, checked_timeout, prompt_logprobs
 from frontend.api.generation.generate_request import GenerateRequest, ResponseOptions
 from frontend.api.generation.logprobs import TokenFormatter
 from frontend.api.generation.prompts import Prompt, given_id, salt, text_offsets
 from frontend.api.generation.renderer import Renderer
+from frontend.api.generation.resumption import (
+    Position,
+    ResumableEvents,
+    ResumeForm,
+    check_resumable,
+    read_form,
+    resumable_requests,
+    stream_key,
+)
 from frontend.api.generation.sampling import requested_max_tokens, sampling_params, stop_strings
 from frontend.api.generation.structured_output import reply_constraint
 from frontend.api.generation.usage import UsageCounter
@@ -52,7 +63,6 @@ __all__ = ["Generation", "ServingOptions"]
 # What one token, and one token with log probabilities, take in a response, for choosing a thread.
 _TOKEN_BYTES = 8
 _LOGPROB_BYTES = 256
-_MAX_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -140,14 +150,17 @@ class Generation:
         self._client.check_ready()
         parsed = await self._executor.run(len(body), lambda: endpoint.read(body, caller))
         try:
-            return await self._prepare(endpoint, parsed, len(body), caller, started)
+            return await self._prepare(endpoint, parsed, body, caller, started)
         except RequestError as error:
             error.rename_field(endpoint.field_names)
             raise
 
     async def _prepare(
-        self, endpoint: Endpoint, parsed: ParsedRequest, size: int, caller: Caller, started: float
+        self, endpoint: Endpoint, parsed: ParsedRequest, body: bytes, caller: Caller, started: float
     ) -> GenerateRequest:
+        size = len(body)
+        if caller.is_resumable:
+            check_resumable(parsed, self._client.resumption.grace_s)
         checked = await self._executor.run(size + parsed.earlier_bytes, lambda: self._check(parsed, caller))
         grammar = None
         if checked.constraint is not None:
@@ -157,6 +170,41 @@ class Generation:
         # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(n * len(checked.prompts))
         requests = await self._executor.run(size // 8, lambda: self._requests(checked, ids, grammar))
+        request = self._generate_request(endpoint, parsed, checked, requests, caller, started)
+        if not caller.is_resumable:
+            return request
+        form = ResumeForm(endpoint.id_prefix, body, checked.name, checked.created, started, checked.timeout_s)
+        key = stream_key(request.id, given_id(parsed.fields, caller))
+        return dataclasses.replace(
+            request, requests=resumable_requests(request.requests, key, form.encoded())
+        )
+
+    async def restore(self, endpoint: Endpoint, resumable: Resumable, caller: Caller) -> GenerateRequest:
+        """The request of a stream that is resumed, as it was prepared first. Raises ApiError."""
+        form = read_form(resumable.form)
+        size = len(form.body)
+        parsed = await self._executor.run(size, lambda: endpoint.read(form.body, caller))
+        checked = await self._executor.run(size, lambda: self._check(parsed, caller))
+        checked = dataclasses.replace(checked, name=form.name, created=form.created, timeout_s=form.timeout_s)
+        grammar = None
+        if checked.constraint is not None:
+            timeless = dataclasses.replace(checked, timeout_s=None)
+            grammar = await self._grammar(timeless, caller, form.started, parsed.warnings)
+        ids = list(resumable.request_ids)
+        requests = await self._executor.run(size // 8, lambda: self._requests(checked, ids, grammar))
+        request = self._generate_request(endpoint, parsed, checked, requests, caller, form.started)
+        own = [msgspec.structs.replace(each, resumable=resumable) for each in request.requests]
+        return dataclasses.replace(request, requests=own)
+
+    def _generate_request(
+        self,
+        endpoint: Endpoint,
+        parsed: ParsedRequest,
+        checked: _Checked,
+        requests: list[AddRequest],
+        caller: Caller,
+        started: float,
+    ) -> GenerateRequest:
         name = endpoint.id_prefix + checked.name
         return GenerateRequest(
             id=name,
@@ -168,7 +216,7 @@ class Generation:
             prompts=checked.prompts,
             text=checked.text,
             options=checked.options,
-            n=n,
+            n=checked.params[0].n,
             streaming=bool(parsed.fields.stream),
             warnings=parsed.warnings,
             started=started,
@@ -230,6 +278,33 @@ class Generation:
                         prompts.close()
         yield renderer.end(counter.usage(stream))
 
+    async def stream_resumable(
+        self, request: GenerateRequest, renderer: Renderer, slot: AdmissionSlot | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """As `stream`, for a stream that can be resumed: closing it leaves the generation for the grace."""
+        async with (
+            self._open(request, slot) as stream,
+            contextlib.aclosing(self.resumable_events(request, renderer, stream)) as frames,
+        ):
+            async for events in frames:
+                yield events
+
+    async def resumable_events(
+        self, request: GenerateRequest, renderer: Renderer, stream: Stream, position: Position | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of an open stream that can be resumed, after those that the client has."""
+        rendered = ResumableEvents(request, renderer, self._client.output, position or Position())
+        if events := rendered.start():
+            yield events
+        async for updates in stream:
+            for piece in rendered.pieces(updates):
+                size = _TOKEN_BYTES * len(piece.token_ids)
+                events = await self._executor.run(size, partial(rendered.render, piece, stream))
+                self._client.finish(stream, rendered.take_stopped(), FinishReason.STOP_STRING)
+                if events:
+                    yield events
+        yield rendered.end(stream)
+
     def _check(self, parsed: ParsedRequest, caller: Caller) -> _Checked:
         fields = parsed.fields
         model = self._models.check(fields.model)
@@ -252,7 +327,7 @@ class Generation:
             text=self._text_options(fields, prompts),
             options=options,
             data_parallel_rank=_first_given(fields.data_parallel_rank, caller.data_parallel_rank),
-            timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
+            timeout_s=checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
             constraint=None if options.score_only else reply_constraint(fields, prompts[0]),
             shown_bytes=shown,
@@ -288,13 +363,13 @@ class Generation:
         fields = parsed.fields
         has_tokenizer = self._options.has_tokenizer
         stream_options = fields.stream_options
-        _check_stream_options(fields)
+        check_stream_options(fields)
         if fields.echo and not has_tokenizer:
             raise RequestError("'echo' needs a tokenizer, and this model has none", param="echo")
         return ResponseOptions(
             tokens=TokenFormatter(self._inputs.tokenizer, bool(fields.return_tokens_as_token_ids)),
             logprobs=parsed.logprobs,
-            prompt_logprobs=_prompt_logprobs(fields),
+            prompt_logprobs=prompt_logprobs(fields),
             echo=bool(fields.echo),
             token_ids=bool(fields.return_token_ids) or not has_tokenizer,
             prompt_ids=bool(fields.return_token_ids),
@@ -486,46 +561,12 @@ def _first_given(*values: N | None) -> N | None:
     return next((value for value in values if value is not None), None)
 
 
-def _checked_timeout(seconds: float | None) -> float | None:
-    if seconds is not None and not 0 < seconds <= _MAX_TIMEOUT_S:
-        raise RequestError(
-            f"'timeout' must be more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, not {seconds:g}",
-            param="timeout",
-        )
-    return seconds
-
-
 def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
     if params.max_tokens == max_tokens:
         return params
     own = copy.copy(params)
     own.max_tokens = max_tokens
     return own
-
-
-def _check_stream_options(fields: GenerationRequest) -> None:
-    options = fields.stream_options
-    if options is None:
-        return
-    if not fields.stream:
-        raise RequestError("'stream_options' needs 'stream': true", param="stream_options")
-    if options.include_obfuscation:
-        raise RequestError(
-            "'stream_options.include_obfuscation' is not supported: leave it out or send false",
-            param="stream_options.include_obfuscation",
-            code="unsupported_parameter",
-        )
-
-
-def _prompt_logprobs(fields: GenerationRequest) -> int | None:
-    count = fields.prompt_logprobs
-    if count is True:
-        raise RequestError("'prompt_logprobs' must be an integer, not true", param="prompt_logprobs")
-    if count is None or count is False:
-        return None
-    if fields.stream:
-        raise RequestError("'prompt_logprobs' cannot be streamed", param="prompt_logprobs")
-    return count
 
 
 def _raise_error(update: SequenceOutput) -> None:

@@ -110,7 +110,7 @@ class ResponsesEndpoint:
             prompts=partial(self._prompt, request, echo, earlier, references, warnings),
             renderer=partial(ResponsesRenderer, echo=echo),
             default_max_tokens=self._encoder.default_max_tokens,
-            earlier_bytes=len(earlier) + references.size,
+            earlier_bytes=(len(earlier) if request.previous_response_id else 0) + references.size,
             warnings=warnings,
         )
 

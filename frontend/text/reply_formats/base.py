@@ -5,8 +5,10 @@ before it, and returns new text, reasoning and tool calls. Joined over all token
 the tokens cut the text.
 """
 
+import contextlib
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ __all__ = [
     "ReplyOptions",
     "ReplyParser",
     "call_characters",
+    "call_ids",
     "merge_calls",
     "new_call_id",
 ]
@@ -175,9 +178,23 @@ class ReplyFormat(Protocol):
         """How the reply to a prompt marks its reasoning; None: it has none."""
 
 
+_call_ids: ContextVar[Iterator[str] | None] = ContextVar("call ids", default=None)
+
+
+@contextlib.contextmanager
+def call_ids(ids: Iterator[str]) -> Iterator[None]:
+    """Inside the block, `new_call_id` takes the next one of `ids`."""
+    token = _call_ids.set(ids)
+    try:
+        yield
+    finally:
+        _call_ids.reset(token)
+
+
 def new_call_id() -> str:
-    """A random id."""
-    return f"call_{secrets.token_hex(12)}"
+    """A random id, or one of `call_ids`."""
+    ids = _call_ids.get()
+    return f"call_{secrets.token_hex(12)}" if ids is None else next(ids)
 
 
 def merge_calls(calls: list[CallDelta], later: Iterable[CallDelta]) -> None:

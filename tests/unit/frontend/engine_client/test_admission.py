@@ -16,6 +16,7 @@ class Engine:
 
     capacity: int
     live: int = 0
+    running_capacity: float = 1.0
 
     def __len__(self) -> int:
         return self.live
@@ -106,3 +107,17 @@ def test_retry_after_is_a_minute_at_most() -> None:
         waits.append(caught.value.retry_after_s)
     assert waits[-1] == 60
     assert waits == sorted(waits)
+
+
+def test_a_request_that_would_wait_too_long_is_refused_with_the_time_that_is_left() -> None:
+    engine = Engine(1000, live=4, running_capacity=4.0)
+    admission = Admission(engine, 1000, Metrics(), max_queue_s=3.0)
+    admission.check()  # nothing is known about the rate
+    admission.ended(10)  # one a second
+    admission.check(2)
+    assert admission.wait_s(2) == pytest.approx(2.0, rel=0.1)
+    engine.live = 12
+    with pytest.raises(OverloadedError) as caught:
+        admission.check(2)
+    assert "would wait for about 10" in caught.value.message and "--max-queue-time" in caught.value.message
+    assert caught.value.retry_after_s is not None and 7 <= caught.value.retry_after_s <= 8

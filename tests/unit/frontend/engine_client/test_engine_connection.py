@@ -128,7 +128,7 @@ def test_a_panic_while_tokens_are_processed_fails_the_streams_and_heals(
                 raise Panic("index out of bounds")
 
             async with client.open([request(client)], TextOptions()) as stream:
-                monkeypatch.setattr(client._output, "process", process)
+                monkeypatch.setattr(client.output, "process", process)
                 with pytest.raises(EngineLostError, match="an internal error of the frontend"):
                     await read(stream)
             await until(lambda: client.engines.is_ready)
@@ -173,10 +173,10 @@ def test_a_backlog_of_messages_does_not_hold_the_event_loop(
                 return original(*given)
 
             turns_at: list[int] = []
-            original = client._output.process
+            original = client.output.process
             async with client.open([request(client)], TextOptions()) as stream:
                 await until(lambda: stream.first_token_at)
-                monkeypatch.setattr(client._output, "process", process)
+                monkeypatch.setattr(client.output, "process", process)
                 counter = asyncio.create_task(count_turns())
                 assert await read(stream) == IDS
                 done.set()

@@ -337,6 +337,6 @@ def test_refusals(client: Client, fields: dict[str, Any], param: str) -> None:
     assert response["error"]["message"].count("max_tokens") == 0
 
 
-def test_cancel_and_streamed_retrieval_are_refused(client: Client) -> None:
+def test_cancel_is_refused_and_an_unknown_stream_is_not_found(client: Client) -> None:
     assert client.post(f"{PATH}/resp_1/cancel")[0] == 400
-    assert client.call("GET", f"{PATH}/resp_1?stream=true")[1]["error"]["param"] == "stream"
+    assert client.call("GET", f"{PATH}/resp_1?stream=true")[1]["error"]["code"] == "stream_not_found"

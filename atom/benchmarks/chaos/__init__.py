@@ -1,0 +1,11 @@
+"""Faults in a server under load: which streams notice, and for how long.
+
+    python -m atom.benchmarks.chaos URL --admin-socket FILE --scenario worker core
+    python -m atom.benchmarks.chaos --scenario all --launch --model PATH -dp 2 --api-server-count 2
+
+scenarios.py    what happens, and when
+processes.py    the processes of a server, and signals to them
+streams.py      clients that keep the ids of their tokens, and resume their streams
+run.py          one scenario: the streams undisturbed, then with its events
+report.py       what became of the streams, and the pauses after an event
+"""

@@ -1,0 +1,79 @@
+"""The processes of a server on this host, found from its supervisor."""
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+
+__all__ = ["ChaosError", "processes_of", "resident_bytes", "send", "supervisor_of", "wait_for_kind"]
+
+_MODULES = {"worker": "workers.main", "core": "engine_core.process", "frontend": "frontend.main"}
+_CREDENTIALS = struct.Struct("3i")
+_START_DEADLINE_S = 120.0
+
+
+class ChaosError(Exception):
+    """A scenario cannot be run; the text says what to do."""
+
+
+def supervisor_of(admin_socket: str) -> int:
+    """The process id of the supervisor of the server with this admin socket. Raises ChaosError."""
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(admin_socket)
+        except OSError as error:
+            text = f"cannot connect to the admin socket {admin_socket}: {error.strerror}"
+            raise ChaosError(f"{text}; start the server with --admin-socket {admin_socket}") from None
+        peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(peer)[0]
+    for candidate in (pid, _parent(pid)):  # a frontend serves the socket that its supervisor has made
+        if any(processes_of(candidate, kind) for kind in _MODULES):
+            return candidate
+    raise ChaosError(f"process {pid}, which serves {admin_socket}, has no engines on this host")
+
+
+def processes_of(supervisor: int, kind: str) -> list[int]:
+    """The ids of its processes of a kind: worker, core or frontend."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _parent(int(entry.name)) == supervisor:
+            with contextlib.suppress(OSError):
+                if _MODULES[kind] in (entry / "cmdline").read_text():
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+def wait_for_kind(supervisor: int, kind: str, count: int) -> None:
+    """Wait until there are so many processes of a kind. Raises ChaosError."""
+    deadline = time.monotonic() + _START_DEADLINE_S
+    while len(processes_of(supervisor, kind)) < count:
+        if time.monotonic() > deadline:
+            raise ChaosError(f"after {_START_DEADLINE_S:.0f} s the server has fewer than {count} of: {kind}")
+        time.sleep(0.2)
+
+
+def send(pid: int, action: str) -> None:
+    """Kill or stop a process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+
+
+def resident_bytes(pids: list[int]) -> int:
+    """Resident memory of these processes together."""
+    pages = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _parent(pid: int) -> int:
+    """The parent of a living process; 0 without one."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return 0
+    return 0 if state == "Z" else int(parent)

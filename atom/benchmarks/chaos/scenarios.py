@@ -1,0 +1,48 @@
+"""What happens in each scenario, and when."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["SCENARIOS", "Event", "Scenario"]
+
+Target = Literal["worker", "core", "frontend"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """`at`: the part of all expected tokens that the streams have got then."""
+
+    at: float
+    action: Literal["kill", "stop", "stall", "flood"]
+    """SIGKILL; SIGSTOP, until the server kills it; clients that do not read; many short requests."""
+    target: Target | None = None
+    """For signals: a random process of that kind."""
+    count: int = 1
+    """Number of processes, clients or requests."""
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.count} {self.target or 'clients'} after {self.at:.0%} of the tokens"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A test of one requirement of docs/operate/reliability.md."""
+
+    requirement: str
+    summary: str
+    events: tuple[Event, ...]
+
+
+SCENARIOS = {
+    "worker": Scenario("R1", "SIGKILL of a worker", (Event(0.3, "kill", "worker"),)),
+    "core": Scenario("R2", "SIGKILL of an engine core", (Event(0.3, "kill", "core"),)),
+    "hang": Scenario("R3", "SIGSTOP of a worker", (Event(0.3, "stop", "worker"),)),
+    "frontend": Scenario("R4", "SIGKILL of a frontend", (Event(0.3, "kill", "frontend"),)),
+    "twice": Scenario(
+        "R1",
+        "SIGKILL of a worker, then of a core",
+        (Event(0.2, "kill", "worker"), Event(0.6, "kill", "core")),
+    ),
+    "stalled": Scenario("R12", "clients that do not read", (Event(0.1, "stall", count=64),)),
+    "flood": Scenario("R13", "more requests than the queue takes", (Event(0.1, "flood", count=2048),)),
+}

@@ -1,0 +1,79 @@
+"""Streams that outlive their frontend: what a core keeps of them, and how another frontend gets them."""
+
+import msgspec
+
+MAX_RESUMABLE_BYTES = 32 * 1024 * 1024
+"""Most bytes of ids and forms in one `Claimed`: a frontend accepts no larger resumable request."""
+MAX_RESUMABLE_SEQUENCES = 16
+"""Most sequences of one stream that can be resumed."""
+
+
+class EndedSequence(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A sequence that has ended, of a request whose stream can be resumed."""
+
+    request_id: int
+    output_ids: bytes
+    """Packed int32."""
+    reason: int
+    """A FinishReason."""
+    stop_token_id: int = -1
+    cached_tokens: int = 0
+
+
+class Resumable(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What an `AddRequest` has if its stream can be resumed at another frontend."""
+
+    key: str
+    """The id by which a client asks for the stream; nobody can guess it."""
+    form: bytes
+    """How a frontend renders the stream. The core does not read it."""
+    first_id: int
+    """The stream has `num_sequences` sequences, with the request ids from this one on."""
+    num_sequences: int
+    ended: list[EndedSequence] = []
+    """In a replay: sequences of the same stream that have ended already."""
+
+    @property
+    def request_ids(self) -> range:
+        """The ids of all sequences of the stream."""
+        return range(self.first_id, self.first_id + self.num_sequences)
+
+
+class Claim(msgspec.Struct, tag=7, array_like=True, frozen=True, gc=False):
+    """The sender goes on with the stream `key`, whose tokens it gets from now on."""
+
+    number: int
+    key: str
+    tenant: str
+    """Only of a request that was sent with the API key of this tenant."""
+
+
+class ClaimedSequence(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A sequence that has not ended, with all ids that it has."""
+
+    request_id: int
+    output_ids: bytes
+    """Packed int32."""
+    cached_tokens: int = 0
+
+
+class ClaimedRequest(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The sequences of one `AddRequest`."""
+
+    request: bytes
+    """The AddRequest, encoded, with the ids of its prompt alone."""
+    sequences: list[ClaimedSequence]
+
+
+class Claimed(msgspec.Struct, tag=42, array_like=True, frozen=True, gc=False):
+    """The response to `Claim`: what this core has of the stream; nothing if it does not know it.
+
+    With the number 0 nobody has asked: the frontend keeps the stream until a client resumes it.
+    """
+
+    number: int
+    key: str
+    requests: list[ClaimedRequest] = []
+    ended: list[EndedSequence] = []
+    left_s: float = 0.0
+    """With number 0: seconds in which a client must resume it."""

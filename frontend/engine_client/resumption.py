@@ -1,0 +1,239 @@
+"""Streams that a client resumes: claimed from the engines, or kept here since the client disconnected.
+
+    a client disconnects        the stream is kept, with its sequences, for the grace
+    a frontend dies             the engines offer its streams to another one, which keeps them so
+    a client asks for a stream  that is kept here, or claimed from all engines: each one sends what it has
+
+An engine that has just started may not have the sequences again yet: the claim is repeated then.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from atom.shared.messages.codec import Decoder
+from atom.shared.messages.engine import AddRequest
+from atom.shared.messages.resume import Claim, Claimed, ClaimedSequence, Resumable
+from frontend.engine_client.engine_connection import EngineConnection
+from frontend.engine_client.engine_set import EngineSet
+from frontend.engine_client.sequence import RunningSequence
+from frontend.engine_client.streams import Stream
+from frontend.errors import RequestError
+from frontend.metrics.metrics import Metrics
+from frontend.text.output_processor import SequenceOutput, ended_update
+
+__all__ = ["Adoption", "ResumedStream", "Resumption", "ResumptionHooks"]
+
+_ANSWER_DEADLINE_S = 5.0
+_RETRY_S = 0.2
+# So long after the end of an engine its sequences may be on their way to another one.
+_SETTLED_S = 5.0
+_request: Decoder[AddRequest] = Decoder(AddRequest)
+
+
+@dataclass(slots=True, eq=False)
+class ResumedStream:
+    """A stream that another connection, or another frontend, has begun."""
+
+    key: str
+    tenant: str
+    stream: Stream
+    resumable: Resumable | None = None
+    """None while nothing of it is found."""
+    known: set[int] = field(default_factory=set)
+    """Ids of the sequences that were found."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its sequences are known."""
+        return self.resumable is not None and self.known.issuperset(self.resumable.request_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A sequence that an engine runs already, and that goes on in `stream`."""
+
+    engine: EngineConnection
+    request: AddRequest
+    sequence: ClaimedSequence
+    stream: Stream
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A claim, until all engines have answered."""
+
+    resumed: ResumedStream
+    engines: set[EngineConnection]
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def answered(self, engine: EngineConnection) -> None:
+        self.engines.discard(engine)
+        if not self.engines:
+            self.done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class ResumptionHooks:
+    """What the owner of the sequences does."""
+
+    new_stream: Callable[[], Stream]
+    adopt: Callable[[Adoption], None]
+    outputs: Callable[[Stream], list[SequenceOutput]]
+    """All that the unfinished sequences of a stream have."""
+    end: Callable[[Stream], None]
+    """Ends a stream's sequences."""
+
+
+class Resumption:
+    """The streams of this frontend that wait for a client, and the claims that wait for engines."""
+
+    def __init__(self, engines: EngineSet, grace_s: float, metrics: Metrics, hooks: ResumptionHooks):
+        self.grace_s = grace_s
+        self._metrics = metrics
+        self._engines = engines
+        self._hooks = hooks
+        self._numbers = count(1)
+        self._waiting: dict[int, _Waiting] = {}
+        self._kept: dict[str, tuple[ResumedStream, asyncio.TimerHandle]] = {}
+        self._lost_at = 0.0
+
+    def __len__(self) -> int:
+        """Streams that wait for a client."""
+        return len(self._kept)
+
+    def keep(self, resumed: ResumedStream, left_s: float | None = None) -> None:
+        """Keep a stream whose client is gone; after the grace its sequences are ended."""
+        self._discard(resumed.key)
+        delay_s = self.grace_s if left_s is None else left_s
+        timer = asyncio.get_running_loop().call_later(delay_s, self._expire, resumed.key)
+        self._kept[resumed.key] = resumed, timer
+
+    def close(self) -> None:
+        """End all streams that are kept."""
+        for key in list(self._kept):
+            self._discard(key)
+
+    async def resume(self, key: str, tenant: str) -> ResumedStream:
+        """The stream `key`; its reader gets all tokens again, from the first one on.
+
+        Raises RequestError (404) if it is unknown, or if a part of it is lost.
+        """
+        resumed = self._taken(key, tenant) or ResumedStream(key, tenant, self._hooks.new_stream())
+        try:
+            await self._complete(resumed)
+        except BaseException:
+            if resumed.known:
+                self.keep(resumed)
+            raise
+        self._metrics.resumed += 1
+        ended = [ended_update(end) for end in resumed.stream.sequences_ended]
+        resumed.stream.restart([*self._hooks.outputs(resumed.stream), *ended])
+        return resumed
+
+    def answered(self, engine: EngineConnection, claimed: Claimed) -> None:
+        """An engine has sent what it has of a stream: its sequences go on here, even if nobody waits."""
+        waiting = self._waiting.get(claimed.number)
+        if waiting is not None:
+            self._add(engine, claimed, waiting.resumed)
+            waiting.answered(engine)
+            return
+        entry = self._kept.get(claimed.key)
+        resumed = ResumedStream(claimed.key, "", self._hooks.new_stream()) if entry is None else entry[0]
+        self._add(engine, claimed, resumed)
+        if resumed.known:
+            left_s = claimed.left_s or None
+            self._kept.pop(claimed.key, None)
+            if entry is not None:
+                entry[1].cancel()
+            self.keep(resumed, left_s)
+
+    def ended(self, sequence: RunningSequence, update: SequenceOutput) -> None:
+        """A sequence of a resumable stream has ended, or another frontend has claimed its stream."""
+        resumable = sequence.state.request.resumable
+        assert resumable is not None
+        if not update.is_refused:
+            sequence.stream.sequences_ended.append(sequence.ended(update))
+        elif (entry := self._kept.get(resumable.key)) is not None and entry[0].stream is sequence.stream:
+            entry[1].cancel()
+            del self._kept[resumable.key]
+
+    def lost(self, engine: EngineConnection) -> None:
+        """An engine has ended: it answers no claim."""
+        self._lost_at = time.monotonic()
+        for waiting in self._waiting.values():
+            waiting.answered(engine)
+
+    async def _complete(self, resumed: ResumedStream) -> None:
+        """Claim a stream until all its sequences are known."""
+        deadline = time.monotonic() + self.grace_s
+        while not resumed.is_whole:
+            await self._claim(resumed)
+            if resumed.is_whole:
+                return
+            now = time.monotonic()
+            is_settled = all(self._engines.up.values()) and now > self._lost_at + _SETTLED_S
+            if is_settled or now > deadline:
+                raise _unknown(resumed.key, bool(resumed.known))
+            await asyncio.sleep(_RETRY_S)
+
+    async def _claim(self, resumed: ResumedStream) -> None:
+        """Ask all engines that are ready for what they have of a stream."""
+        ready = {engine for engine in self._engines if engine.link.is_ready}
+        if not ready:
+            return
+        number = next(self._numbers)
+        waiting = self._waiting[number] = _Waiting(resumed, ready)
+        for engine in list(ready):
+            engine.link.send(Claim(number, resumed.key, resumed.tenant))
+        try:
+            with contextlib.suppress(TimeoutError):  # some have answered: the caller sees what is missing
+                async with asyncio.timeout(_ANSWER_DEADLINE_S):
+                    await waiting.done.wait()
+        finally:
+            del self._waiting[number]
+
+    def _taken(self, key: str, tenant: str) -> ResumedStream | None:
+        """A stream that is kept here; it is not kept any more."""
+        entry = self._kept.get(key)
+        if entry is None or entry[0].tenant != tenant:
+            return None
+        del self._kept[key]
+        entry[1].cancel()
+        return None if entry[0].stream.failed else entry[0]
+
+    def _expire(self, key: str) -> None:
+        self._metrics.expired += 1
+        self._discard(key)
+
+    def _discard(self, key: str) -> None:
+        if (entry := self._kept.pop(key, None)) is not None:
+            entry[1].cancel()
+            self._hooks.end(entry[0].stream)
+
+    def _add(self, engine: EngineConnection, claimed: Claimed, resumed: ResumedStream) -> None:
+        for part in claimed.requests:
+            request = _request.decode(part.request)
+            resumed.resumable = request.resumable
+            resumed.tenant = request.tenant
+            for each in part.sequences:
+                if each.request_id not in resumed.known:
+                    resumed.known.add(each.request_id)
+                    self._hooks.adopt(Adoption(engine, request, each, resumed.stream))
+        for end in claimed.ended:
+            if end.request_id not in resumed.known:
+                resumed.known.add(end.request_id)
+                resumed.stream.sequences_ended.append(end)
+
+
+def _unknown(key: str, is_partial: bool) -> RequestError:
+    what = "a part of the stream is lost with its engine" if is_partial else "the stream is unknown"
+    return RequestError(
+        f"{what}: it was not begun with 'X-Resumable-Stream: true' and this API key, or has ended, or its "
+        f"time is up (--orphan-grace): send the request again; its id is {key!r:.80}",
+        status=404,
+        code="stream_not_found",
+    )

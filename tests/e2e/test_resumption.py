@@ -1,0 +1,177 @@
+"""Streams outlive their frontend: a client that asks again gets the rest, without a gap or a repeat."""
+
+import asyncio
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from atom.examples.unbroken_stream import chunks
+from tests.helpers.edges import metrics_text
+from tests.helpers.random_server import ARGS, write_checkpoint
+from tests.helpers.resuming import Resumed, follow, read
+from tests.helpers.server import Server, running_server
+from tests.helpers.tiny_tokenizer import TEMPLATE
+
+pytestmark = pytest.mark.timeout(240)
+
+_TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+_USER = {"role": "user", "content": "one two"}
+_TEXT = {"model": "random", "stream": True, "seed": 3, "temperature": 0.8}
+_CHAT = {**_TEXT, "messages": [_USER], "max_tokens": 150}
+_SCHEMA = {"type": "array", "minItems": 20, "maxItems": 24, "items": {"enum": ["x", "yz"]}}
+_WEATHER = {"type": "object", "properties": {"cities": _SCHEMA}, "required": ["cities"]}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {**_TEXT, "prompt": "one two", "max_tokens": 200, "ignore_eos": True}),
+    ("/v1/completions", {**_TEXT, "prompt": ["one", "two"], "n": 2, "max_tokens": 150, "stop": ["qz"]}),
+    ("/v1/chat/completions", {**_CHAT, "ignore_eos": True, "stream_options": {"include_usage": True}}),
+    (
+        "/v1/chat/completions",
+        {
+            **_CHAT,
+            "tools": [{"type": "function", "function": {"name": "weather", "parameters": _WEATHER}}],
+            "tool_choice": "required",
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            **_CHAT,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}},
+        },
+    ),
+    ("/v1/responses", {**_TEXT, "input": "one two", "max_output_tokens": 150, "ignore_eos": True}),
+    (
+        "/v1/messages",
+        {"model": "random", "stream": True, "max_tokens": 150, "temperature": 0, "messages": [_USER]},
+    ),
+]
+
+# A busy machine may take long to start a frontend.
+MORE = ("--api-server-count", "2", "--orphan-grace", "150")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    directory = write_checkpoint(tmp_path_factory.mktemp("model") / "model", **small)
+    (directory / "chat_template.jinja").write_text(_TEMPLATE + TEMPLATE, encoding="utf-8")
+    with running_server(
+        "--model", str(directory), *ARGS, "--api-server-count", "2", "--orphan-grace", "150"
+    ) as running:
+        yield running
+
+
+def kill_frontends(server: Server, place: int | None = None) -> None:
+    """Kill all, or the one at this place in their order."""
+    pids = sorted(pid for pid, line in server.children().items() if "frontend.main" in line)
+    for pid in pids if place is None else pids[place : place + 1]:
+        os.kill(pid, signal.SIGKILL)
+
+
+async def _all(server: Server, on_event: Any = lambda resumed: None) -> list[Resumed]:
+    return await asyncio.gather(*(follow(server.url, path, body, on_event) for path, body in REQUESTS))
+
+
+def test_streams_go_on_after_the_death_of_their_frontend(server: Server) -> None:
+    """Seeded, with several sequences, tool calls and structured output, of every endpoint."""
+    undisturbed = asyncio.run(_all(server))
+    assert all(each.resumptions == 0 for each in undisturbed)
+    chosen = random.Random(1)
+    at = {chosen.randrange(15, 40)}
+
+    def kill(resumed: Resumed) -> None:
+        if len(resumed.events) in at:
+            at.clear()
+            kill_frontends(server)
+
+    resumed = asyncio.run(_all(server, kill))
+    assert not at
+    assert all(each.resumptions >= 1 for each in resumed)
+    for (path, _), one, other in zip(REQUESTS, resumed, undisturbed, strict=True):
+        assert one.texts == other.texts, path
+        assert sorted(one.events) == sorted(other.events), path
+
+
+def test_the_example_with_the_openai_package_gives_the_whole_text(server: Server) -> None:
+    """Only one frontend is killed, whichever serves it: the other one goes on at once."""
+    body = {**_CHAT, "extra_body": {"ignore_eos": True}}
+    del body["stream"]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        expected = [_content(chunk) for chunk in client.chat.completions.create(**body, stream=True)]
+        got = []
+        for chunk in chunks(client, **body):
+            got.append(_content(chunk))
+            if len(got) in (20, 60):
+                kill_frontends(server, len(got) // 40)
+    assert "".join(got) == "".join(expected)
+
+
+def _content(chunk: ChatCompletionChunk) -> str:
+    return chunk.choices[0].delta.content or "" if chunk.choices else ""
+
+
+@pytest.mark.slow
+def test_frontends_die_again_and_again_at_random_tokens(server: Server) -> None:
+    """One after another, each at a random event of the streams together."""
+    undisturbed = asyncio.run(_all(server))
+    chosen = random.Random(7)
+    left = chosen.sample(range(20, 400), 4)
+    seen = [0]
+
+    def kill(resumed: Resumed) -> None:
+        seen[0] += 1
+        if seen[0] in left:
+            kill_frontends(server, chosen.randrange(2))
+
+    resumed = asyncio.run(_all(server, kill))
+    assert sum(each.resumptions for each in resumed) >= 4
+    for (path, _), one, other in zip(REQUESTS, resumed, undisturbed, strict=True):
+        assert one.texts == other.texts, path
+        assert sorted(one.events) == sorted(other.events), path
+
+
+@pytest.mark.slow
+def test_an_engine_dies_while_its_orphans_wait_for_their_client(server: Server) -> None:
+    """Another frontend has kept them by then, and replays them."""
+    path, body = REQUESTS[0]
+    body = {**body, "max_tokens": 2500}
+    expected = asyncio.run(follow(server.url, path, body))
+    starts = server.text().count("is ready after")
+
+    def strike(resumed: Resumed) -> None:
+        if len(resumed.events) == 30:
+            kill_frontends(server)
+
+    async def run() -> Resumed:
+        resumed = Resumed()
+        assert not await read(server.url, path, body, resumed, strike)
+        async with asyncio.timeout(100):
+            while server.text().count("is ready after") < starts + 2:
+                await asyncio.sleep(0.2)
+            await asyncio.sleep(5)  # a core offers orphans after three seconds
+            while not re.search(r"^atom:orphans\{.* 0.0$", await _metrics(server), re.MULTILINE):
+                await asyncio.sleep(0.5)
+        for pid, line in server.children().items():
+            if "workers.main" in line:
+                os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(150):
+            while not await read(server.url, path, body, resumed):
+                pass
+        return resumed
+
+    assert asyncio.run(run()).events == expected.events
+
+
+async def _metrics(server: Server) -> str:
+    """Empty while no frontend answers."""
+    try:
+        return await asyncio.to_thread(metrics_text, server)
+    except OSError:
+        return ""
