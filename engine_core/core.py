@@ -46,7 +46,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ):
         """Raises ValueError for invalid limits."""
-        self._grammars = GrammarRegistry()
+        self._grammars = GrammarRegistry(1 + limits.num_drafts)
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len

@@ -78,7 +78,7 @@ def runner(num_drafts: int, exact: bool = False, sizes: list[int] | None = None)
         prompts = PromptGraphs(model, [], inputs, [3, 8, 40], Rerun(), CPU)
         for captured in (prompts, decode):
             captured.capture(lambda: None)
-        graphs = Graphs(decode, prompts)
+        graphs = Graphs([decode], prompts)
     return ModelRunner(model, [], inputs, sampler, memory, lambda: None, graphs)
 
 
