@@ -29,7 +29,7 @@ class DraftLog:
         accepted = total - self._accepted
         drafts = counters.num_drafts - self._drafts
         get_logger().info(
-            "drafts: %d of %d tokens accepted (%.1f %%), %.2f tokens a step; since the start %d of %d (%.1f %%)",
+            "drafts: %d of %d tokens accepted (%.1f %%), %.2f tokens a step; in all %d of %d (%.1f %%)",
             accepted,
             tokens,
             100 * accepted / tokens,

@@ -26,7 +26,7 @@ def test_a_line_each_thousand_drafts(lines: list[str]) -> None:
     counters = Counters(num_drafts=250, num_draft_tokens=1000, num_accepted=Counter({4: 100, 1: 50}))
     log.update(counters)
     assert lines == [
-        "drafts: 450 of 1000 tokens accepted (45.0 %), 2.80 tokens a step; since the start 450 of 1000 (45.0 %)"
+        "drafts: 450 of 1000 tokens accepted (45.0 %), 2.80 tokens a step; in all 450 of 1000 (45.0 %)"
     ]
     counters = Counters(num_drafts=500, num_draft_tokens=2000, num_accepted=Counter({4: 100, 1: 100}))
     log.update(counters)
@@ -34,7 +34,7 @@ def test_a_line_each_thousand_drafts(lines: list[str]) -> None:
     clock.now += SECONDS_PER_LINE
     log.update(counters)
     assert lines[1:] == [
-        "drafts: 50 of 1000 tokens accepted (5.0 %), 1.20 tokens a step; since the start 500 of 2000 (25.0 %)"
+        "drafts: 50 of 1000 tokens accepted (5.0 %), 1.20 tokens a step; in all 500 of 2000 (25.0 %)"
     ]
     log.update(counters)
     assert len(lines) == 2
