@@ -138,7 +138,7 @@ class InputBatch:
     def uniform_decode(self, applied: AppliedBatch) -> UniformDecode:
         """The rows of a uniform batch on the device, which are uploaded only if they have changed."""
         last = self._uniform
-        if last is not None and last.rows is applied.rows:
+        if last is not None and last.rows is applied.rows and last.num_drafts == applied.num_drafts:
             return last
         rows = applied.rows
         token_rows = rows.repeat(1 + applied.num_drafts)
