@@ -85,8 +85,8 @@ class ResultProcessor:
             count_drafts(sampled, self._counters)
             self._draft_log.update(self._counters)
             if self.draft_width is not None:
-                accepted = sum(sampled.counts) - len(sampled.counts)
-                self.draft_width.record(len(sampled.counts) - len(step.prefilled), accepted)
+                num_accepted = sum(sampled.counts) - len(sampled.counts)
+                self.draft_width.record(len(sampled.counts) - len(step.prefilled), num_accepted)
         accepted = accept(step, sampled, batch)
         for request in accepted.draining:
             batch.remove(request)
