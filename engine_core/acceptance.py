@@ -29,11 +29,11 @@ class Acceptance:
 def accept(step: Step, sampled: SampledTokens, batch: DraftBatch) -> Acceptance:
     """Append the tokens to their requests, each up to its end, and correct the computed tokens."""
     requests = sampled.requests
-    counts = sampled.counts
+    counts = sampled.counts or [1] * len(requests)
     ids = sampled.token_ids
     num_decodes = len(requests) - _num_last(requests, step.prefilled)
     may_end = {*range(num_decodes, len(requests))}
-    may_end.update(batch.correct(requests[:num_decodes], counts[:num_decodes]))
+    may_end.update(batch.correct(requests[:num_decodes], counts[:num_decodes], step.num_drafts))
     starts = [0, *accumulate(counts)]
     if step.stop_ids is None:
         may_end.update(range(len(requests)))
@@ -56,7 +56,9 @@ def accept(step: Step, sampled: SampledTokens, batch: DraftBatch) -> Acceptance:
         request.output_ids.extend(ids[start : start + kept_count])
         request.accepted_drafts += kept_count - 1
         start += count
-    return Acceptance(sampled.shorten(kept) if sum(kept) < start else sampled, ends, draining)
+    if sum(kept) < start:
+        sampled = sampled.shorten(kept)
+    return Acceptance(sampled, ends, draining)
 
 
 def _num_last(requests: list[Request], prefilled: list[Request]) -> int:

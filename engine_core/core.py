@@ -56,7 +56,7 @@ class EngineCore:
         """Raises ValueError for invalid limits. `orphan_grace_s`, `max_queue_s`: see the flags."""
         self._queue_limit = QueueLimit(max_queue_s, clock)
         self._resumable = ResumableStreams(orphan_grace_s, clock)
-        self._grammars = GrammarRegistry()
+        self._grammars = GrammarRegistry(1 + limits.num_drafts)
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len

@@ -1,4 +1,4 @@
-"""The decode batch with drafts: requests that each compute their last token and `num_drafts` drafts.
+"""The decode batch with drafts: requests that each compute their last token and a step's `num_drafts` drafts.
 
 A step advances a request by one token and by its accepted drafts. How many these are is known when the
 result arrives, and by then the next step is scheduled. So `num_computed_tokens` is the most that a
@@ -25,15 +25,19 @@ class DraftBatch:
     """The running requests that decode. `DecodeBatch` is the same for steps without drafts, and cheaper."""
 
     def __init__(self, block_size: int, num_drafts: int):
-        self.tokens_per_row = 1 + num_drafts
-        """Tokens that each request computes in a step."""
         self.num_drafts = num_drafts
+        """Drafts of each request in the next step."""
         self._block_size = block_size
         self._requests: dict[int, Request] = {}
         self._rows: DecodeRows | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that each request computes in the next step."""
+        return 1 + self.num_drafts
 
     def requests(self) -> list[Request]:
         """All requests, in the order they joined."""
@@ -95,14 +99,15 @@ class DraftBatch:
             self.remove(request)
         return rows, ending
 
-    def correct(self, requests: Sequence[Request], counts: Sequence[int]) -> list[int]:
+    def correct(self, requests: Sequence[Request], counts: Sequence[int], num_drafts: int) -> list[int]:
         """Count only the accepted drafts of one step, whose result has `counts[i]` tokens of requests[i].
+
+        Each of them had `num_drafts` drafts in that step.
 
         A preempted request needs no correction: it is recomputed. Returns the indices of the requests that
         may have ended with these tokens, or are ending now.
         """
-        width = self.tokens_per_row
-        num_drafts = self.num_drafts
+        width = 1 + num_drafts
         ending = []
         for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
             if request.state is State.WAITING:
@@ -126,13 +131,15 @@ class DraftBatch:
         drafted = Counter[int]()
         for step in steps:
             sampled.update(map(id, step.sampling))
-            drafted.update(map(id, step.sampling if step.num_drafts else ()))
-            drafted.subtract(map(id, step.prefilled if step.num_drafts else ()))
+            for request in step.sampling if step.num_drafts else ():
+                drafted[id(request)] += step.num_drafts
+            for request in step.prefilled if step.num_drafts else ():
+                drafted[id(request)] -= step.num_drafts
         for request in self._requests.values():
             least = request.num_computed_tokens - request.drafts_in_flight
             certain = request.num_tokens - 1 + sampled[id(request)]
             assert least == certain, f"{least} tokens are counted as certainly computed, not {certain}"
-            in_flight = self.num_drafts * drafted[id(request)]
+            in_flight = drafted[id(request)]
             assert request.drafts_in_flight == in_flight, f"{in_flight} drafts are in flight"
             assert not self.is_ending(request), "a request is past its last step"
             assert request.covered >= min(request.num_computed_tokens, request.max_length), (

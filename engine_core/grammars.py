@@ -81,7 +81,9 @@ class _Held:
 class GrammarRegistry:
     """Holds requests with a grammar back until it is loaded, and until it is their turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, masks_per_step: int = 1) -> None:
+        """A step needs so many masks of a request at most: one, and one after each of its drafts."""
+        self._masks_per_step = masks_per_step
         self._held: dict[bytes, _Held] = {}  # the longest unused first
         self._with_turns: dict[bytes, _Held] = {}
         """The grammars of which requests wait for their turn."""
@@ -202,7 +204,8 @@ class GrammarRegistry:
 
     def _load(self, grammar: Grammar, requests: list[Request]) -> None:
         key = grammar.row.key
-        max_running = max(1, _STEP_US // max(grammar.token_us, _LEAST_TOKEN_US))
+        token_us = max(grammar.token_us, _LEAST_TOKEN_US)
+        max_running = max(1, _STEP_US // (token_us * self._masks_per_step))
         self._held[key] = held = _Held(grammar.memory, max_running)
         held.add(requests)
         self._ask(key)

@@ -11,6 +11,8 @@ from atom.shared.messages.worker import BatchResult, RowFailure
 from engine_core.acceptance import accept, count_drafts
 from engine_core.batch_bytes import MAX_REASON_CHARS
 from engine_core.draft_batch import DraftBatch
+from engine_core.draft_log import DraftLog
+from engine_core.draft_width import DraftWidth
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.request import Request, State
 from engine_core.request_states import RequestStates
@@ -33,11 +35,14 @@ class ResultProcessor:
     ):
         self.prompt_step_s = 0.0
         """Seconds that the last step with prompt chunks took."""
+        self.draft_width: DraftWidth | None = None
+        """Is told what steps with drafts have accepted."""
         self._states = states
         self._kv = kv
         self._counters = counters
         self._clock = clock
         self._completed_at = clock()
+        self._draft_log = DraftLog(clock)
 
     def process(self, result: BatchResult) -> StepOutcome:
         """Process the result of the oldest step in flight.
@@ -59,8 +64,8 @@ class ResultProcessor:
         states.last_completed = step.number
         self._kv.confirm(step.number)
         self._measure_prompt_step(step, now)
-        if step.num_drafts:
-            sampled, ends = self._accept_drafts(step, sampled)
+        if isinstance(states.decode_batch, DraftBatch):
+            sampled, ends = self._accept_drafts(step, sampled, states.decode_batch)
         else:
             for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
                 request.output_ids.append(token_id)
@@ -73,12 +78,15 @@ class ResultProcessor:
         return StepOutcome(step.number, sampled, first, failed + ends, prompt_logprobs)
 
     def _accept_drafts(
-        self, step: Step, sampled: SampledTokens
+        self, step: Step, sampled: SampledTokens, batch: DraftBatch
     ) -> tuple[SampledTokens, list[tuple[Request, Finished]]]:
-        """Append the tokens of a step with drafts; returns those that were appended, and the ends."""
-        batch = self._states.decode_batch
-        assert isinstance(batch, DraftBatch)
-        count_drafts(sampled, self._counters)
+        """Append the tokens of a step that may have drafts; returns those appended, and the ends."""
+        if step.num_drafts:
+            count_drafts(sampled, self._counters)
+            self._draft_log.update(self._counters)
+            if self.draft_width is not None:
+                num_accepted = sum(sampled.counts) - len(sampled.counts)
+                self.draft_width.record(len(sampled.counts) - len(step.prefilled), num_accepted)
         accepted = accept(step, sampled, batch)
         for request in accepted.draining:
             batch.remove(request)

@@ -37,6 +37,8 @@ class SampledTokens:
     def shorten(self, counts: list[int]) -> "SampledTokens":
         """Only the first `counts[i]` tokens of each request, and the requests for which these are not 0."""
         kept = [index for index, count in enumerate(counts) if count]
+        if not self.counts:
+            return self.select(kept)
         starts = [0, *accumulate(self.counts)]
         places = [place for index in kept for place in range(starts[index], starts[index] + counts[index])]
         return SampledTokens(

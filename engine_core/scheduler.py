@@ -27,6 +27,7 @@ from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow, Schedul
 from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, check_frames, new_row_bytes
 from engine_core.decode_batch import DecodeBatch, union_of_stop_ids
 from engine_core.draft_batch import DraftBatch
+from engine_core.draft_width import DraftWidth
 from engine_core.iteration_quota import IDS_PER_UNIT, UNITS_PER_ADMISSION
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_plan import holds_states
@@ -58,6 +59,8 @@ class Limits:
     """Tokens computed in a step in which requests decode; 0: `max_num_batched_tokens`."""
     long_prefill_token_threshold: int = 0
     """Tokens of one prompt computed in a step; 0: as many as fit."""
+    adapts_width: bool = False
+    """Whether steps have no drafts while these do not pay."""
 
     @property
     def max_uncertain(self) -> int:
@@ -97,6 +100,8 @@ class Scheduler:
         self._states = RequestStates(kv, self._queue, self._decode_batch, limits.max_num_seqs)
         self.requests = self._states.requests
         self._results = ResultProcessor(self._states, kv, self.counters, clock)
+        if limits.num_drafts and limits.adapts_width:
+            self._results.draft_width = DraftWidth(limits.num_drafts)
         self._num_arrivals = 0
         self._no_room: tuple[Request, int] | None = None  # the request that did not fit, and `num_frees` then
         self._is_preparing = False
@@ -165,6 +170,8 @@ class Scheduler:
             return None
         plan = StepPlan()
         self._is_preparing = False
+        if (width := self._results.draft_width) is not None:
+            self._decode_batch.num_drafts = width.next(len(self._decode_batch))
         self._extend_decodes(plan)
         self._kv.emit_saves(self._states.last_step + 1)
         self._continue_prefills(plan)

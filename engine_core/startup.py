@@ -47,6 +47,7 @@ def limits_of(config: EngineConfig, loaded: Sequence[Loaded]) -> Limits:
         config.speculative.num_speculative_tokens,
         scheduler.max_num_mixed_tokens or _mixed_tokens(config, loaded),
         scheduler.long_prefill_token_threshold,
+        config.adapts_draft_width,
     )
 
 

@@ -37,19 +37,23 @@ _NO_ROWS = np.empty(0, np.int64)
 class Graphs:
     """The captured graphs of a model: of decode steps, and of steps of any rows."""
 
-    decode: DecodeGraphs | None = None
+    decode: Sequence[DecodeGraphs] = ()
+    """Of the same rows, and each of other tokens a row."""
     prompts: PromptGraphs | PiecewiseGraphs | None = None
 
     @property
     def sizes(self) -> GraphSizes:
-        decode = self.decode
         prompts = self.prompts
         return GraphSizes(
-            decode.sizes if decode else (),
+            self.decode[0].sizes if self.decode else (),
             prompts.token_sizes if prompts else (),
             prompts.row_sizes if prompts else (),
-            decode.tokens_per_row if decode else 1,
+            [graphs.tokens_per_row for graphs in self.decode],
         )
+
+    def decode_of(self, tokens_per_row: int) -> DecodeGraphs:
+        """The graphs of decode steps with so many tokens a row. Raises StopIteration without any."""
+        return next(graphs for graphs in self.decode if graphs.tokens_per_row == tokens_per_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ class ModelRunner:
         if shape.mode is StepMode.EAGER:
             self._compute(pad_step(self._inputs.empty_step(), shape))
         elif shape.mode is StepMode.DECODE_GRAPH:
-            self._decode_graphs.dummy(shape.padded_rows)
+            self._graphs.decode_of(shape.tokens_per_row).dummy(shape.padded_rows)
         else:
             self._prompt_graphs.dummy(shape.padded_tokens, shape.padded_rows)
 
@@ -139,7 +143,7 @@ class ModelRunner:
         if self.before_step is not None:
             self.before_step()
         if shape.mode is StepMode.DECODE_GRAPH:
-            return self._replay(self._decode_graphs, applied, shape.padded_rows)
+            return self._replay(self._graphs.decode_of(shape.tokens_per_row), applied, shape.padded_rows)
         step = self._inputs.step(applied)
         if shape.mode is StepMode.PROMPT_GRAPH:
             hidden_TD = self._prompt_graphs.forward(step, shape.padded_tokens, shape.padded_rows)
@@ -149,11 +153,6 @@ class ModelRunner:
 
     def _compute(self, step: StepInputs) -> torch.Tensor:
         return self._model(step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups))
-
-    @property
-    def _decode_graphs(self) -> DecodeGraphs:
-        assert self._graphs.decode is not None, "without graphs every shape is eager"
-        return self._graphs.decode
 
     @property
     def _prompt_graphs(self) -> PromptGraphs | PiecewiseGraphs:
@@ -235,13 +234,18 @@ class ModelRunner:
         graphs = forward.decode_graphs
         if settings is not None and graphs is not None and graphs.can_sample(settings):
             ids_S, verified = graphs.sample(settings)
+            if verified is None and sampling.drafts is not None:  # the host verifies and proposes
+                verified = self._inputs.store_sampled(sampling, ids_S)
             return SamplerOutput(ids_S), verified
         hidden_RD = forward.hidden_TD.index_select(0, sampling.tokens_R)
         if settings is not None:
             sampled = SamplerOutput(self._model.sample(hidden_RD, settings, sampling.positions_R))
         else:
             sampled = self._sampler.sample(self._model.compute_logits(hidden_RD), sampling)
-        return sampled, self._inputs.store_sampled(sampling, sampled.ids_R)
+        verified = self._inputs.store_sampled(sampling, sampled.ids_R)
+        if verified is not None and self._inputs.speculation is not None:
+            self._sampler.propose(self._inputs.speculation.state.drafts_NK)
+        return sampled, verified
 
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, rows: PromptLogprobRows) -> TokenLogprobs:
         """Log probabilities of the prompt tokens `rows.next_ids_P`.

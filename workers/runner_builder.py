@@ -113,7 +113,8 @@ class RunnerBuilder:
         split_tokens = BATCH_INVARIANT_SPLIT if self.config.device.batch_invariant else 0
         method = method_of(self.config.speculative, self.model.kv_groups)
         proposer = None if method is None else method.proposer(limits, tables, num_blocks, self.device)
-        return InputBatch(limits, tables, self.device, split_tokens, proposer)
+        adaptive = self.config.speculative.spec_decode_adaptive
+        return InputBatch(limits, tables, self.device, split_tokens, proposer, adaptive=adaptive)
 
     def runner(
         self, kv_layers: list[CacheLayer], inputs: InputBatch, capture_sizes: list[int]
@@ -135,7 +136,11 @@ class RunnerBuilder:
     def graphs(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
         """Capture graphs of steps; `sizes` are rows of decode steps."""
         settings = GraphSettings(
-            self.config.device.cudagraph_mode, sizes, self.most_tokens, self.has_trace_ranges
+            self.config.device.cudagraph_mode,
+            sizes,
+            self.most_tokens,
+            self._captured_drafts(inputs),
+            self.has_trace_ranges,
         )
 
         def progress(done: int, total: int) -> None:
@@ -143,6 +148,15 @@ class RunnerBuilder:
 
         with self._equal_tokens(), explain_out_of_memory(self.device, "graphs", SMALLER_CACHE):
             return capture_graphs(settings, self.model, kv_layers, inputs, self.device, progress)
+
+    def _captured_drafts(self, inputs: InputBatch) -> list[int]:
+        """The numbers of drafts of each row for which decode steps are captured.
+
+        Where the host knows how many drafts each row has, rows differ; steps in which none has any do not.
+        """
+        if inputs.speculation is None or inputs.speculation.exact:
+            return [0]
+        return [self.num_drafts, 0] if self.config.adapts_draft_width else [self.num_drafts]
 
     @contextlib.contextmanager
     def _equal_tokens(self) -> Iterator[None]:

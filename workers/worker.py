@@ -86,7 +86,8 @@ class Worker:
             torch.cuda.set_device(self._device)  # kernels and graphs are launched on the current device
             self._used_before = cuda_bytes_in_use(self._device)
         assert config.scheduler.max_num_seqs is not None, "it is resolved before any worker starts"
-        self.grammars = GrammarLibrary(checkpoint, config.scheduler.max_num_seqs)
+        num_drafts = config.speculative.num_speculative_tokens
+        self.grammars = GrammarLibrary(checkpoint, config.scheduler.max_num_seqs, num_drafts)
         self._cpu_threads = _cpu_threads(config)
         if config.observability.torch_profiler_dir is not None:
             directory = config.observability.torch_profiler_dir

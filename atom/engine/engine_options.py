@@ -75,3 +75,4 @@ class EngineOptions(TypedDict, total=False):
     num_speculative_tokens: int
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None
+    spec_decode_adaptive: bool

@@ -1,6 +1,7 @@
 """Processes that are killed under load come back: an engine's streams go on, a frontend's are cut off."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -253,7 +254,11 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def test_requests_of_every_kind_go_on(model: str) -> None:
+DRAFTS = ("--method", "ngram", "--num-speculative-tokens", "3", "--prompt-lookup-min", "1")
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(DRAFTS, marks=pytest.mark.slow)], ids=["plain", "drafts"])
+def test_requests_of_every_kind_go_on(model: str, flags: tuple[str, ...]) -> None:
     """With the texts, tokens and finish reasons of an undisturbed run."""
     common = {"model": MODEL_NAME, "prompt": "once upon", "max_tokens": 150, "temperature": 0, "seed": 3}
     bodies = [common | {"ignore_eos": True} | fields for fields in KINDS.values()]
@@ -279,10 +284,54 @@ def test_requests_of_every_kind_go_on(model: str) -> None:
                 os.kill(pids_of(server, "workers.main")[0], signal.SIGKILL)
             return await work
 
-    with running_server("--model", model, *ARGS) as server:
+    with running_server("--model", model, *ARGS, *flags) as server:
         undisturbed = asyncio.run(run(server, kill=False))
         replayed = asyncio.run(run(server, kill=True))
         assert sum(counter(server, "request_replays")) > len(KINDS) // 2
         assert server.terminate() == 0
     for kind, expected, got in zip(KINDS, undisturbed, replayed, strict=True):
         assert got == expected, kind
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_structured_stream_with_drafts_survives_a_kill_at_every_token(model: str) -> None:
+    body = {
+        "model": MODEL_NAME,
+        "prompt": "once upon",
+        "max_tokens": 40,
+        "temperature": 1.0,
+        "seed": 3,
+        "structured_outputs": {"regex": "([ab]{2}-){12}"},
+        "stream": True,
+    }
+
+    async def stream(server: Server, kill: bool) -> tuple[str, int]:
+        """The text, and how many workers were killed: one whenever there is more of it."""
+        timeout = aiohttp.ClientTimeout(total=1000)
+        text = ""
+        killed = set[int]()
+        async with (
+            aiohttp.ClientSession(server.url, timeout=timeout) as session,
+            session.post("/v1/completions", json=body) as response,
+        ):
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += "".join(choice["text"] for choice in event["choices"])
+                for pid in set(pids_of(server, "workers.main")) - killed if kill else ():
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+        return text, len(killed)
+
+    limits = ("--max-replays", "100", "--max-restarts", "100")
+    with running_server("--model", model, *ARGS, *DRAFTS, *limits) as server:
+        undisturbed, _ = asyncio.run(stream(server, kill=False))
+        text, num_killed = asyncio.run(stream(server, kill=True))
+        assert server.terminate() == 0
+    assert re.fullmatch("([ab]{2}-){12}", text)
+    assert text == undisturbed
+    assert num_killed >= 5

@@ -237,6 +237,45 @@ def test_a_source_that_takes_too_long_is_refused_and_delays_no_other(server: Ser
     asyncio.run(drive())
 
 
+async def _tokens_per_step(drafting: Server, plain: Server, schemas: list[dict[str, Any]]) -> float:
+    """Greedy outputs, first without drafts, then with that text as the prediction.
+
+    Checks that they are equal; returns the mean number of tokens of a sequence in a step with drafts.
+    """
+    tokens = accepted = 0
+    async with client(drafting) as sender, client(plain) as plain_sender:
+        for schema in schemas:
+            fields = {"guided_json": schema, "temperature": 0, "max_tokens": 60}
+            text = (await plain_sender.choices(**fields))[0]["text"]
+            prediction = {"prediction": {"type": "content", "content": text}} if text else {}
+            status, content = await sender.post(**fields, **prediction)
+            assert status == 200, content
+            assert content["choices"][0]["text"] == text, schema
+            usage = content["usage"]
+            tokens += usage["completion_tokens"]
+            accepted += usage.get("completion_tokens_details", {}).get("accepted_prediction_tokens", 0)
+    return tokens / (tokens - accepted)
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As `server`, without drafts."""
+    small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    directory = write_checkpoint(tmp_path_factory.mktemp("plain") / "model", **small)
+    with running_server("--model", str(directory), *ARGS, *_LIMITS) as running:
+        yield running
+
+
+def test_drafts_change_no_structured_output(server: Server, plain_server: Server) -> None:
+    assert asyncio.run(_tokens_per_step(server, plain_server, _schemas(12))) > 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_drafts_change_no_output_of_300_schemas(server: Server, plain_server: Server) -> None:
+    assert asyncio.run(_tokens_per_step(server, plain_server, _schemas(300))) > 1.3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_finished_outputs_of_500_schemas_are_valid(server: Server) -> None:

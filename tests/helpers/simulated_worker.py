@@ -104,6 +104,8 @@ class Row:
     tables: list[list[int]]
     is_valid: bool = True
     is_late: bool = False
+    last_drafts: int = 0
+    """Drafts of its last step, of which the core may know no result yet."""
 
     @property
     def decodes(self) -> bool:
@@ -235,7 +237,8 @@ class SimulatedWorker:
         if not row.decodes:
             return Work(row, count, row.prefixes[start : start + count], count)
         assert count == 1 + num_drafts, "a decoding row has the wrong number of tokens"
-        assert start < row.new.max_length + num_drafts, "a row runs on beyond its limit"
+        assert start < row.new.max_length + row.last_drafts, "a row runs on beyond its limit"
+        row.last_drafts = num_drafts
         num_proposed, num_accepted = self._draft(num_drafts) if num_drafts and not row.is_late else (0, 0)
         assert 0 <= num_accepted <= num_proposed <= num_drafts
         written = [row.prefixes[start]]

@@ -61,10 +61,12 @@ class InputBatch:
         split_tokens: int = 0,
         proposer: Proposer | None = None,
         exact: bool | None = None,
+        adaptive: bool = False,
     ):
         """`tables` of the KV groups are empty; `split_tokens` is passed to every AttentionPlan.
 
-        With a `proposer`, rows have drafts. `exact`: see `speculation`; None: as the device requires.
+        With a `proposer`, rows have drafts. `exact` and `adaptive`: see `Speculation`; None: as the device
+        requires.
         """
         self.limits = limits
         self.device_rows = DeviceRows(limits, device)
@@ -72,7 +74,7 @@ class InputBatch:
         if proposer is not None:
             last_N = self.device_rows.ids_N, self.device_rows.positions_N
             is_exact = device.type == "cpu" if exact is None else exact
-            self.speculation = Speculation(proposer, limits, last_N, is_exact)
+            self.speculation = Speculation(proposer, limits, last_N, is_exact, adaptive)
             for table in tables:
                 table.device_table(device)
         self.tables = list(tables)
@@ -136,7 +138,7 @@ class InputBatch:
     def uniform_decode(self, applied: AppliedBatch) -> UniformDecode:
         """The rows of a uniform batch on the device, which are uploaded only if they have changed."""
         last = self._uniform
-        if last is not None and last.rows is applied.rows:
+        if last is not None and last.rows is applied.rows and last.num_drafts == applied.num_drafts:
             return last
         rows = applied.rows
         token_rows = rows.repeat(1 + applied.num_drafts)
@@ -220,25 +222,24 @@ class InputBatch:
 
     def _applied(self, batch: ScheduledBatch) -> AppliedBatch:
         last = self._uniform
-        if (
-            last is not None
-            and not batch.new_rows
-            and not batch.counts
-            and batch.num_drafts == last.num_drafts
-            and batch.rows == last.row_list
-        ):
+        is_same = last is not None and not batch.new_rows and not batch.counts and batch.rows == last.row_list
+        rows = last.rows if is_same and last is not None else np.array(batch.rows, np.int64)
+        num_drafts = batch.num_drafts
+        if not batch.counts and self._is_exact:
+            assert self.speculation is not None
+            num_drafts = num_drafts if self.speculation.any_drafts(rows) else 0
+        if is_same and last is not None and num_drafts == last.num_drafts:
             starts = self._num_computed_tokens[last.rows]
-            return AppliedBatch(last.rows, starts, last.counts, last.decodes, batch.num_drafts, True)
-        rows = np.array(batch.rows, np.int64)
+            return AppliedBatch(last.rows, starts, last.counts, last.decodes, num_drafts, True)
         starts = self._num_computed_tokens[rows]
         decodes = starts >= self._num_prefill_tokens[rows]
         if batch.counts:
             counts = np.array(batch.counts, np.int64)
         else:
-            counts = np.full(len(rows), 1 + batch.num_drafts, np.int64)
-        is_uniform = not batch.counts and not self._is_exact and bool(decodes.all())
+            counts = np.full(len(rows), 1 + num_drafts, np.int64)
+        is_uniform = not batch.counts and bool(decodes.all()) and not (self._is_exact and num_drafts)
         return AppliedBatch(
-            rows, starts, counts, decodes, batch.num_drafts, is_uniform, batch.token_ids, batch.next_ids
+            rows, starts, counts, decodes, num_drafts, is_uniform, batch.token_ids, batch.next_ids
         )
 
     def _admit(self, new: NewRow) -> None:

@@ -62,8 +62,8 @@ class GraphSizes:
     decode_rows: Sequence[int] = ()
     prompt_tokens: Sequence[int] = ()
     prompt_rows: Sequence[int] = ()
-    tokens_per_row: int = 1
-    """Tokens of each row of the decode graphs: 1 + drafts."""
+    widths: Sequence[int] = (1,)
+    """Tokens of each row of the decode graphs: 1 + drafts, or 1, or either."""
 
     def plan(self, tokens: int, rows: int, tokens_per_row: int = 0) -> StepShape:
         """The shape of a step of `rows` rows with `tokens` tokens in all.
@@ -91,7 +91,7 @@ class GraphSizes:
         if shape.padded_tokens < 1 or shape.padded_rows < 1:
             raise ValueError(f"a step computes at least one token of one row: {shape}")
         if shape.mode is StepMode.DECODE_GRAPH:
-            captured = shape.tokens_per_row == self.tokens_per_row and shape.padded_rows in self.decode_rows
+            captured = shape.tokens_per_row in self.widths and shape.padded_rows in self.decode_rows
             captured = captured and shape.padded_tokens == shape.padded_rows * shape.tokens_per_row
         else:
             captured = shape.padded_tokens in self.prompt_tokens and shape.padded_rows in self.prompt_rows
@@ -103,7 +103,7 @@ class GraphSizes:
 
     def _smallest(self, mode: StepMode, tokens: int, rows: int, tokens_per_row: int) -> StepShape:
         """The smallest shape of at least this mode, tokens and rows."""
-        captured = tokens_per_row == self.tokens_per_row and _fits(rows, self.decode_rows)
+        captured = tokens_per_row in self.widths and _fits(rows, self.decode_rows)
         if mode is StepMode.DECODE_GRAPH and captured:
             size = _next(self.decode_rows, rows)
             return StepShape(mode, size * tokens_per_row, size, tokens_per_row)

@@ -11,7 +11,7 @@ import numpy as np
 from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.grammar import FollowOutput, FollowOutputs, ForgetOutput, MasksReady, RowGrammar
 from workers.grammar.frame_socket import FrameSocket
-from workers.grammar.output_matcher import Words
+from workers.grammar.output_matcher import ALL_IDS, Words
 
 KEPT_OUTPUTS = 64
 """Outputs without a row that a grammar's process keeps: their requests may be resumed."""
@@ -36,6 +36,8 @@ class Output:
     failure: str = ""
     row: int | None = None
     """The row that it has."""
+    num_drafts: int = 0
+    """Drafts of the last message."""
 
     @property
     def is_ready(self) -> bool:
@@ -50,12 +52,17 @@ class FollowedGrammar:
     """Whether an output has missed its step since the last one that was ready in time."""
 
     def __init__(
-        self, key: bytes, connection: socket.socket, masks: mmap.mmap, num_slots: int, num_words: int
+        self,
+        key: bytes,
+        connection: socket.socket,
+        masks: mmap.mmap,
+        num_slots: int,
+        masks_per_slot: int,
     ):
-        """The process has started, and shares the memory of `masks`, int32 [num_slots, num_words]."""
+        """The process has started, and shares the memory of `masks`, int32 [num_slots, masks_per_slot, W]."""
         self.key = key
         self._frames = FrameSocket(connection)
-        self._words_SW: Words = np.frombuffer(masks, np.int32).reshape(num_slots, num_words)
+        self._words_SJW: Words = np.frombuffer(masks, np.int32).reshape(num_slots, masks_per_slot, -1)
         self._free = list(range(num_slots))[::-1]
         self._outputs: OrderedDict[int, Output] = OrderedDict()  # the longest unused first
         self._by_slot: dict[int, Output] = {}
@@ -93,9 +100,9 @@ class FollowedGrammar:
         self.flush()
         return output
 
-    def accept(self, output: Output, ids: list[int]) -> None:
-        """The output goes on with these ids, after the next `flush`."""
-        self._send(output, ids, None)
+    def accept(self, output: Output, ids: list[int], drafts: list[int] | None = None) -> None:
+        """The output goes on with these ids, after the next `flush`, and then perhaps with the drafts."""
+        self._send(output, ids, None, drafts)
 
     def flush(self) -> None:
         """Send what was begun and accepted."""
@@ -125,9 +132,10 @@ class FollowedGrammar:
                     output.done = ready.serial
                     output.failure = ready.failures.get(slot, "")
 
-    def copy_mask(self, output: Output, words_W: Words) -> None:
-        """Copy the mask of an output that is ready."""
-        words_W[:] = self._words_SW[output.slot]
+    def copy_mask(self, output: Output, words_W: Words, num_before: int) -> None:
+        """Copy the mask after the first `num_before` drafts of an output that is ready."""
+        is_known = num_before <= output.num_drafts
+        words_W[:] = self._words_SJW[output.slot, num_before] if is_known else ALL_IDS
 
     def close(self) -> None:
         """End the process."""
@@ -140,10 +148,13 @@ class FollowedGrammar:
         self._send(output, ids, grammar)
         return output
 
-    def _send(self, output: Output, ids: list[int], begin: RowGrammar | None) -> None:
+    def _send(
+        self, output: Output, ids: list[int], begin: RowGrammar | None, drafts: list[int] | None = None
+    ) -> None:
         output.serial = self._serial
         output.num_ids += len(ids)
-        self._unsent.append(FollowOutput(output.slot, ids, begin))
+        output.num_drafts = len(drafts or [])
+        self._unsent.append(FollowOutput(output.slot, ids, begin, drafts or []))
 
     def _forget(self, output: Output) -> None:
         self.flush()

@@ -31,10 +31,11 @@ class GrammarLibrary:
     of each id of the vocabulary.
     """
 
-    def __init__(self, checkpoint: Checkpoint, max_rows: int):
+    def __init__(self, checkpoint: Checkpoint, max_rows: int, num_drafts: int = 0):
         self._forks = ForkServer(_MODULE, lambda fd: GrammarMatcherLaunch(checkpoint, fd))
         self._num_slots = max_rows + KEPT_OUTPUTS + 1
         self._num_words = -(-checkpoint.vocab_size // WORD_BITS)
+        self._masks_per_slot = 1 + num_drafts
         self._grammars: dict[bytes, FollowedGrammar] = {}
         self._dead: set[bytes] = set()
         self._waiting: queue.SimpleQueue[LoadGrammar] = queue.SimpleQueue()
@@ -103,12 +104,13 @@ class GrammarLibrary:
     def _load(self, message: LoadGrammar) -> FollowedGrammar:
         """Start a process for the grammar. Raises ValueError for one that it cannot load, OSError."""
         ours, theirs = socket.socketpair()
-        descriptor, masks = shared_masks(self._num_slots, self._num_words)
+        descriptor, masks = shared_masks(self._num_slots * self._masks_per_slot, self._num_words)
         try:
             with theirs:
                 self._forks.pass_descriptors([theirs.fileno(), descriptor])
             ours.settimeout(_START_DEADLINE_S)
-            write_frame(ours, encode(StartMatcher(message.compiled, self._num_slots, self._num_words)))
+            start = StartMatcher(message.compiled, self._num_slots, self._num_words, self._masks_per_slot)
+            write_frame(ours, encode(start))
             answer = read_frame(ours)
             if not answer:
                 raise ValueError("its process has ended")
@@ -119,4 +121,4 @@ class GrammarLibrary:
             raise
         finally:
             os.close(descriptor)
-        return FollowedGrammar(message.key, ours, masks, self._num_slots, self._num_words)
+        return FollowedGrammar(message.key, ours, masks, self._num_slots, self._masks_per_slot)

@@ -11,12 +11,14 @@ those that may follow, can take a grammar hours. The worker then sees the socket
 has noticed.
 """
 
+import math
 import mmap
 import os
 import select
 import signal
 import socket
 import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,9 +66,9 @@ def main() -> None:
 def _serve(connection: socket.socket, descriptors: list[int], info: "xgrammar.TokenizerInfo") -> None:
     """Follow outputs until the worker closes the socket."""
     start = Decoder[StartMatcher](StartMatcher).decode(read_frame(connection))
-    shape = start.num_slots, start.num_words
-    memory = mmap.mmap(descriptors[0], 4 * shape[0] * shape[1])
-    words_SW: Words = np.frombuffer(memory, np.int32).reshape(shape)
+    shape = start.num_slots, start.masks_per_slot, start.num_words
+    memory = mmap.mmap(descriptors[0], 4 * math.prod(shape))
+    words_SJW: Words = np.frombuffer(memory, np.int32).reshape(shape)
     try:
         compiled = _loaded(start.compiled, info)
     except Exception as error:  # of any kind: only the requests with this grammar fail
@@ -74,7 +76,7 @@ def _serve(connection: socket.socket, descriptors: list[int], info: "xgrammar.To
         write_frame(connection, encode(MatcherStarted(reason)))
         return
     write_frame(connection, encode(MatcherStarted()))
-    _Follower(connection, compiled, words_SW).run()
+    _Follower(connection, compiled, words_SJW).run()
 
 
 class _Follower:
@@ -83,12 +85,12 @@ class _Follower:
     A resumed output has many ids at once. They are accepted in pieces, and others do not wait for them.
     """
 
-    def __init__(self, connection: socket.socket, compiled: "xgrammar.CompiledGrammar", words_SW: Words):
+    def __init__(self, connection: socket.socket, compiled: "xgrammar.CompiledGrammar", words_SJW: Words):
         import xgrammar
 
         self._connection = connection
         self._compiled = compiled
-        self._words_SW = words_SW
+        self._words_SJW = words_SJW
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=1)
         self._matchers: dict[int, OutputMatcher] = {}
         self._resumed: dict[int, tuple[int, list[int]]] = {}
@@ -113,7 +115,8 @@ class _Follower:
 
     def _follow(self, message: FollowOutputs) -> None:
         ready = []
-        _allow_cpu_time(len(message.outputs))
+        drafts = {output.slot: output.drafts for output in message.outputs if output.drafts}
+        _allow_cpu_time(len(message.outputs) + sum(map(len, drafts.values())))
         for output in message.outputs:
             if output.begin is not None:
                 self._matchers[output.slot] = OutputMatcher(self._compiled, output.begin)
@@ -124,7 +127,7 @@ class _Follower:
                 continue
             self._matchers[output.slot].accept(output.ids)
             ready.append(output.slot)
-        self._send_masks(message.serial, ready)
+        self._send_masks(message.serial, ready, drafts)
 
     def _resume(self) -> None:
         """Accept the next piece of an output."""
@@ -137,9 +140,13 @@ class _Follower:
             del self._resumed[slot]
             self._send_masks(serial, [slot])
 
-    def _send_masks(self, serial: int, slots: list[int]) -> None:
+    def _send_masks(
+        self, serial: int, slots: list[int], drafts: Mapping[int, list[int]] | None = None
+    ) -> None:
         matchers = {slot: self._matchers[slot] for slot in slots}
-        fill_masks(matchers, self._words_SW, self._batch)
+        fill_masks(matchers, self._words_SJW, self._batch)
+        for slot in matchers.keys() & (drafts or {}).keys():
+            matchers[slot].fill_draft_masks((drafts or {})[slot], self._words_SJW[slot])
         signal.setitimer(signal.ITIMER_PROF, 0)
         failures = {slot: matcher.failure for slot, matcher in matchers.items() if matcher.failure}
         write_frame(self._connection, encode(MasksReady(serial, slots, failures)))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from atom.shared.messages.worker import NewRow
+from atom_ops import NO_DRAFT, to_device
 from parallel.communicator import Communicator
 from workers.grammar.followed import FollowedGrammar, Output
 from workers.grammar.library import GrammarLibrary
@@ -57,12 +58,12 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """Ids on their way to the host."""
+    """Ids of G rows on their way to the host, sampled after the same number of drafts."""
 
     rows: list[_Row]
     ids_G: torch.Tensor
-    copied: "torch.cuda.Event | None"
-    """Event after the copy; None: the ids are on the host."""
+    kept_G: torch.Tensor | None
+    """bool: whether the drafts before were accepted; None: there are none."""
 
 
 class RowMatchers:
@@ -76,7 +77,13 @@ class RowMatchers:
         self._device = device
         self._tp = tp
         self._rows: dict[int, _Row] = {}
-        self._sampled: _Sampled | None = None
+        self._sampled: list[_Sampled] = []
+        self._sampled_rows: list[int] = []
+        """The rows of the first of these, which are those of all."""
+        self._drafts_GK: torch.Tensor | None = None
+        """The drafts that follow what these rows sampled, int64, on their way to the host."""
+        self._copied: torch.cuda.Event | None = None
+        """Event after the copies; None: they are on the host."""
 
     @property
     def rows(self) -> Set[int]:
@@ -99,16 +106,20 @@ class RowMatchers:
         ids: list[int] = np.frombuffer(new.output_ids, np.dtype("<i4")).tolist()
         self._rows[new.row] = _Row(followed, followed.follow(new.request_id, new.row, new.grammar, ids))
 
-    def masks(self, rows: Sequence[int]) -> torch.Tensor:
-        """The ids that these rows may sample, int32 [G, W] on the device: a bit for each id, 1 if it may."""
+    def masks(self, rows: Sequence[int], num_before: int = 0) -> torch.Tensor:
+        """The ids that these rows may sample, int32 [G, W] on the device: a bit for each id, 1 if it may.
+
+        After the row's first `num_before` drafts; a step asks for those of 0 first, for all of its rows.
+        """
         if self._tp.rank:
             mask_GW = torch.empty(len(rows), self._num_words, dtype=torch.int32, device=self._device)
             return self._tp.broadcast(mask_GW)
-        self._settle()
-        self._wait([self._rows[row] for row in rows])
+        if not num_before:
+            self._settle()
+            self._wait([self._rows[row] for row in rows])
         words_GW = np.empty((len(rows), self._num_words), np.int32)
         for index, row in enumerate(rows):
-            self._fill(self._rows[row], words_GW[index])
+            self._fill(self._rows[row], words_GW[index], num_before)
         mask_GW = torch.from_numpy(words_GW)
         if self._device.type != "cpu":
             mask_GW = mask_GW.pin_memory().to(self._device, non_blocking=True)
@@ -122,33 +133,56 @@ class RowMatchers:
         """Which of these rows had no mask in this step or an earlier one."""
         return [row for row in rows if self._rows[row].is_late]
 
-    def record(self, rows: Sequence[int], ids_G: torch.Tensor) -> None:
-        """These rows have sampled these ids (int64)."""
+    def record(self, rows: Sequence[int], ids_G: torch.Tensor, kept_G: torch.Tensor | None = None) -> None:
+        """These rows have sampled these ids (int64), of which those count that are `kept_G` (bool).
+
+        With `kept_G` there may be more of the same step, and `propose` comes after the last.
+        """
         if self._tp.rank:
             return
-        sampled = [self._rows[row] for row in rows]
-        if not ids_G.is_cuda:
-            self._sampled = _Sampled(sampled, ids_G, None)
-            self._settle()  # the process follows while the next forward pass runs
+        kept_G = None if kept_G is None else _to_host(kept_G)
+        if not self._sampled:
+            self._sampled_rows = list(rows)
+        self._sampled.append(_Sampled([self._rows[row] for row in rows], _to_host(ids_G), kept_G))
+        if kept_G is None:
+            self._send(ids_G.is_cuda)
+
+    def propose(self, drafts_NK: torch.Tensor) -> None:
+        """The drafts (int64) that follow what the rows have sampled, of all rows of the batch."""
+        if not self._sampled:
             return
-        host_G = torch.empty(ids_G.shape, dtype=ids_G.dtype, pin_memory=True)
-        host_G.copy_(ids_G, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self._sampled = _Sampled(sampled, host_G, copied)
+        rows_G = to_device(np.array(self._sampled_rows, np.int64), drafts_NK.device)
+        self._drafts_GK = _to_host(drafts_NK.index_select(0, rows_G))
+        self._send(drafts_NK.is_cuda)
+
+    def _send(self, is_cuda: bool) -> None:
+        if is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._settle()  # the process follows while the next forward pass runs
 
     def _settle(self) -> None:
         """Send on the ids of the last step."""
-        sampled = self._sampled
-        self._sampled = None
-        if sampled is None:
+        if not self._sampled:
             return
-        if sampled.copied is not None:
-            sampled.copied.synchronize()
-        for row, token_id in zip(sampled.rows, sampled.ids_G.tolist(), strict=True):
+        if self._copied is not None:
+            self._copied.synchronize()
+        rows = self._sampled[0].rows
+        ids: dict[int, list[int]] = {id(row): [] for row in rows}
+        for sampled in self._sampled:
+            kept = [True] * len(sampled.rows) if sampled.kept_G is None else sampled.kept_G.tolist()
+            for row, token_id, is_kept in zip(sampled.rows, sampled.ids_G.tolist(), kept, strict=True):
+                if is_kept:
+                    ids[id(row)].append(token_id)
+        drafts: list[list[int]] = [[]] * len(rows) if self._drafts_GK is None else self._drafts_GK.tolist()
+        self._sampled = []
+        self._drafts_GK = None
+        self._copied = None
+        for row, following in zip(rows, drafts, strict=True):
             if row.followed is not None and row.output is not None and not row.is_late:
-                row.followed.accept(row.output, [token_id])
-        for followed in _grammars(sampled.rows):
+                row.followed.accept(row.output, ids[id(row)], [one for one in following if one != NO_DRAFT])
+        for followed in _grammars(rows):
             followed.flush()
 
     def _wait(self, rows: Sequence[_Row]) -> None:
@@ -178,14 +212,22 @@ class RowMatchers:
                 followed.update()
             waiting = [row for row in waiting if not row.is_ready]
 
-    def _fill(self, row: _Row, words_W: Words) -> None:
+    def _fill(self, row: _Row, words_W: Words, num_before: int) -> None:
         if row.is_late or row.failure:
             words_W[:] = ALL_IDS
         elif row.followed is not None and row.output is not None:
-            row.followed.copy_mask(row.output, words_W)
+            row.followed.copy_mask(row.output, words_W, num_before)
 
 
 def _grammars(rows: Sequence[_Row]) -> list[FollowedGrammar]:
     """The grammars of these rows, each once, whose processes have not ended."""
     found = {id(row.followed): row.followed for row in rows if row.followed is not None}
     return [followed for followed in found.values() if not followed.is_closed]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or of a GPU tensor a copy that is filled asynchronously."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -128,14 +128,15 @@ class DecodeGraphs:
         sizes: Sequence[int],
         record: Recorder,
         device: torch.device,
+        num_drafts: int | None = None,
     ):
-        """`sizes` are ascending and at most the rows of `inputs`."""
+        """`sizes` are ascending, at most the rows of `inputs`; `num_drafts` of each row, None: the most."""
         self._model = model
         self._kv_layers = kv_layers
         self._inputs = inputs
         self._sizes = list(sizes)
         self._record = record
-        self._num_drafts = inputs.limits.num_drafts
+        self._num_drafts = inputs.limits.num_drafts if num_drafts is None else num_drafts
         self._device_tables = [table.device_table(device) for table in inputs.tables]
         self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=device)
         self._starts *= self.tokens_per_row
@@ -194,8 +195,8 @@ class DecodeGraphs:
     def sample(self, settings: SamplingBatch) -> tuple[torch.Tensor, Verified | None]:
         """Launch sampling for the last forward pass; returns ids, int64 [S], valid until the next.
 
-        With speculation also what was verified. Copies `settings` only if they are another object
-        than in the last step.
+        With speculation also what was verified, unless the host does that. Copies `settings` only if they are
+        another object than in the last step.
         """
         assert self._uniform is not None, "forward comes first"
         if settings is not self._settings:
@@ -285,6 +286,8 @@ class DecodeGraphs:
         speculation = self._inputs.speculation
         if speculation is None:
             self._inputs.device_rows.store(rows_R, ids_S, output.positions_S)
+            return _Sampled(ids_S)
+        if speculation.exact:
             return _Sampled(ids_S)
         drafts = output.captured_rows(rows_R)
         verified = speculation.verify(drafts, drafts.by_row(ids_S))

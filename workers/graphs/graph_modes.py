@@ -41,6 +41,8 @@ class GraphSettings:
     """Rows of the decode steps to capture, ascending."""
     most_tokens: int
     """Most tokens of a step."""
+    drafts: Sequence[int] = (0,)
+    """Drafts of each row of decode steps to capture."""
     trace_ranges: bool = False
     """Whether captures and replays are named ranges in traces."""
 
@@ -73,17 +75,20 @@ def capture_graphs(
         return Graphs()
     recorder = CallRecorder() if device.type == "cpu" else GraphRecorder()
     record = RangeRecorder(recorder) if settings.trace_ranges else recorder
-    decode: DecodeGraphs | None = None
+    decode: list[DecodeGraphs] = []
     prompts: PromptGraphs | PiecewiseGraphs | None = None
     if settings.mode != "PIECEWISE":
-        decode = DecodeGraphs(model, kv_layers, inputs, settings.rows, record, device)
+        decode = [
+            DecodeGraphs(model, kv_layers, inputs, settings.rows, record, device, num_drafts)
+            for num_drafts in settings.drafts
+        ]
     if settings.mode == "FULL":
         prompts = PromptGraphs(model, kv_layers, inputs, settings.prompt_tokens, record, device)
     elif settings.mode != "FULL_DECODE_ONLY":
         sizes = settings.piecewise_tokens(1 + inputs.limits.num_drafts)
         prompts = PiecewiseGraphs(model, kv_layers, inputs, sizes, PiecewiseRecorder(recorder), device)
     graphs = Graphs(decode, prompts)
-    total = len(graphs.sizes.decode_rows) + len(graphs.sizes.prompt_tokens)
+    total = len(decode) * len(graphs.sizes.decode_rows) + len(graphs.sizes.prompt_tokens)
     done = 0
     progress(done, total)
 
@@ -93,7 +98,7 @@ def capture_graphs(
         progress(done, total)
 
     try:
-        for each in (graphs.prompts, graphs.decode):
+        for each in (graphs.prompts, *decode):
             if each is not None:
                 each.capture(one_more)
     except NotRecordableError as error:

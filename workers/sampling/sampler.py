@@ -80,6 +80,8 @@ class _GrammarRows:
     """Indices among the R rows."""
     indices_G: torch.Tensor
     """int64: indices among the U rows."""
+    num_before: int
+    """How many drafts come before what they sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,10 @@ class Sampler:
             return SamplerOutput(ids_R, failed=failed, late=late, refused=refused)
         return SamplerOutput(ids_R, wanted.indices, logprobs, failed, late, refused)
 
+    def propose(self, drafts_NK: torch.Tensor) -> None:
+        """The drafts of all rows (int64), after what they have sampled: their grammars need them."""
+        self._matchers.propose(drafts_NK)
+
     def _sample_plain(
         self, logits_RV: torch.Tensor, plan: _SamplingPlan, sampling: SamplingRows
     ) -> torch.Tensor:
@@ -207,16 +213,21 @@ class Sampler:
                 processors, logits_RV, sampling.positions_R, sampling.positions
             )
             if (grammar := each.grammar) is not None:
-                apply_token_bitmask(logits_UV, grammar.indices_G, self._matchers.masks(grammar.rows))
+                apply_token_bitmask(
+                    logits_UV, grammar.indices_G, self._matchers.masks(grammar.rows, grammar.num_before)
+                )
             ids_U = sample(logits_UV, each.settings, positions_U)
-            if grammar is not None:
-                self._matchers.record(grammar.rows, ids_U.index_select(0, grammar.indices_G))
             sampled.append(ids_U)
             if accepted_R is None or drafts is None:
+                if grammar is not None:
+                    self._matchers.record(grammar.rows, ids_U.index_select(0, grammar.indices_G))
                 self._logits_processors.record(processors, positions_U, ids_U)
                 continue
             assert each.drafts_rows_U is not None
             accepted_U = accepted_R[each.drafts_rows_U]
+            if grammar is not None:
+                of_grammar = grammar.indices_G
+                self._matchers.record(grammar.rows, ids_U[of_grammar], accepted_U[of_grammar])
             self._logits_processors.record(processors, positions_U, ids_U, accepted_U)
             accepted_R[each.drafts_rows_U] = accepted_U & (ids_U == drafts.next_drafts_S[rows_U])
         return sampled
@@ -289,15 +300,15 @@ class Sampler:
         return [made for each in by_draft for made in self._processed_rows(rows, each, drafts)]
 
     def _grammar_rows(self, rows: Rows, which: Rows, drafts: DraftRows | None) -> _GrammarRows | None:
-        """Those of `rows[which]` with a grammar. Such rows have no drafts: only their first id counts."""
-        if drafts is not None and drafts.num_before[which].any():
-            return None
+        """Those of `rows[which]` with a grammar; with drafts, all of `which` have as many before them."""
+        num_before = 0 if drafts is None else int(drafts.num_before[which[0]])
         with_grammar = [u for u, row in enumerate(rows[which].tolist()) if row in self._matchers.rows]
         if not with_grammar:
             return None
         indices = np.array(with_grammar, np.int64)
         chosen = which[indices]
-        return _GrammarRows(rows[chosen].tolist(), chosen.tolist(), to_device(indices, self._device))
+        indices_G = to_device(indices, self._device)
+        return _GrammarRows(rows[chosen].tolist(), chosen.tolist(), indices_G, num_before)
 
     def _processed_rows(self, rows: Rows, which: Rows, drafts: DraftRows | None) -> list[_ProcessedRows]:
         """At most one."""

@@ -81,6 +81,8 @@ class Ngram(Method):
 class NgramProposer(Proposer):
     """Looks up n-grams in the text of each row: prediction, prompt and output."""
 
+    may_skip = True
+
     def __init__(
         self,
         rule: NgramRule,

@@ -36,6 +36,9 @@ class Proposer(ABC):
     Nothing here may wait for the device; graphs capture `add_tokens` and `propose`.
     """
 
+    may_skip = False
+    """Whether a step need not call `propose` for rows that shall have no drafts."""
+
     @abstractmethod
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
         """Rows that are assigned to new requests."""

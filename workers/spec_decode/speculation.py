@@ -17,6 +17,7 @@ from atom_ops import NO_DRAFT, RowState, StatePlan, to_device, verify_drafts
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import Rows
 from workers.layers.context import GroupContext
+from workers.spec_decode.adaptive import AdaptiveDrafts
 from workers.spec_decode.draft_rows import DraftRows, Verified
 from workers.spec_decode.proposer import Proposer
 
@@ -30,8 +31,12 @@ class Speculation:
         limits: BatchLimits,
         last_N: tuple[torch.Tensor, torch.Tensor],
         exact: bool,
+        adaptive: bool = False,
     ):
-        """`last_N` are ids and positions of the tokens that the rows sampled last."""
+        """`last_N` are ids and positions of the tokens that the rows sampled last.
+
+        `adaptive`: rows have fewer drafts where these fail; without `exact` it is the core that sees to it.
+        """
         ids_N, positions_N = last_N
         self.exact = exact
         self.state = RowState(
@@ -44,8 +49,7 @@ class Speculation:
         self._max_model_len = limits.max_model_len
         self._limits = np.zeros(limits.max_rows, np.int64)
         self._admissions = np.zeros(limits.max_rows, np.int64)
-        self._without_drafts = np.zeros(limits.max_rows, np.bool_)
-        """Rows with a grammar: which id may follow a draft is known only once the draft is sampled."""
+        self._adaptive = AdaptiveDrafts(limits.max_rows, limits.num_drafts) if adaptive and exact else None
 
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
         """Rows that are assigned to new requests."""
@@ -55,7 +59,8 @@ class Speculation:
         limits = np.array([min(new.max_length, self._max_model_len) for new in new_rows], np.int64)
         self._limits[rows] = limits
         self._admissions[rows] += 1
-        self._without_drafts[rows] = [new.grammar is not None for new in new_rows]
+        if self._adaptive is not None:
+            self._adaptive.add_rows(rows)
         rows_R, limits_R = to_device(np.stack((rows, limits)), self.state.limits_N.device)
         self.state.limits_N.index_copy_(0, rows_R, limits_R)
         self._proposer.add_rows(new_rows)
@@ -86,6 +91,10 @@ class Speculation:
         inside = np.arange(ids.shape[1]) < counts[:, None]
         return np.where(at_limit, 0, positions), counts, ids[inside].astype(np.int32)
 
+    def any_drafts(self, rows: Rows) -> bool:
+        """Whether one of these rows has a draft; with `exact` alone."""
+        return bool((self.state.drafts_NK.numpy()[rows, :1] != NO_DRAFT).any())
+
     def verify(self, drafts: DraftRows, ids_RJ: torch.Tensor) -> Verified:
         """Verify the drafts of sampled rows, which advance, and propose the next ones.
 
@@ -95,11 +104,27 @@ class Speculation:
             ids_RJ, drafts.drafts_RK, drafts.rows_R, drafts.first_positions_R, self.state
         )
         proposed_R = (drafts.drafts_RK != NO_DRAFT).sum(1)
+        if self._adaptive is not None:
+            allowed = self._adaptive.update(drafts.rows, counts_R.numpy(), proposed_R.numpy())
+            self._propose_up_to(drafts, allowed)
+        else:
+            self._propose(drafts.rows_R)
+        return Verified(counts_R, proposed_R)
+
+    def _propose(self, rows_R: torch.Tensor) -> None:
         longest = self._max_model_len
         if self.exact:
-            longest = int(self.state.positions_N.index_select(0, drafts.rows_R).max()) + 1
-        self._proposer.propose(drafts.rows_R, self.state, max(longest, 1))
-        if (undrafted := self._without_drafts[drafts.rows]).any():
-            undrafted_R = to_device(drafts.rows[undrafted], drafts.rows_R.device)
-            self.state.drafts_NK.index_fill_(0, undrafted_R, NO_DRAFT)
-        return Verified(counts_R, proposed_R)
+            longest = int(self.state.positions_N.index_select(0, rows_R).max()) + 1
+        self._proposer.propose(rows_R, self.state, max(longest, 1))
+
+    def _propose_up_to(self, drafts: DraftRows, allowed: Rows) -> None:
+        """Propose at most `allowed` drafts for each row."""
+        drafting = allowed > 0
+        if drafting.all() or not self._proposer.may_skip:
+            self._propose(drafts.rows_R)
+        elif drafting.any():
+            self._propose(torch.from_numpy(drafts.rows[drafting]))
+        drafts_NK = self.state.drafts_NK.numpy()
+        ids = drafts_NK[drafts.rows]
+        ids[np.arange(ids.shape[1]) >= allowed[:, None]] = NO_DRAFT
+        drafts_NK[drafts.rows] = ids

@@ -29,3 +29,12 @@ class EngineConfig:
     def block_tokens(self) -> int:
         """Tokens of one KV block: each rank of a decode-context-parallel group has `block_size` of them."""
         return self.cache.block_size * self.parallel.decode_context_parallel_size
+
+    @property
+    def adapts_draft_width(self) -> bool:
+        """Whether a step has drafts for all of its rows or for none, by what they gain.
+
+        A CPU computes the drafts of each row that has some. Engines in lockstep launch steps of one width.
+        """
+        adaptive = self.speculative.spec_decode_adaptive
+        return adaptive and self.device.device != "cpu" and not self.parallel.lockstep

@@ -330,6 +330,8 @@ def _speculative(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Spec
         for name in _DRAFT_FLAGS:
             if getattr(speculative, name):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --method")
+        if not speculative.spec_decode_adaptive:
+            raise ConfigError("--no-spec-decode-adaptive needs --method")
         return speculative
     if checkpoint.keeps_states:
         raise ConfigError(

@@ -16,3 +16,5 @@ class SpeculativeConfig:
     """Longest n-gram that ngram looks up. If unset: --prompt-lookup-min, or 5."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
     """Shortest n-gram that ngram looks up. If unset: --prompt-lookup-max, or 5."""
+    spec_decode_adaptive: bool = True
+    """Have fewer drafts, or none for a while, where the model accepts too few of them; changes no token."""

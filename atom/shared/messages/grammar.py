@@ -132,7 +132,9 @@ class StartMatcher(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """As in `CompiledGrammar`."""
     num_slots: int
     num_words: int
-    """int32 words of a mask. The shared memory has `num_slots` masks."""
+    """int32 words of a mask. The shared memory has `num_slots` times `masks_per_slot` masks."""
+    masks_per_slot: int = 1
+    """One for the next id, and one for the id after each draft."""
 
 
 class MatcherStarted(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -148,6 +150,9 @@ class FollowOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     ids: list[int]
     begin: RowGrammar | None = None
     """Forget the slot's output before, and begin this one."""
+    drafts: list[int] = []
+    """Ids that may follow: the masks after each of them are wanted, too, up to the first that the grammar
+    refuses. At most `masks_per_slot` - 1."""
 
 
 class FollowOutputs(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):

@@ -73,7 +73,7 @@ def limits_of(rows: int, budget: int, policy: str, num_drafts: int, specs: list[
     decodes = rows * (1 + num_drafts)
     budget = max(budget, decodes) if num_drafts else budget
     mixed, longest = (min(budget, decodes), budget // 2) if budget % 2 else (0, 0)
-    return Limits(rows, budget, policy, 0, num_drafts, mixed, longest)
+    return Limits(rows, budget, policy, 0, num_drafts, mixed, longest, adapts_width=rows % 2 == 0)
 
 
 class Storm(RuleBasedStateMachine):

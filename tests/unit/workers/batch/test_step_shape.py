@@ -86,12 +86,12 @@ def graphs_and_plans(draw: st.DrawFn) -> tuple[GraphSizes, list[tuple[int, int, 
     rows, tokens, few = (
         sorted(draw(st.sets(st.integers(1, most), max_size=5))) for most in (_ROWS, _TOKENS, _ROWS)
     )
-    sizes = GraphSizes(rows, tokens, few, draw(st.integers(1, 5)))
+    sizes = GraphSizes(rows, tokens, few, sorted(draw(st.sets(st.integers(1, 5), min_size=1, max_size=2))))
     plans = []
     for _ in range(draw(st.integers(1, 4))):
         number, per_row = (
             draw(st.integers(1, _ROWS + 2)),
-            draw(st.sampled_from([0, 1, 2, sizes.tokens_per_row])),
+            draw(st.sampled_from([0, 1, 2, *sizes.widths])),
         )
         plans.append((number * per_row or number + draw(st.integers(0, _TOKENS)), number, per_row))
     return sizes, plans

@@ -44,7 +44,7 @@ def library(checkpoint: Checkpoint) -> Iterator[GrammarLibrary]:
 
     compiler = xgrammar.GrammarCompiler(tokenizer_info(checkpoint), max_threads=1, cache_enabled=False)
     ambiguous = compiler.compile_grammar(AMBIGUOUS).serialize_json().encode()
-    library = GrammarLibrary(checkpoint, max_rows=64)
+    library = GrammarLibrary(checkpoint, max_rows=64, num_drafts=2)
     try:
         for key, source in (
             (KEY, compiled(GrammarSource("regex", "(yes|no)"), compiler).compiled),
@@ -92,7 +92,12 @@ def allowed(made: RowMatchers, *rows: int) -> list[set[int]]:
         assert time.monotonic() < deadline
         for row in rows:
             made._rows[row].followed.update()  # type: ignore[union-attr]
-    bits = np.unpackbits(made.masks(rows).numpy().view(np.uint8), axis=1, bitorder="little")
+    return masks_after(made, 0, *rows)
+
+
+def masks_after(made: RowMatchers, num_before: int, *rows: int) -> list[set[int]]:
+    """The ids that each row may sample after so many of its drafts."""
+    bits = np.unpackbits(made.masks(rows, num_before).numpy().view(np.uint8), axis=1, bitorder="little")
     return [set(np.flatnonzero(row).tolist()) for row in bits]
 
 
@@ -122,6 +127,32 @@ def test_rows_follow_their_grammar_to_its_end(checkpoint: Checkpoint, library: G
     assert (after_ye, after_no) == ({s}, {EOS})
     sample(made, (0, 5), (s, EOS))
     assert len(allowed(made, 5)[0]) >= checkpoint.vocab_size  # what comes now is dropped
+    assert made.failures([0, 5]) == {}
+
+
+def test_drafts_have_masks_of_their_own(checkpoint: Checkpoint, library: GrammarLibrary) -> None:
+    made = matchers(checkpoint, library)
+    for row in (0, 5):
+        made.set_row(new_row(row, RowGrammar(KEY, [EOS])))
+    y, e, s, n, o = letters(checkpoint, "yesno")
+    drafts = torch.full((6, 2), -1)
+    drafts[0] = torch.tensor([e, s])
+    drafts[5, 0] = y
+    all_kept = torch.ones(2, dtype=torch.bool)
+    made.record((0, 5), torch.tensor([y, n]), all_kept)
+    made.propose(drafts)
+    assert allowed(made, 0, 5) == [{e}, {o}]
+    assert masks_after(made, 1, 0, 5)[0] == {s}
+    assert len(masks_after(made, 1, 5)[0]) >= checkpoint.vocab_size  # the grammar refuses the draft
+    assert masks_after(made, 2, 0) == [{EOS}]
+
+    # The first row accepts one draft and not what follows it; the second row has sampled an id for a draft
+    # that is not accepted.
+    made.record((0, 5), torch.tensor([e, o]), all_kept)
+    made.record((0, 5), torch.tensor([s, o]), torch.tensor([True, False]))
+    made.record((0,), torch.tensor([EOS]), torch.tensor([False]))
+    made.propose(torch.full((6, 2), -1))
+    assert allowed(made, 0, 5) == [{EOS}, {EOS}]
     assert made.failures([0, 5]) == {}
 
 

@@ -77,9 +77,9 @@ def add_requests(made: WholeEngine, number: int, expected: dict[int, Output]) ->
             text = [*prompt[-3:], *expected[owner].token_ids]
             text = [mistakes.randrange(VOCAB) if mistakes.random() < 0.1 else token for token in text]
             more["prediction_ids"] = pack_ids(text)
-        made.add(
-            owner, prompt, source.randrange(1, 30), sampling=sampling, n=source.choice([1, 1, 1, 2]), **more
-        )
+        count, n = source.randrange(1, 30), source.choice([1, 1, 1, 2])
+        prompt_logprobs = 1 if owner % 14 == 0 and n == 1 else -1
+        made.add(owner, prompt, count, prompt_logprobs, sampling, n, **more)
 
 
 def run(made: WholeEngine, number: int, expected: dict[int, Output] | None = None) -> dict[int, Output]:
@@ -94,6 +94,7 @@ def check(found: dict[int, Output], wanted: dict[int, Output]) -> None:
     for number, output in found.items():
         assert output.token_ids == wanted[number].token_ids, f"request {number}"
         assert output.logprobs == pytest.approx(wanted[number].logprobs, abs=1e-4)
+        assert output.prompt_logprobs == pytest.approx(wanted[number].prompt_logprobs, abs=1e-4)
         assert not output.error
 
 

@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -62,7 +62,10 @@ class TwoTokensBack:
         return torch.nn.functional.one_hot(hidden_SD[:, 0].long() % VOCAB, VOCAB).float() * 6
 
 
-def runner(num_drafts: int, exact: bool = False, sizes: list[int] | None = None) -> ModelRunner:
+def runner(
+    num_drafts: int, exact: bool = False, sizes: list[int] | None = None, captured: Sequence[int] = ()
+) -> ModelRunner:
+    """`captured`: the drafts of each row in decode graphs; empty: `num_drafts`."""
     model = cast(CausalLM, TwoTokensBack())
     limits = BatchLimits(ROWS, LENGTH, BLOCK, num_drafts)
     tables = [BlockTable(limits), BlockTable(limits)]
@@ -74,10 +77,13 @@ def runner(num_drafts: int, exact: bool = False, sizes: list[int] | None = None)
     sampler = Sampler(limits, VOCAB, CPU, memory)
     graphs = None
     if sizes is not None:
-        decode = DecodeGraphs(model, [], inputs, sizes, Rerun(), CPU)
+        decode = [
+            DecodeGraphs(model, [], inputs, sizes, Rerun(), CPU, drafts)
+            for drafts in captured or [num_drafts]
+        ]
         prompts = PromptGraphs(model, [], inputs, [3, 8, 40], Rerun(), CPU)
-        for captured in (prompts, decode):
-            captured.capture(lambda: None)
+        for graphs_of_kind in (prompts, *decode):
+            graphs_of_kind.capture(lambda: None)
         graphs = Graphs(decode, prompts)
     return ModelRunner(model, [], inputs, sampler, memory, lambda: None, graphs)
 
@@ -120,11 +126,13 @@ class Driver:
         self.core = SameBlocks(BLOCKS, BLOCK, num_drafts=num_drafts, groups=1)
         self.outputs: list[list[int]] = [[] for _ in range(requests)]
         self.steps = 0
-        self._made, self._in_flight = made, in_flight
+        self._made, self._in_flight, self._num_drafts = made, in_flight, num_drafts
         self._pending: deque[tuple[Any, dict[int, int]]] = deque()
         self._owner: dict[int, int] = {}
         self._planned: dict[int, int] = {}
         self._counts: dict[int, int] = {}
+        self.turns: random.Random | None = None
+        """Chooses the steps that have drafts; None: all have."""
 
     def run(self) -> list[list[int]]:
         source, waiting = random.Random(5), deque(range(len(self.outputs)))
@@ -137,6 +145,8 @@ class Driver:
                     self._add(row, waiting.popleft(), source)
             counts = {row: self._next(row) for row in self._owner if self._may_step(row)}
             if counts and len(self._pending) < self._in_flight:
+                if self.turns is not None:
+                    self.core._num_drafts = self._num_drafts * self.turns.randrange(2)
                 for row in counts:
                     self._planned[row] += self.core.computed[row] + counts[row] >= self.core.known[row]
                 step = self._made.launch(self.core.plan(counts))
@@ -207,6 +217,18 @@ def test_drafts_change_no_token(plain: Driver, way: str, num_drafts: int, in_fli
     driver = Driver(runner(num_drafts, way == "exact", sizes), num_drafts, in_flight)
     assert driver.run() == plain.outputs
     assert driver.steps < 0.95 * plain.steps
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("way", ["exact", "exact, recorded", "upper bounds", "graphs"])
+def test_steps_with_and_without_drafts_take_turns(plain: Driver, way: str, in_flight: int) -> None:
+    """On a CPU steps without drafts are recorded, on a GPU both kinds are captured."""
+    captured = [0] if way.startswith("exact") else [3, 0]
+    sizes = None if way in ("exact", "upper bounds") else [1, 2, 4, 6]
+    driver = Driver(runner(3, way.startswith("exact"), sizes, captured), 3, in_flight)
+    driver.turns = random.Random(3)
+    assert driver.run() == plain.outputs
+    assert driver.steps < 0.98 * plain.steps
 
 
 class Markov:

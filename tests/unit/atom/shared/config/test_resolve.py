@@ -393,6 +393,7 @@ def test_the_ngram_lengths_default_to_one_another() -> None:
     [
         ({"num_speculative_tokens": 3}, "--num-speculative-tokens needs --method"),
         ({"prompt_lookup_min": 3}, "--prompt-lookup-min needs --method"),
+        ({"spec_decode_adaptive": False}, "--no-spec-decode-adaptive needs --method"),
         ({"method": "ngram"}, "needs --num-speculative-tokens of at least 1"),
         (
             {
@@ -408,6 +409,13 @@ def test_the_ngram_lengths_default_to_one_another() -> None:
 def test_incomplete_speculation_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolved(**options)
+
+
+def test_the_width_of_steps_adapts_where_a_graph_computes_padding() -> None:
+    drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+    assert resolved(GPUS, **drafts).config.adapts_draft_width
+    assert not resolved(GPUS, **drafts, spec_decode_adaptive=False).config.adapts_draft_width
+    assert not resolved(CPU, **drafts).config.adapts_draft_width
 
 
 def test_recurrent_layers_rule_out_speculation() -> None:

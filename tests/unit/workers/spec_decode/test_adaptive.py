@@ -1,0 +1,71 @@
+"""Rates of acceptance: rows whose drafts fail have fewer, then none for a while, then a few again."""
+
+import numpy as np
+
+from workers.spec_decode.adaptive import LONGEST_PAUSE, SHORTEST_PAUSE, AdaptiveDrafts
+
+K = 4
+NONE = np.zeros(1, np.int64)
+
+
+def run(made: AdaptiveDrafts, tokens: int, accepts: float) -> tuple[int, int]:
+    """One row generates so many tokens, and a share of each draft is accepted.
+
+    Returns how many drafts it verified, and in how many steps it had some.
+    """
+    row = NONE
+    allowed = drafts = steps = done = 0
+    while done < tokens:
+        accepted = round(accepts * allowed)
+        drafts += allowed
+        steps += allowed > 0
+        done += 1 + accepted
+        allowed = int(made.update(row, NONE + 1 + accepted, NONE + allowed)[0])
+    return drafts, steps
+
+
+def test_accepted_drafts_stay() -> None:
+    drafts, steps = run(AdaptiveDrafts(3, K), 500, 1.0)
+    assert drafts == 4 * steps - 1, "all but the first have four"
+    assert steps <= 101
+
+
+def test_drafts_that_fail_are_tried_again_rarely() -> None:
+    made = AdaptiveDrafts(3, K)
+    first, _ = run(made, SHORTEST_PAUSE, 0.0)
+    assert first <= 8
+    drafts, steps = run(made, 20_000, 0.0)
+    assert steps <= 2 * (20_000 // LONGEST_PAUSE + 7)
+    assert drafts <= 60
+
+
+def test_a_text_that_begins_to_repeat_gets_its_drafts_back() -> None:
+    made = AdaptiveDrafts(3, K)
+    run(made, 200, 0.0)
+    run(made, 400, 1.0)
+    drafts, steps = run(made, 500, 1.0)
+    assert drafts == 4 * steps
+
+
+def test_one_row_does_not_change_another() -> None:
+    made = AdaptiveDrafts(2, K)
+    both = np.array([0, 1])
+    allowed = np.array([0, 0])
+    for _ in range(30):
+        allowed = made.update(both, 1 + allowed * both, allowed)
+    assert allowed.tolist() == [0, K]
+    made.add_rows(np.array([0]))
+    assert made.update(both, np.array([1, 1]), np.array([0, 0])).tolist()[0] > 1, "a new request begins anew"
+
+
+def test_many_rows_need_more_acceptance() -> None:
+    """A row whose drafts are accepted half of the time has drafts alone, and none among 64 rows."""
+    few = AdaptiveDrafts(64, K)
+    many = AdaptiveDrafts(64, K)
+    rows = np.arange(64)
+    for step in range(40):
+        accepted = step % 2
+        alone = few.update(rows[:1], NONE + 1 + accepted, NONE + 1)
+        together = many.update(rows, np.full(64, 1 + accepted), np.full(64, 1))
+    assert alone[0] > 0
+    assert not together.any()

@@ -1,0 +1,75 @@
+"""How many drafts each row may have, by what the model accepted of its last ones and by the load.
+
+For a row whose drafts are accepted with rate a each, k drafts give 1 + a + a² + … + a^k tokens in the time of
+1 + k * cost tokens. `cost` is that of one more token, in units of a row's step: small while a step reads
+weights longer than it computes, so it grows with the rows of the step. The k with the most tokens a time is
+taken. A row for which that is 0 has no drafts for a while, each time longer.
+
+For devices that compute only the drafts that exist: all of it is on the host.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.batch.group_rows import Rows
+
+FREE_TOKENS = 8
+"""A step of so many tokens takes about twice as long as one of a single token."""
+SHORTEST_PAUSE = 64
+"""Tokens without drafts after the first failure; twice as many after each further one."""
+LONGEST_PAUSE = 4096
+_KEPT = 0.8
+"""Weight of earlier drafts when a row's next ones are counted."""
+_FIRST = (0.6, 1.0)
+"""Accepted and verified drafts with which a row begins: it has several drafts until it has failed twice."""
+_AGAIN = (0.25, 0.5)
+"""The same after a pause: one success or failure decides."""
+
+
+class AdaptiveDrafts:
+    """The rates of all rows."""
+
+    def __init__(self, num_rows: int, num_drafts: int):
+        self._accepted = np.full(num_rows, _FIRST[0])
+        self._verified = np.full(num_rows, _FIRST[1])
+        self._pause = np.zeros(num_rows, np.int64)
+        """Tokens that the row goes on without drafts."""
+        self._next_pause = np.full(num_rows, SHORTEST_PAUSE)
+        self._places = np.arange(num_drafts + 1)
+
+    def add_rows(self, rows: Rows) -> None:
+        """These rows have new requests."""
+        self._accepted[rows], self._verified[rows] = _FIRST
+        self._pause[rows] = 0
+        self._next_pause[rows] = SHORTEST_PAUSE
+
+    def update(self, rows: Rows, counts: Rows, proposed: Rows) -> Rows:
+        """Count a step that sampled `counts` tokens of each of its rows, after `proposed` drafts.
+
+        Returns how many drafts each of them may have in the next step.
+        """
+        accepted = counts - 1
+        drafted = proposed > 0
+        kept = np.where(drafted, _KEPT, 1.0)
+        accepted_sum = kept * self._accepted[rows] + accepted
+        verified_sum = kept * self._verified[rows] + accepted + (accepted < proposed)
+        pause = self._pause[rows]
+        is_over = (pause > 0) & (pause <= counts)
+        pause = np.maximum(pause - counts, 0)
+        accepted_sum[is_over], verified_sum[is_over] = _AGAIN
+
+        best = self._best(accepted_sum / verified_sum, len(rows) / (FREE_TOKENS + len(rows)))
+        failed = drafted & (best == 0) & (pause == 0)
+        next_pause = np.where(drafted & (accepted == proposed), SHORTEST_PAUSE, self._next_pause[rows])
+        pause[failed] = next_pause[failed]
+        next_pause[failed] = np.minimum(2 * next_pause[failed], LONGEST_PAUSE)
+        self._accepted[rows] = accepted_sum
+        self._verified[rows] = verified_sum
+        self._pause[rows] = pause
+        self._next_pause[rows] = next_pause
+        return np.where(pause > 0, 0, np.maximum(best, 1))
+
+    def _best(self, rates: NDArray[np.float64], cost: float) -> Rows:
+        """The number of drafts with the most tokens a time, for each rate."""
+        tokens = (rates[:, None] ** self._places).cumsum(1)
+        return np.argmax(tokens / (1 + cost * self._places), 1)
