@@ -16,7 +16,8 @@ ON_ONE_RANK = ("tensors",)
 
 def described(model: Tiny) -> dict[str, Any]:
     """The row as recorded, to detect later changes."""
-    return {"family": model.model_type, "seed": model.seed, "scale": model.scale, "config": model.config}
+    found = {"family": model.model_type, "seed": model.seed, "scale": model.scale, "config": model.config}
+    return found if model.embedding == Tiny.embedding else found | {"embedding": model.embedding}
 
 
 def still_holds(entry: dict[str, Any], model: Tiny) -> bool:

@@ -39,6 +39,9 @@ class Tiny:
     config: dict[str, Any] = field(default_factory=dict)
     scale: float = 1.5
     """Scale of the matrices: below 1 tokens repeat, far above 1 they depend on rounding."""
+    embedding: float = 0.2
+    """Standard deviation of the embeddings, times their factor. Large ones make a tied model repeat its last
+    token, small ones a model with norms after its blocks any token."""
 
 
 _COMMON = {
@@ -286,10 +289,12 @@ TINY_MODELS = [
          _NO_TOKENS | _GRANITE | _GRANITE4 | _ODD_HEADS
          | {"attention_bias": True, "tie_word_embeddings": True, "position_embedding_type": "nope"},
          scale=2.0),
-    Tiny("olmo2", "olmo2", 1, _NO_TOKENS | _MHA),
-    Tiny("olmo2-odd-gqa-biases", "olmo2", 1, _NO_TOKENS | _ODD_HEADS | {"attention_bias": True}),
-    Tiny("olmo3", "olmo3", 1, _NO_TOKENS | _MHA | _OLMO3),
-    Tiny("olmo3-odd-gqa-biases", "olmo3", 1, _NO_TOKENS | _ODD_HEADS | _OLMO3 | {"attention_bias": True}),
+    Tiny("olmo2", "olmo2", 3, _NO_TOKENS | _MHA, embedding=1.5),
+    Tiny("olmo2-odd-gqa-biases", "olmo2", 4, _NO_TOKENS | _ODD_HEADS | {"attention_bias": True},
+         embedding=1.5),
+    Tiny("olmo3", "olmo3", 3, _NO_TOKENS | _MHA | _OLMO3, embedding=1.5),
+    Tiny("olmo3-odd-gqa-biases", "olmo3", 2, _NO_TOKENS | _ODD_HEADS | _OLMO3 | {"attention_bias": True},
+         embedding=1.5),
     Tiny("ministral", "ministral", 1,
          _NO_TOKENS | _MHA | {"sliding_window": 22, "num_hidden_layers": 4,
                               "layer_types": ["full_attention", "sliding_attention"] * 2}),
@@ -342,10 +347,9 @@ def build_tiny(model: Tiny) -> torch.nn.Module:
             if name.endswith("bias"):
                 weight.normal_(0, 0.3)
             elif weight.dim() > 1:
-                # A larger embedding would make a tied model repeat its last token.
                 weight.normal_(
                     0,
-                    0.2 / _embedding_scale(built)
+                    model.embedding / _embedding_scale(built)
                     if "embed" in name
                     else model.scale * weight.shape[-1] ** -0.5,
                 )

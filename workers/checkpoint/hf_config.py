@@ -22,6 +22,7 @@ from workers.checkpoint.families import config_defaults
 
 _FLAG = "--hf-overrides"
 _RENAMED = ("torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_OLD_LONGROPE = "su"
 _LOCAL_THETA = "rope_local_base_freq"
 _OF_PARTS = ("text_config", "vision_config", "audio_config")
 # Settings that every config has, also if config.json does not state them.
@@ -118,7 +119,8 @@ def _rope_object(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{name} must be an object, not {rope!r:.40}")
     # "type" is the older name of "rope_type"; if both are given, "rope_type" is used.
     made = {key: value for key, value in rope.items() if key != "type"}
-    return {"rope_type": rope["type"], **made} if "type" in rope else made
+    made = {"rope_type": rope["type"], **made} if "type" in rope else made
+    return made | {"rope_type": "longrope"} if made.get("rope_type") == _OLD_LONGROPE else made
 
 
 def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -356,9 +356,10 @@ class DecoderLayer(nn.Module):
     @property
     def has_parts(self) -> bool:
         """Whether `in_parts` can compute it."""
-        if self._norms != PRE_NORMS:
+        attention = getattr(self, self._token_mixer)
+        if self._norms != PRE_NORMS or not isinstance(attention, SelfAttention):
             return False
-        return isinstance(getattr(self, self._token_mixer), SelfAttention) and isinstance(self.mlp, GatedMLP)
+        return isinstance(self.mlp, GatedMLP) and not isinstance(attention.q_norm, NormAcrossRanks)
 
     def in_parts(
         self, parts: Sequence[Part], next_norm: RMSNorm, rotation: Rotation, ctx: ForwardContext

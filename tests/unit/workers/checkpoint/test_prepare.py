@@ -104,6 +104,11 @@ def test_a_bare_directory(tmp_path: Path) -> None:
             2048,
         ),
         (
+            {"original_max_position_embeddings": 1024, "rope_scaling": {"type": "su"}},
+            {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 1024},
+            2048,
+        ),
+        (
             {"rope_scaling": {"type": "dynamic", "factor": 3.0}},
             {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 2048},
             6144,
