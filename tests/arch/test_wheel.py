@@ -10,7 +10,7 @@ from tests.helpers.source import PACKAGES, ROOT
 
 DEADLINE_S = 100
 SUFFIXES = (".py", ".cpp", ".h")
-DATA = ("static", "tuned")
+DATA = ("static", "templates", "tuned")
 """Folders all of whose files are shipped."""
 
 
