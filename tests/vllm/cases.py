@@ -76,7 +76,6 @@ FEATURES = [
     for name in ("llama-gqa", "gpt-oss")
 ]
 QUANTIZED = [
-    Case("fp8 in blocks", _quantized("llama"), format="fp8, blocks"),
     Case("compressed-tensors, INT8", _quantized("qwen3-moe"), format="compressed-tensors, INT8"),
     Case("compressed-tensors, FP8", _quantized("deepseek-v3"), format="compressed-tensors, channel"),
 ]
