@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.worker import KVSpec, NewRow, RecurrentStateSpec
-from atom_ops import NgramRule, RowState, StatePlan, TokenHistory, propose_ngrams, to_device
+from atom_ops import NO_DRAFT, NgramRule, RowState, StatePlan, TokenHistory, propose_ngrams, to_device
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows
 from workers.layers.attention.attention import KVGroup
@@ -22,6 +23,9 @@ from workers.layers.context import GroupContext
 from workers.spec_decode.proposer import Method, Proposer
 
 _ID_BYTES = 4
+_NONE = np.empty(0, np.int32)
+_FEW_ROWS = 8
+"""Up to so many rows, looking up each of them on the host takes less time than the operators of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,48 @@ class NgramProposer(Proposer):
 
     def propose(self, rows_R: torch.Tensor, state: RowState, max_positions: int) -> None:
         history = self._history
+        if self._device.type == "cpu" and len(rows_R) <= _FEW_ROWS:
+            for row in rows_R.tolist():
+                drafts = row_drafts(row, state, history, self._rule)
+                state.drafts_NK[row] = NO_DRAFT
+                state.drafts_NK.numpy()[row, : len(drafts)] = drafts
+            return
         if self._device.type == "cpu":  # graphs need one width for all steps
             longest = int(self._lens.max())
             history = replace(history, predictions_NP=history.predictions_NP[:, :longest])
         propose_ngrams(rows_R, state, history, self._rule, max_positions)
+
+
+def row_drafts(row: int, state: RowState, history: TokenHistory, rule: NgramRule) -> NDArray[np.int32]:
+    """What `propose_ngrams` proposes for one row, with all tensors on the host; at most K ids."""
+    last = int(state.positions_N[row])
+    most = min(int(state.limits_N[row]) - 2 - last, state.drafts_NK.shape[1])
+    if last < 0 or most <= 0:
+        return _NONE
+    text = _row_text(row, last, int(state.ids_N[row]), history)
+    end = len(text) - 1
+    found = np.flatnonzero(text[:end] == text[end])
+    length = min(len(found), 1)
+    while length and length < rule.longest and length <= end and text[end - length] >= 0:
+        longer = found[found >= length]
+        longer = longer[text[longer - length] == text[end - length]]
+        if not len(longer):
+            break
+        found = longer
+        length += 1
+    if length < rule.shortest:
+        return _NONE
+    drafts = text[found[0] + 1 : found[0] + 1 + most]
+    unknown = np.flatnonzero(drafts < 0)
+    return drafts[: unknown[0]] if len(unknown) else drafts
+
+
+def _row_text(row: int, last: int, last_id: int, history: TokenHistory) -> NDArray[np.int32]:
+    """The prediction, the tokens up to position `last`, and -1 between them if the first are not kept."""
+    begin = max(last - history.reach + 1, 0) if history.reach else 0
+    at = np.arange(begin, last)
+    blocks = history.table_NW.numpy()[row, at // history.block_size].astype(np.int64)
+    ids = history.ids_S.numpy()[blocks * history.block_size + at % history.block_size]
+    predicted = history.predictions_NP.numpy()[row, : int(history.prediction_lens_N[row])]
+    gap = np.full(int(begin > 0), -1, np.int32)
+    return np.concatenate((predicted, gap, ids, np.array([last_id], np.int32)))

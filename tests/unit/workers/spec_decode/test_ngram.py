@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids
+from atom_ops import NO_DRAFT, NgramRule, TokenHistory, propose_ngrams
+from atom_ops.ops.sampling.draft_inputs import state_case
 from tests.helpers.tiny_models import VOCAB, engine_config, place, save_tiny, tiny
 from tests.helpers.whole_engine import Output, WholeEngine
+from workers.spec_decode.ngram import row_drafts
 from workers.worker import Worker
 
 FAMILIES = (
@@ -153,3 +157,28 @@ def test_a_prediction_is_drafted(checkpoints: dict[str, Checkpoint]) -> None:
         assert made.outputs[0].token_ids == wanted
         steps.append(made.core.stats().steps)
     assert steps[1] < 0.7 * steps[0]
+
+
+@pytest.mark.parametrize("reach", [0, 9])
+def test_one_row_has_the_drafts_that_the_operator_proposes(reach: int) -> None:
+    generator = torch.Generator().manual_seed(reach)
+    blocks = torch.randperm(40 * 6, generator=generator, dtype=torch.int32)
+    history = TokenHistory(
+        torch.randint(0, 3, (40 * 6 * 4 + 1,), generator=generator, dtype=torch.int32),
+        blocks.view(40, 6),
+        torch.randint(0, 3, (40, 9), generator=generator, dtype=torch.int32),
+        torch.randint(0, 10, (40,), generator=generator),
+        4,
+        reach,
+    )
+    found = 0
+    for rule in (NgramRule(5, 2), NgramRule(3, 3), NgramRule(2, 1)):
+        state = state_case(40, 6, 4, 4, generator)
+        state.ids_N.remainder_(3)
+        rows = torch.arange(40)
+        wanted = propose_ngrams(rows, state, history, rule, 24).tolist()
+        for row in rows.tolist():
+            drafts = row_drafts(row, state, history, rule).tolist()
+            assert drafts == [*takewhile(lambda token: token != NO_DRAFT, wanted[row])], (rule, row)
+            found += len(drafts)
+    assert found > 50

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -229,6 +230,21 @@ def test_steps_with_and_without_drafts_take_turns(plain: Driver, way: str, in_fl
     driver.turns = random.Random(3)
     assert driver.run() == plain.outputs
     assert driver.steps < 0.98 * plain.steps
+
+
+def test_drafts_after_a_missing_one_are_not_computed() -> None:
+    limits = BatchLimits(2, 40, BLOCK, 3)
+    table = BlockTable(limits)
+    proposer = NgramProposer(NgramRule(2, 2), TextGroup(0, 0), table, 8, limits, CPU)
+    made = InputBatch(limits, [table], CPU, proposer=proposer).speculation
+    assert made is not None
+    made._limits[:] = 40
+    made.state.positions_N[:2] = 5
+    made.state.ids_N[:2] = 9
+    made.state.drafts_NK[:2] = torch.tensor([[1, -1, 2], [3, 4, 5]])
+    _, counts, ids = made.exact_work(np.array([0, 1]), 3)
+    assert counts.tolist() == [2, 4]
+    assert ids.tolist() == [9, 1, 9, 3, 4, 5]
 
 
 class Markov:
