@@ -37,8 +37,8 @@ results of `tests/models`.
   Face hub, or local.
 - For Llama, Qwen2 and Qwen3, a GGUF file. It is converted once, into `ATOM_CACHE_DIR`; on a CPU its integers
   are [kept](quantization.md#gguf).
-- Of a multimodal directory (Gemma 3, Mistral Small 3, Ministral 3) the language model runs; requests with images are
-  refused.
+- Of a multimodal directory (Gemma 3, Mistral Small 3, Ministral 3) the language model runs; requests with
+  images are refused.
 - A missing, unused or misshaped tensor is an error that names it.
 - `generation_config.json` gives the end-of-sequence ids and the default sampling parameters.
 - Without a tokenizer the server takes and returns token ids.
