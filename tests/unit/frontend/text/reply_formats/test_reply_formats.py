@@ -30,6 +30,8 @@ from tests.helpers.tool_calls import (
     K_CALL,
     K_END,
     K_SECTION,
+    M_END,
+    M_SECTION,
     SECTION,
     SECTION_END,
     SEP,
@@ -48,7 +50,7 @@ def test_calls_of_every_family(writer: str, shape: str) -> None:
 
 def without_sections(text: str) -> str:
     """The markers around all calls say nothing."""
-    for marker in (SECTION, SECTION_END, K_SECTION, K_END):
+    for marker in (SECTION, SECTION_END, K_SECTION, K_END, M_SECTION, M_END):
         text = text.replace(marker, "")
     return text
 
