@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from workers.layers.config_values import check_value
 from workers.layers.context import BuildContext
-from workers.layers.mla.latent_decoder import LatentDecoderLM, check_value, routing_rule
+from workers.layers.mla.latent_decoder import LatentDecoderLM, routing_rule
 
 _DEFAULTS = {
     "n_shared_experts": 2,
