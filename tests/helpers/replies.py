@@ -151,6 +151,14 @@ def glm(shape: Shape, line: str = "\n") -> str:
     return shape.text + line.join(blocks)
 
 
+def minimax_m2(shape: Shape) -> str:
+    calls = []
+    for name, values in shape.calls:
+        inner = "".join(f'<parameter name="{k}">{plain(v)}</parameter>\n' for k, v in values.items())
+        calls.append(f'<invoke name="{name}">\n{inner}</invoke>\n')
+    return shape.text + (f"<minimax:tool_call>\n{''.join(calls)}</minimax:tool_call>" if calls else "")
+
+
 WRITERS: dict[str, tuple[str, Callable[[Shape], str]]] = {
     "hermes": ("hermes", hermes),
     "llama3_json": ("llama3_json", llama),
@@ -158,6 +166,7 @@ WRITERS: dict[str, tuple[str, Callable[[Shape], str]]] = {
     "deepseek_v31": ("deepseek_v31", deepseek_v31),
     "deepseek_v32": ("deepseek_v32", deepseek_v32),
     "kimi_k2": ("kimi_k2", kimi),
+    "minimax_m2": ("minimax_m2", minimax_m2),
     "qwen3_coder": ("qwen3_coder", qwen3_coder),
     "glm45": ("glm45", glm),
     "glm47": ("glm47", lambda shape: glm(shape, "")),

@@ -12,6 +12,8 @@ D_CALL, D_KEY = (
     '<｜DSML｜invoke name="f">',
     '<｜DSML｜parameter name="days" string="false">1</｜DSML｜parameter>',
 )
+M_SECTION, M_END = "<minimax:tool_call>", "</minimax:tool_call>"
+M_CALL = f'{M_SECTION}<invoke name="f">'
 
 UNUSUAL: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     # family, output, content, calls
@@ -90,6 +92,15 @@ UNUSUAL: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", "<tool_call>\n<function=>\n</function>", "<tool_call>\n<function=>\n</function>", []),
     ("qwen3_coder", "<tool_call>\n<function=f", "<tool_call>\n<function=f", []),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=code>\nab", "", [("f", '{"code": "ab"}')]),
+    ("minimax_m2", f'{M_CALL}<parameter name="days">1</parameter></invoke></minimax:tool_call>', "", [D]),
+    ("minimax_m2", f'{M_CALL}\n<parameter name="days">1</parameter>\n</minimax:tool_call>Bye', "Bye", [D]),
+    ("minimax_m2", f'{M_CALL}\n<parameter name="days">1\n</invoke>\n</minimax:tool_call>', "", [D]),
+    ("minimax_m2", f'{M_CALL}<parameter name="days">1</parameter></invoke>{M_CALL}</invoke>', "", [D, ("f", "{}")]),
+    ("minimax_m2", f'{M_CALL}<parameter name="code">\n a \n</parameter></invoke>', "", [("f", '{"code": "\\n a \\n"}')]),
+    ("minimax_m2", f'{M_CALL}<parameter name="x">5</parameter></invoke>', "", [("f", '{"x": "5"}')]),
+    ("minimax_m2", f'{M_CALL}<parameter name="code">ab', "", [("f", '{"code": "ab"}')]),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="">\n</invoke>', '\n<invoke name="">\n</invoke>', []),
+    ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>Nothing to do.", "Nothing to do.", []),
     ("glm45", "<tool_call>f", "<tool_call>f", []),
     ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
     ("glm45", "<tool_call>\nf\n<arg_key>days</arg_key>\n<arg_value>1</arg_value>\n", "", [D]),

@@ -32,7 +32,7 @@ class MiniMaxM2ForCausalLM(DecoderLM):
         config = {**_DEFAULTS, **config}
         _check_supported(config)
         if config.get("rotary_dim") is not None:
-            config.setdefault("partial_rotary_factor", config["rotary_dim"] / config["head_dim"])
+            config = {"partial_rotary_factor": config["rotary_dim"] / config["head_dim"], **config}
         args = DecoderArgs(**common_fields(config, partial_rotary=True), norm_across_heads=True)
         moe = _moe_args(config)
         super().__init__(config, args, build, lambda layer, at: MoE(moe, at))

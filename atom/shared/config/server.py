@@ -70,6 +70,7 @@ class ServerConfig:
             "hermes",
             "kimi_k2",
             "llama3_json",
+            "minimax_m2",
             "none",
             "openai",
             "qwen3_coder",
@@ -80,7 +81,17 @@ class ServerConfig:
     """Format of the model's tool calls, by vLLM's names. If unset, the chat template tells, and for one that
     reads no tools it is `generic`: a system message describes them."""
     reasoning_parser: (
-        Literal["deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "none", "openai_gptoss", "qwen3"] | None
+        Literal[
+            "deepseek_r1",
+            "deepseek_v3",
+            "glm45",
+            "kimi_k2",
+            "minimax_m2",
+            "none",
+            "openai_gptoss",
+            "qwen3",
+        ]
+        | None
     ) = None
     """Format of the model's reasoning, by vLLM's names. If unset, the chat template tells."""
     shutdown_timeout: Annotated[float, Meta(ge=0)] = 30.0

@@ -12,6 +12,7 @@ from frontend.text.reply_formats.harmony import HarmonyFormat
 from frontend.text.reply_formats.hermes import Hermes
 from frontend.text.reply_formats.kimi_k2 import KimiK2
 from frontend.text.reply_formats.llama3_json import Llama3Json
+from frontend.text.reply_formats.minimax_m2 import MiniMaxM2
 from frontend.text.reply_formats.qwen3_coder import Qwen3Coder
 from frontend.text.reply_formats.text import TextParser, Think
 from frontend.text.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ TOOL_CALLS: dict[str, type[TextParser]] = {
     "hermes": Hermes,
     "kimi_k2": KimiK2,
     "llama3_json": Llama3Json,
+    "minimax_m2": MiniMaxM2,
     "qwen3_coder": Qwen3Coder,
     "qwen3_xml": Qwen3Coder,
 }
@@ -43,6 +45,7 @@ REASONING: dict[str, Think] = {
     "deepseek_v3": Think(),
     "glm45": Think(),
     "kimi_k2": Think(),
+    "minimax_m2": Think(implicit=True),
     "qwen3": Think(),
 }
 """vLLM's names; besides these, "openai_gptoss" is Harmony, and "none" separates no reasoning."""
@@ -54,6 +57,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], type[TextParser]], ...] = (
     (("<｜tool▁calls▁begin｜>", "```json"), DeepSeekV3),
     (("<｜tool▁calls▁begin｜>",), DeepSeek),
     (("<arg_key>",), Glm),
+    (("<minimax:tool_call>",), MiniMaxM2),
     (("<function=",), Qwen3Coder),
     (("<tool_call>",), Hermes),
     (("<|python_tag|>",), Llama3Json),

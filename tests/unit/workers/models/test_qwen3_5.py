@@ -15,6 +15,7 @@ from tests.helpers.multimodal import save_multimodal
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.thread_ranks import on_ranks
 from tests.helpers.tiny_models import Tiny, hf_logits, prompt_of, save_tiny, tiny
+from workers.layers.linear import Linear
 
 IDS = prompt_of(40, seed=3)
 VISION = {
@@ -95,7 +96,8 @@ def test_wide_projections_stay_in_fp8_and_those_of_gates_plain(size: int, tmp_pa
         ours = TinyWorker(tmp_path, tp=tp)
         core = ours.core()
         core.add(0, IDS)
-        projection = ours.worker._model.model.layers[0].linear_attn.in_proj_wide
+        projection = ours.worker._model.get_submodule("model.layers.0.linear_attn.in_proj_wide")
+        assert isinstance(projection, Linear)
         return forced_logits(ours.worker, core, 0, [25, 15]), projection.dequantizes
 
     for found, dequantizes in on_ranks(size, run):

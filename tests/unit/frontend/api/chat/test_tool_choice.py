@@ -54,7 +54,10 @@ CLOSING = ('"', "}", "]", ",")
 SPACES = (" ", "\n", "\r", "\t")
 STEPS = 150
 """After them the random model closes what it has opened."""
-ENFORCED = ("hermes", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "qwen3_coder", "glm45")
+ENFORCED = (
+    *("hermes", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "qwen3_coder", "glm45"),
+    "minimax_m2",
+)
 HARMONY = "openai"
 WITH_SPECIAL = (HARMONY, "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2")
 

@@ -44,6 +44,12 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
         "<tool_call>{% set args = c.arguments %}{% for k, v in args.items() %}<arg_key>{{ k }}{% endfor %}",
         "fields",
     ),
+    "minimax": (
+        "minimax_m2",
+        "{%- set begin = '<minimax:tool_call>' -%}{{ begin ~ '\\n' }}{% for k, v in c.arguments.items() %}"
+        "{% endfor %}",
+        "fields",
+    ),
     "deepseek v3": (
         "deepseek_v3",
         "{{ '<｜tool▁calls▁begin｜>' + c['function']['name'] + '```json' + c['function']['arguments'] }}",

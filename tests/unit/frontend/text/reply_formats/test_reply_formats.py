@@ -32,6 +32,8 @@ from tests.helpers.tool_calls import (
     K_CALL,
     K_END,
     K_SECTION,
+    M_END,
+    M_SECTION,
     SECTION,
     SECTION_END,
     SEP,
@@ -50,7 +52,8 @@ def test_calls_of_every_family(writer: str, shape: str) -> None:
 
 def without_sections(text: str) -> str:
     """The markers around all calls say nothing."""
-    for marker in (SECTION, SECTION_END, K_SECTION, K_END, f"\n\n{D_SECTION}\n", D_SECTION, D_END):
+    dsml = (f"\n\n{D_SECTION}\n", D_SECTION, D_END)
+    for marker in (SECTION, SECTION_END, K_SECTION, K_END, M_SECTION, M_END, *dsml):
         text = text.replace(marker, "")
     return text
 
