@@ -130,14 +130,13 @@ def test_biases_of_zeros_are_not_needed(tmp_path: Path) -> None:
     }
     rewrite(tmp_path, lambda tensors: tensors.update(biases))
     load(tmp_path)
-    model = build(tmp_path)
-    load_weights(model, load_file(tmp_path / "model.safetensors").items(), lambda done, total: None)
+    load_weights(build(tmp_path), load_file(tmp_path / "model.safetensors").items(), lambda *done: None)
     name = "model.layers.1.mlp.down_proj.bias"
     rewrite(tmp_path, lambda tensors: tensors.update({name: torch.full((72,), 1e-6)}))
     with pytest.raises(WeightError, match=re.escape(name)):
         load(tmp_path)
     with pytest.raises(WeightError, match=re.escape(name)):
-        load_weights(model, load_file(tmp_path / "model.safetensors").items(), lambda done, total: None)
+        load_weights(build(tmp_path), load_file(tmp_path / "model.safetensors").items(), lambda *done: None)
     rewrite(
         tmp_path, lambda tensors: tensors.update({name: torch.zeros(72), "model.other.bias": torch.zeros(2)})
     )
