@@ -182,7 +182,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, named: str) -> Non
     save_tiny(tiny("llama-gqa"), tmp_path, shard_size="100KB")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(re.sub(r"model-00002[^\"]*", named, index.read_text()))
-    with pytest.raises(ValueError, match="not a file beside it"):
+    with pytest.raises(ValueError, match="not a file next to it"):
         load(tmp_path)
 
 
