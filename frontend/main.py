@@ -38,8 +38,8 @@ def main() -> None:
     try:
         dump_stacks_on_signal(launch.supervisor, launch.name)
         status = uvloop.run(serve(launch))
-    except (OSError, ValueError, MemoryError) as error:
-        # A ValueError is about the checkpoint's tokenizer or template.
+    except (OSError, ValueError, MemoryError, ImportError) as error:
+        # A ValueError is about the checkpoint's tokenizer or template, an ImportError about a library.
         status = ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.RESOURCES
         _report(launch.supervisor, Dead(launch.name, out_of_memory(error) or str(error), status))
         sys.exit(1)

@@ -5,6 +5,7 @@ import socket
 import ssl
 from typing import Any
 
+import aiohttp
 from aiohttp import HttpVersion11, http_exceptions, web
 
 from atom.shared.utils.logger import get_logger
@@ -27,6 +28,19 @@ _TLS_CLOSE_S = 2.0
 # client is gone.
 _FIRST_PROBE_S = 0.01
 _LAST_PROBE_S = 15.0
+# What `Connection` uses of its base class that aiohttp does not promise to keep.
+_INTERNALS = (
+    "_buffer_paused",
+    "_current_request",
+    "_keepalive_handle",
+    "_next_keepalive_close_time",
+    "_pause_transport_reading",
+    "_process_keepalive",
+    "_reading_paused",
+    "_request_factory",
+    "_resume_transport_reading",
+    "_waiter",
+)
 
 
 class Connection(web.RequestHandler):
@@ -222,7 +236,10 @@ class Connection(web.RequestHandler):
 
 
 class Listener(web.BaseSite):
-    """Accepts connections from a bound socket; with `tls` encrypted ones."""
+    """Accepts connections from a bound socket; with `tls` encrypted ones.
+
+    Raises ImportError for a version of aiohttp that works in another way.
+    """
 
     def __init__(
         self,
@@ -233,6 +250,7 @@ class Listener(web.BaseSite):
         tls: ssl.SSLContext | None = None,
     ):
         super().__init__(runner, backlog=_BACKLOG, ssl_context=tls)
+        _check_aiohttp()
         self._listener = listener
         self._limits = limits
         self._metrics = metrics
@@ -263,6 +281,15 @@ class Listener(web.BaseSite):
             ssl=self._ssl_context,
             ssl_handshake_timeout=None if self._ssl_context is None else self._limits.handshake_deadline_s,
             ssl_shutdown_timeout=None if self._ssl_context is None else _TLS_CLOSE_S,
+        )
+
+
+def _check_aiohttp() -> None:
+    missing = [name for name in _INTERNALS if not hasattr(web.RequestHandler, name)]
+    if missing:
+        raise ImportError(
+            f"aiohttp {aiohttp.__version__} does not fit: its RequestHandler has no {', '.join(missing)}. "
+            'Install a version that ATOM was tested with: pip install "aiohttp>=3.14,<3.15"'
         )
 
 

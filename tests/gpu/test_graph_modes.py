@@ -86,6 +86,7 @@ def test_levels_change_no_token(
     shutdown_compile_workers()
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("CUDA error: out of memory")])
 def test_too_little_memory_for_graphs_is_one_line(

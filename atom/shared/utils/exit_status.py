@@ -15,4 +15,4 @@ class ExitStatus(IntEnum):
     MODEL = 3
     """The model cannot be served: no such checkpoint, a broken file, an unknown architecture."""
     RESOURCES = 4
-    """The host lacks a resource: the port, memory, disk space, file descriptors."""
+    """The host lacks a resource: the port, memory, disk space, file descriptors, a library that fits."""

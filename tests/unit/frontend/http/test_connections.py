@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from atom.shared.messages.engine import AddRequest, FinishReason, unpack_ids
 from frontend.api.models.service import ModelService
 from frontend.engine_client.client import EngineClient
 from frontend.errors import UnavailableError
+from frontend.http import connections
 from frontend.http.limits import HttpLimits
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
@@ -202,3 +204,15 @@ def test_an_engine_that_dies_before_the_first_token_is_named(
     else:
         assert status == 503
     assert json.loads(data)["error"]["code"] == "engine_dead"
+
+
+def test_an_aiohttp_that_works_in_another_way_is_refused_in_one_line(
+    core: FakeCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_INTERNALS", ("_waiter", "_not_there"))
+    checkpoint = tiny_tokenizer.checkpoint(tmp_path)
+    with (
+        pytest.raises(ImportError, match=r"^aiohttp 3\.\S+ does not fit: .* has no _not_there\. Install .*$"),
+        running_frontend(core, checkpoint),
+    ):
+        pass
