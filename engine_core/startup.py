@@ -46,6 +46,8 @@ def limits_of(config: EngineConfig, loaded: Sequence[Loaded]) -> Limits:
         config.speculative.num_speculative_tokens,
         scheduler.max_num_mixed_tokens or _mixed_tokens(config, loaded),
         scheduler.long_prefill_token_threshold,
+        config.speculative.lookahead,
+        config.speculative.reads_next_ids,
     )
 
 
@@ -116,7 +118,7 @@ def _num_blocks(
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             max_model_len,
-            limits.max_uncertain,
+            limits.max_uncertain + limits.lookahead,
         )
         for one in loaded
     ]
