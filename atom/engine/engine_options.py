@@ -68,7 +68,8 @@ class EngineOptions(TypedDict, total=False):
     max_restarts: int
     max_replays: int
     # SpeculativeConfig
-    method: Literal["ngram"] | None
+    method: Literal["ngram", "mtp", "draft_model", "eagle3"] | None
     num_speculative_tokens: int
+    draft_model: str | None
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None

@@ -1,7 +1,8 @@
 """The supported models, parsed from the model files without importing them (they import torch).
 
 A model family is a file of `workers/models` that declares ARCHITECTURES; its name is the `model_type`
-of config.json. Families with recurrent states declare KEEPS_STATES = True.
+of config.json. Families with recurrent states declare KEEPS_STATES = True; those that can run their layers
+for multi-token prediction declare MTP_FIELD, the field of config.json that counts them.
 """
 
 import ast
@@ -9,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 _ARCHITECTURES = "ARCHITECTURES"
 _KEEPS_STATES = "KEEPS_STATES"
+_MTP_FIELD = "MTP_FIELD"
 
 
 @cache
@@ -31,6 +34,12 @@ def families() -> list[str]:
 def keeps_states(model_type: str) -> bool:
     """Whether the family has layers with recurrent states, whose prefixes cannot be cached."""
     return any(_declared(path, _KEEPS_STATES) == (True,) for path in _files() if path.stem == model_type)
+
+
+def mtp_layers(model_type: str, config: Mapping[str, Any]) -> int:
+    """Layers for multi-token prediction of a checkpoint; 0 for a family that cannot run them."""
+    fields = [name for path in _files() if path.stem == model_type for name in _declared(path, _MTP_FIELD)]
+    return sum(int(config.get(str(name)) or 0) for name in fields)
 
 
 def check_supported(architecture: str, model_type: str | None, own_code: bool = False) -> None:

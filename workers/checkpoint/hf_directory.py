@@ -17,7 +17,7 @@ from workers.checkpoint.atomic_file import write_atomically
 from workers.checkpoint.chat_templates import template_files
 from workers.checkpoint.checkpoint_files import tensors_in
 from workers.checkpoint.config_values import check_values, id_list
-from workers.checkpoint.families import keeps_states
+from workers.checkpoint.families import keeps_states, mtp_layers
 from workers.checkpoint.hf_config import added_settings, read_config, read_json
 from workers.checkpoint.quantization_files import QUANTIZATION_KEYS, stated_quantization
 
@@ -91,6 +91,7 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
         chat_template_file=templates.default,
         template_tokens=tokens,
         keeps_states=keeps_states(config["model_type"]),
+        mtp_layers=mtp_layers(config["model_type"], config),
         add_bos_token=_add_bos(tokenizer, tokenizer_config, tokens),
         tool_template_file=templates.tool_use,
     )

@@ -80,6 +80,15 @@ class DecoderArgs:
     """Whether the checkpoint stores RMSNorm weights minus one."""
     sinks: bool = False
     """Whether each query head has a learned attention-sink logit."""
+    attention_inputs: int = 0
+    """Features that attention reads; 0: `hidden_size`."""
+    mtp_layers: int = 0
+    """Layers for multi-token prediction that are built; they cache as the others do, with full attention."""
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers with a cache."""
+        return self.num_hidden_layers + self.mtp_layers
 
 
 def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> dict[str, Any]:
@@ -112,7 +121,7 @@ def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> di
 def kv_groups(args: DecoderArgs, build: BuildContext) -> list[KVGroup]:
     """One group for each distinct window."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
-    windows = args.windows or (None,) * args.num_hidden_layers
+    windows = (*(args.windows or (None,) * args.num_hidden_layers), *(None,) * args.mtp_layers)
     groups = group_by_window(windows, shard.kv_count, args.head_dim)
     return [group.bound(shard.q_count, args.sinks, build) for group in groups]
 
@@ -139,7 +148,7 @@ class SelfAttention(WeightedLayer):
         q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
         kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
         self.qkv_proj = ColumnParallelLinear(
-            args.hidden_size, [q, kv, kv], args.qkv_bias, build.at("qkv_proj")
+            args.attention_inputs or args.hidden_size, [q, kv, kv], args.qkv_bias, build.at("qkv_proj")
         )
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build.at("o_proj"))
         self.q_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
@@ -257,10 +266,13 @@ class DecoderLayer(nn.Module):
         residual_TD: torch.Tensor | None,
         rotation: Rotation,
         ctx: ForwardContext,
+        keep_TD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output of the MLP, residual); the caller adds them."""
+        """(output of the MLP, residual); the caller adds them. `keep_TD` gets the sum of the inputs."""
         token_mixer: TokenMixer = getattr(self, self._token_mixer)
         x_TD, residual_TD = token_mixer.after_norm(self.input_layernorm, x_TD, residual_TD, rotation, ctx)
+        if keep_TD is not None:
+            keep_TD.copy_(residual_TD)  # later norms may add to the residual in place
         return self.mlp.after_norm(self.post_attention_layernorm, x_TD, residual_TD)
 
     @property
@@ -300,8 +312,29 @@ def _norm(args: DecoderArgs, build: BuildContext) -> RMSNorm:
     return RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms)
 
 
+class AuxStates:
+    """The inputs of some layers, kept for a model that drafts until the next pass overwrites them."""
+
+    def __init__(self, layers: Sequence[int], most_tokens: int, hidden_size: int, build: BuildContext):
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        width = len(layers) * hidden_size
+        self.states_TF = torch.zeros(most_tokens, width, dtype=build.dtype, device=build.device)
+        """Side by side, in the order of `layers`; [most_tokens, F]."""
+        self._hidden_size = hidden_size
+
+    def part(self, layer: int, tokens: int) -> torch.Tensor | None:
+        """Where a layer's inputs are kept, [tokens, D]; None if they are not."""
+        place = self._places.get(layer)
+        if place is None:
+            return None
+        return self.states_TF[:tokens].narrow(1, place * self._hidden_size, self._hidden_size)
+
+
 class DecoderModel(nn.Module):
     """Maps token ids to normalised hidden states."""
+
+    aux: AuxStates | None = None
+    """Set for a drafting model that reads the inputs of layers."""
 
     def __init__(self, args: DecoderArgs, layers: Sequence[DecoderLayer], build: BuildContext):
         super().__init__()
@@ -309,6 +342,7 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = _norm(args, build)
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build, args.rope_interleaved)
+        self.hidden_size = args.hidden_size
         self.overlap_tokens = build.overlap_tokens if all(layer.has_parts for layer in layers) else 0
         self._tp = build.tp
 
@@ -319,8 +353,10 @@ class DecoderModel(nn.Module):
         residual_TD = None
         if 0 < self.overlap_tokens <= len(x_TD) and (parts := self._tp.begin_step_in_parts(x_TD)) > 1:
             return self._in_parts(x_TD.tensor_split(parts), rotation, ctx)
-        for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx)
+        aux = self.aux
+        for number, layer in enumerate(self.layers):
+            keep_TD = None if aux is None else aux.part(number, len(x_TD))
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx, keep_TD)
         normed_TD, _ = self.norm.add_norm(x_TD, residual_TD)
         return normed_TD
 
@@ -335,7 +371,8 @@ class DecoderModel(nn.Module):
         return torch.cat([end()[0] for end in parts])
 
 
-def _self_attention(args: DecoderArgs, build: BuildContext) -> TokenMixers:
+def self_attention(args: DecoderArgs, build: BuildContext) -> TokenMixers:
+    """`SelfAttention` in every layer."""
     groups = kv_groups(args, build)
     return TokenMixers(
         [*groups], lambda layer, at: SelfAttention(args, layer, groups, at.at(SelfAttention.name_on_disk))
@@ -360,7 +397,7 @@ class DecoderLM(CausalLM):
     ):
         """`mlp` makes the feed-forward block of a layer in its own context, by default a `GatedMLP`."""
         super().__init__(config, build)
-        token_mixers = token_mixers or _self_attention(args, build)
+        token_mixers = token_mixers or self_attention(args, build)
         self.kv_groups = token_mixers.groups
         mlp = mlp or (lambda layer, at: GatedMLP(args, at))
         layers = []

@@ -17,7 +17,7 @@ from atom_ops import NO_DRAFT, RowState, StatePlan, to_device, verify_drafts
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import Rows
 from workers.layers.context import GroupContext
-from workers.spec_decode.draft_rows import DraftRows, Verified
+from workers.spec_decode.draft_rows import Computed, DraftRows, Draws, Sampled, Verified
 from workers.spec_decode.proposer import Proposer
 
 
@@ -60,6 +60,11 @@ class Speculation:
         self.state.limits_N.index_copy_(0, rows_R, limits_R)
         self._proposer.add_rows(new_rows)
 
+    @property
+    def runs_model(self) -> bool:
+        """Whether a model drafts: `Draws` then have settings."""
+        return self._proposer.runs_model
+
     def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
         """The tokens that a step computes."""
         self._proposer.add_tokens(ids_T, groups)
@@ -86,14 +91,21 @@ class Speculation:
         inside = np.arange(ids.shape[1]) < counts[:, None]
         return np.where(at_limit, 0, positions), counts, ids[inside].astype(np.int32)
 
-    def verify(self, drafts: DraftRows, ids_RJ: torch.Tensor) -> Verified:
+    def observe(self, computed: Computed) -> None:
+        """What a step has computed that samples nothing; a graph may capture it."""
+        self._proposer.observe(computed, None)
+
+    def verify(self, drafts: DraftRows, draws: Draws) -> Verified:
         """Verify the drafts of sampled rows, which advance, and propose the next ones.
 
         Changes the state on the device; a graph may capture it.
         """
         counts_R = verify_drafts(
-            ids_RJ, drafts.drafts_RK, drafts.rows_R, drafts.first_positions_R, self.state
+            drafts.by_row(draws.ids_S), drafts.drafts_RK, drafts.rows_R, drafts.first_positions_R, self.state
         )
+        if draws.settings is not None:
+            sampled = Sampled(drafts, draws.ids_S, draws.tokens_S, counts_R, draws.settings)
+            self._proposer.observe(draws.computed, sampled)
         proposed_R = (drafts.drafts_RK != NO_DRAFT).sum(1)
         longest = self._max_model_len
         if self.exact:
