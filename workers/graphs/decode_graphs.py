@@ -60,7 +60,7 @@ class ForwardOutput:
     """Output of a captured forward pass; the next pass overwrites it."""
 
     computed: Computed
-    """Of the captured size."""
+    """The pass of the captured size."""
     hidden_SD: torch.Tensor
     positions_S: torch.Tensor
     """Positions of the tokens to sample."""

@@ -68,7 +68,7 @@ class DraftModel:
 
     model: WeightedModel
     directory: str
-    """Of its checkpoint."""
+    """The directory of its checkpoint."""
     first_group: int
     """Number of its first KV group, among those of the other model."""
     first_layer: int
