@@ -18,7 +18,7 @@ from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import Rows
 from workers.layers.context import GroupContext
 from workers.spec_decode.adaptive import AdaptiveDrafts
-from workers.spec_decode.draft_rows import DraftRows, Verified
+from workers.spec_decode.draft_rows import Computed, DraftRows, Draws, Sampled, Verified
 from workers.spec_decode.proposer import Proposer
 
 
@@ -65,6 +65,11 @@ class Speculation:
         self.state.limits_N.index_copy_(0, rows_R, limits_R)
         self._proposer.add_rows(new_rows)
 
+    @property
+    def runs_model(self) -> bool:
+        """Whether a model drafts: `Draws` then have settings."""
+        return self._proposer.runs_model
+
     def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
         """The tokens that a step computes."""
         self._proposer.add_tokens(ids_T, groups)
@@ -98,14 +103,21 @@ class Speculation:
         """Whether one of these rows has a draft; with `exact` alone."""
         return bool((self.state.drafts_NK.numpy()[rows, :1] != NO_DRAFT).any())
 
-    def verify(self, drafts: DraftRows, ids_RJ: torch.Tensor) -> Verified:
+    def observe(self, computed: Computed) -> None:
+        """What a step has computed that samples nothing; a graph may capture it."""
+        self._proposer.observe(computed, None)
+
+    def verify(self, drafts: DraftRows, draws: Draws) -> Verified:
         """Verify the drafts of sampled rows, which advance, and propose the next ones.
 
         Changes the state on the device; a graph may capture it.
         """
         counts_R = verify_drafts(
-            ids_RJ, drafts.drafts_RK, drafts.rows_R, drafts.first_positions_R, self.state
+            drafts.by_row(draws.ids_S), drafts.drafts_RK, drafts.rows_R, drafts.first_positions_R, self.state
         )
+        if draws.settings is not None:
+            sampled = Sampled(drafts, draws.ids_S, draws.tokens_S, counts_R, draws.settings)
+            self._proposer.observe(draws.computed, sampled)
         proposed_R = (drafts.drafts_RK != NO_DRAFT).sum(1)
         if self._adaptive is not None:
             allowed = self._adaptive.update(drafts.rows, counts_R.numpy(), proposed_R.numpy())

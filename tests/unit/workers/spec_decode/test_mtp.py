@@ -1,0 +1,76 @@
+"""Multi-token prediction through core and worker: the drafts by definition, the output of the plain run."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from atom.shared.config.speculative import SpeculativeConfig
+from tests.helpers.drafting import PLAIN, accepted_share, check_drafts, drafting_engine, unchanging
+from tests.helpers.mtp_models import MtpModel, save_mtp_model
+from tests.helpers.tiny_models import engine_config, place, save_tiny, tiny
+from tests.unit.workers.spec_decode.test_ngram import check, run
+from workers.worker import Worker
+
+FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: one thread is fastest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpModel]:
+    return {name: save_mtp_model(tiny(name), tmp_path_factory.mktemp(name)) for name in FAMILIES}
+
+
+def mtp(drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig("mtp", drafts)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafts_are_those_of_the_definition(models: dict[str, MtpModel], name: str) -> None:
+    model = models[name]
+    made = drafting_engine(model.checkpoint, unchanging(mtp(4)), max_tokens=16, max_rows=2)
+    steps = check_drafts(made, model.drafts, 4)
+    assert steps < 18, "no draft was accepted"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_output_is_the_plain_runs(models: dict[str, MtpModel], name: str) -> None:
+    checkpoint = models[name].checkpoint
+    wanted = run(drafting_engine(checkpoint, PLAIN), 12)
+    for drafts in (1, 2, 3, 4):
+        made = drafting_engine(checkpoint, mtp(drafts))
+        check(run(made, 12), wanted)
+        assert accepted_share(made) > 0.1
+
+
+def test_two_ranks_draft_the_same(models: dict[str, MtpModel]) -> None:
+    model = models["glm4-moe"]
+    made = drafting_engine(model.checkpoint, unchanging(mtp(4)), ranks=2, max_tokens=16, max_rows=2)
+    assert check_drafts(made, model.drafts, 4) < 23
+
+
+def test_preempted_and_cached_requests(models: dict[str, MtpModel]) -> None:
+    """With few blocks, requests are preempted and prompts come from the prefix cache."""
+    checkpoint = models["glm4-moe"].checkpoint
+    wanted = run(drafting_engine(checkpoint, PLAIN), 30)
+    made = drafting_engine(checkpoint, mtp(3), blocks=36)
+    check(run(made, 30), wanted)
+    stats = made.core.stats()
+    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    assert accepted_share(made) > 0.1
+
+
+def test_a_model_without_such_a_layer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    _, checkpoint = save_tiny(tiny("llama-gqa"), tmp_path_factory.mktemp("model"))
+    config = dataclasses.replace(engine_config(), speculative=mtp(2))
+    with pytest.raises(ValueError, match="no layer for multi-token prediction"):
+        Worker(config, checkpoint, place(), lambda *progress: None).load()
