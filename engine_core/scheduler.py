@@ -67,6 +67,11 @@ class Limits:
     """Whether the workers get the id after every prompt chunk."""
 
     @property
+    def drafts_with_model(self) -> bool:
+        """Whether a model proposes the drafts."""
+        return self.sends_next_ids or self.lookahead > 0
+
+    @property
     def max_uncertain(self) -> int:
         """Most positions at which the next token of a decoding request may be, besides the first."""
         return MAX_IN_FLIGHT * self.num_drafts
@@ -107,7 +112,7 @@ class Scheduler:
         self.requests = self._states.requests
         self._results = ResultProcessor(self._states, kv, self.counters, clock)
         if limits.num_drafts and limits.adapts_width:
-            self._results.draft_width = DraftWidth(limits.num_drafts)
+            self._results.draft_width = DraftWidth(limits.num_drafts, not limits.drafts_with_model)
         self._num_arrivals = 0
         self._no_room: tuple[Request, int] | None = None  # the request that did not fit, and `num_frees` then
         self._is_preparing = False

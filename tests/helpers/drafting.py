@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import pytest
 import torch
 
 from atom.shared.config.checkpoint import Checkpoint
@@ -16,6 +17,12 @@ from tests.helpers.whole_engine import WholeEngine
 from workers.worker import Worker
 
 PLAIN = SpeculativeConfig()
+REQUESTS = 8
+
+
+def rarely(*values: Any) -> Any:
+    """A case of `make test-models` alone."""
+    return pytest.param(*values, marks=pytest.mark.models)
 
 
 def drafting_engine(

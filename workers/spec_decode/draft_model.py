@@ -10,7 +10,7 @@ from workers.layers.attention.cache_groups import CacheGroup, LatentGroup, State
 from workers.layers.causal_lm import CausalLM, DraftModel, WeightedModel
 from workers.layers.context import ForwardContext, GroupContext
 from workers.spec_decode.draft_rows import Computed
-from workers.spec_decode.drafter import Drafter
+from workers.spec_decode.drafter import Drafter, relative_cost
 
 
 def attach(model: CausalLM, draft: WeightedModel, checkpoint: Checkpoint) -> None:
@@ -53,7 +53,8 @@ def _with_new_plan(group: GroupContext | StatePlan) -> GroupContext:
 def draft_model_drafter(model: CausalLM) -> Drafter:
     """The drafter of a model to which a draft model was attached."""
     assert model.draft is not None, "it is attached when the model is built"
-    return DraftModelDrafter(model.draft, len(model.kv_groups))
+    cost = relative_cost([model.draft.model], [model])
+    return DraftModelDrafter(model.draft, len(model.kv_groups), cost)
 
 
 class DraftModelDrafter(Drafter):
@@ -61,10 +62,11 @@ class DraftModelDrafter(Drafter):
 
     reads_pairs = False
 
-    def __init__(self, draft: DraftModel, num_groups: int):
+    def __init__(self, draft: DraftModel, num_groups: int, cost: float):
         """`num_groups` are those of the step."""
         assert isinstance(draft.model, CausalLM)
         self._draft = draft
+        self.cost = cost
         self._model = draft.model
         self.groups = range(draft.first_group, num_groups)
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import nn
 
 from atom.shared.messages.worker import KVSpec, NewRow
 from atom_ops import (
@@ -39,6 +40,8 @@ from atom_ops import (
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows
 from workers.layers.context import ForwardContext, GroupContext
+from workers.layers.embedding import VocabEmbedding
+from workers.layers.weighted import WeightedLayer
 from workers.spec_decode.draft_rows import Computed, Sampled
 from workers.spec_decode.proposer import Method, Proposer
 
@@ -50,6 +53,8 @@ class Drafter(ABC):
     """Numbers of the KV groups, among all of the step's, that it caches in."""
     reads_pairs: bool
     """Whether it computes a token's hidden state together with the id after it."""
+    cost: float
+    """Time of one `predict` and `sample`, as a fraction of a step without drafts."""
 
     @abstractmethod
     def follow(self, computed: Computed, next_ids_T: torch.Tensor) -> torch.Tensor:
@@ -72,6 +77,22 @@ class Drafter(ABC):
         self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
     ) -> torch.Tensor:
         """Ids of the target's vocabulary, int64 [R], sampled at these positions."""
+
+
+def relative_cost(draft: Sequence[nn.Module], model: Sequence[nn.Module]) -> float:
+    """The time of a pass of `draft` as a fraction of one of `model`, by the weights that they read."""
+    return _bytes_read(draft) / max(_bytes_read(model), 1)
+
+
+def _bytes_read(modules: Sequence[nn.Module]) -> int:
+    layers = (layer for module in modules for layer in module.modules())
+    tensors = {
+        id(tensor): tensor
+        for layer in layers
+        if isinstance(layer, WeightedLayer) and not isinstance(layer, VocabEmbedding)
+        for tensor in layer.held_tensors()
+    }
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 class ModelMethod(Method):
@@ -101,6 +122,12 @@ class _Start:
     hidden_RD: torch.Tensor
     settings: SamplingBatch
 
+    def select(self, indices: torch.Tensor) -> "_Start":
+        """That of some rows; waits for the device."""
+        if len(indices) == len(self.hidden_RD):
+            return self
+        return _Start(self.context, self.hidden_RD.index_select(0, indices), self.settings.select(indices))
+
 
 class ModelProposer(Proposer):
     """The proposer of every method that runs a model."""
@@ -120,6 +147,7 @@ class ModelProposer(Proposer):
         `exact`: whether the host reads the rows, and computes no padding; None: as the device requires.
         """
         self.reads_next_ids = drafter.reads_pairs
+        self.cost = drafter.cost
         self._drafter = drafter
         self._limits = limits
         self._tables = {group: tables[group].device_table(device) for group in drafter.groups}
@@ -139,26 +167,45 @@ class ModelProposer(Proposer):
             hidden_RD = hidden_TD.index_select(0, _last_tokens(sampled))
             self._start = _Start(computed.context, hidden_RD, sampled.settings)
 
-    def propose(self, rows_R: torch.Tensor, state: RowState, max_positions: int) -> None:
+    def propose(
+        self,
+        rows_R: torch.Tensor,
+        state: RowState,
+        max_positions: int,
+        allowed_R: torch.Tensor | None = None,
+    ) -> None:
         assert self._start is not None, "observe comes first"
         drafter = self._drafter
         start = self._start
         self._start = None
+        room_R = self._room(rows_R, state)
+        if allowed_R is not None:
+            drafting = allowed_R.nonzero()[:, 0]
+            room_R = torch.minimum(room_R, allowed_R)[drafting]
+            rows_R = rows_R[drafting]
+            start = start.select(drafting)
         last_R = state.positions_N.index_select(0, rows_R)
-        # The last token that a row may sample is no draft: nothing is computed after it.
-        room_R = (state.limits_N.index_select(0, rows_R) - 2 - last_R).masked_fill(last_R < 0, 0)
         ids_R = state.ids_N.index_select(0, rows_R)
         hidden_RD = start.hidden_RD
-        drafts = []
-        for number in range(self._limits.num_drafts):
+        most = self._limits.num_drafts
+        if self._exact:
+            most = min(max(int(room_R.max()), 0), most)
+        drafts_RK = ids_R.new_full((len(rows_R), self._limits.num_drafts), NO_DRAFT)
+        for number in range(most):
             # A model of pairs has computed the pair of the last id; each later pair starts one token earlier.
             ahead = number - drafter.reads_pairs
             if ahead >= 0:
                 at = _Tokens(rows_R, ids_R, last_R + ahead, room_R > number)
                 hidden_RD = self._predict(at, hidden_RD, start.context, state, max_positions + ahead)
             ids_R = drafter.sample(hidden_RD, start.settings, (last_R + number + 1).clamp(min=0))
-            drafts.append(ids_R.masked_fill(room_R <= number, NO_DRAFT))
-        state.drafts_NK.index_copy_(0, rows_R, torch.stack(drafts, 1))
+            drafts_RK[:, number] = ids_R.masked_fill(room_R <= number, NO_DRAFT)
+        state.drafts_NK.index_copy_(0, rows_R, drafts_RK)
+
+    def _room(self, rows_R: torch.Tensor, state: RowState) -> torch.Tensor:
+        """How many drafts each row may have before its limit, int64 [R]."""
+        last_R = state.positions_N.index_select(0, rows_R)
+        # The last token that a row may sample is no draft: nothing is computed after it.
+        return (state.limits_N.index_select(0, rows_R) - 2 - last_R).masked_fill(last_R < 0, 0)
 
     def _predict(
         self,

@@ -14,7 +14,7 @@ from workers.layers.eagle3 import Eagle3Head
 from workers.layers.quantization.config import resolve
 from workers.spec_decode.draft_model import own_context
 from workers.spec_decode.draft_rows import Computed
-from workers.spec_decode.drafter import Drafter
+from workers.spec_decode.drafter import Drafter, relative_cost
 from workers.weights.files import tensor_places
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -53,7 +53,7 @@ def eagle3_drafter(model: CausalLM) -> Drafter:
     assert model.draft is not None and isinstance(model, DecoderLM), "they are built together"
     aux = model.model.aux
     assert aux is not None, "the head sets it"
-    return Eagle3Drafter(model.draft, aux)
+    return Eagle3Drafter(model.draft, aux, relative_cost([model.draft.model], [model]))
 
 
 class Eagle3Drafter(Drafter):
@@ -61,11 +61,12 @@ class Eagle3Drafter(Drafter):
 
     reads_pairs = True
 
-    def __init__(self, draft: DraftModel, aux: AuxStates):
+    def __init__(self, draft: DraftModel, aux: AuxStates, cost: float):
         assert isinstance(draft.model, Eagle3Head)
         self._draft = draft
         self._head = draft.model
         self._aux = aux
+        self.cost = cost
         self.groups = [draft.first_group]
 
     def follow(self, computed: Computed, next_ids_T: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext
 from workers.layers.mtp import PredictingDecoderLM
 from workers.spec_decode.draft_rows import Computed
-from workers.spec_decode.drafter import Drafter
+from workers.spec_decode.drafter import Drafter, relative_cost
 
 
 def mtp_drafter(model: CausalLM) -> Drafter:
@@ -24,6 +24,8 @@ class MtpDrafter(Drafter):
 
     def __init__(self, model: PredictingDecoderLM):
         self._model = model
+        assert model.mtp is not None, "the layer was requested"
+        self.cost = relative_cost([model.mtp, model.lm_head], [model.model, model.lm_head])
         layer = max(layer for group in model.kv_groups for layer in group.layers)
         self.groups = [number for number, group in enumerate(model.kv_groups) if layer in group.layers]
 

@@ -37,10 +37,10 @@ class Proposer(ABC):
     Nothing here may wait for the device; graphs capture `add_tokens`, `observe` and `propose`.
     """
 
-    may_skip = False
-    """Whether a step need not call `propose` for rows that shall have no drafts."""
     runs_model: bool = False
     """Whether a model drafts: `observe` needs the sampling settings of the rows."""
+    cost: float = 0.0
+    """Time to propose one more draft of all rows, as a fraction of the time of a step without drafts."""
     reads_next_ids: bool = False
     """Whether every batch has the id after each prompt chunk."""
 
@@ -61,8 +61,16 @@ class Proposer(ABC):
         """
 
     @abstractmethod
-    def propose(self, rows_R: torch.Tensor, state: RowState, max_positions: int) -> None:
+    def propose(
+        self,
+        rows_R: torch.Tensor,
+        state: RowState,
+        max_positions: int,
+        allowed_R: torch.Tensor | None = None,
+    ) -> None:
         """Write the drafts of these rows (int64) to `state.drafts_NK`.
 
+        `allowed_R` (int64, on the host): how many of a row's drafts will be used, None: all. A row for which
+        that is 0 may keep earlier drafts, and nothing needs to be computed for it.
         `max_positions` is more than the position of any row's last sampled id.
         """

@@ -78,13 +78,14 @@ def runner(
     sizes: list[int] | None = None,
     captured: Sequence[int] = (),
     proposes: MakeProposer = looks_up,
+    adaptive: bool = False,
 ) -> ModelRunner:
     """`captured`: the drafts of each row in decode graphs; empty: `num_drafts`."""
     model = cast(CausalLM, TwoTokensBack())
     limits = BatchLimits(ROWS, LENGTH, BLOCK, num_drafts)
     tables = [BlockTable(limits), BlockTable(limits)]
     proposer = proposes(limits, tables, exact) if num_drafts else None
-    inputs = InputBatch(limits, tables, CPU, proposer=proposer, exact=exact)
+    inputs = InputBatch(limits, tables, CPU, proposer=proposer, exact=exact, adaptive=adaptive)
     memory = MemoryGuard(CPU, num_ranks=1)
     sampler = Sampler(limits, VOCAB, CPU, memory)
     graphs = None
