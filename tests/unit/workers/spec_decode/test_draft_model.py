@@ -70,7 +70,7 @@ def drafted(path: str | Path, drafts: int) -> SpeculativeConfig:
 @pytest.mark.parametrize(
     ("target", "draft", "ranks"),
     [
-        ("llama-gqa", "mistral-window", 1),
+        rarely("llama-gqa", "mistral-window", 1),
         ("gpt-oss", "deepseek-v2-lite", 1),
         ("llama-gqa", "mistral-window", 2),
     ],
@@ -117,9 +117,9 @@ def test_sampled_drafts_have_the_targets_noise(models: dict[str, Saved]) -> None
 def test_preempted_and_cached_requests(models: dict[str, Saved]) -> None:
     """With few blocks, requests are preempted and prompts come from the prefix cache."""
     saved = models["llama-gqa"]
-    wanted = run(drafting_engine(saved.checkpoint, PLAIN), 20)
-    made = drafting_engine(saved.checkpoint, unchanging(drafted(saved.noisy, 3)), 2, blocks=30)
-    check(run(made, 20), wanted)
+    wanted = run(drafting_engine(saved.checkpoint, PLAIN), 14)
+    made = drafting_engine(saved.checkpoint, unchanging(drafted(saved.noisy, 3)), 2, blocks=24)
+    check(run(made, 14), wanted)
     stats = made.core.stats()
     assert stats.preemptions > 0 and stats.prefix_hits > 0
 

@@ -26,7 +26,7 @@ from workers.spec_decode.draft_rows import Computed
 from workers.spec_decode.drafter import Drafter, ModelProposer, relative_cost
 from workers.spec_decode.proposer import Proposer
 
-REQUESTS = 12
+REQUESTS = 8
 
 
 class Twin(Drafter):
@@ -134,15 +134,10 @@ def test_rows_whose_drafts_fail_have_none_for_a_while(
     failing = Failing(reads_pairs, 25)
     driver = make(way, failing, 4, adapts=True, captured=[0])
     assert driver.run() == plain.outputs
-    always = Failing(reads_pairs, 25)
-    make("exact", always, 4).run()
-    assert early(failing) < 0.2 * early(always), "nothing is computed for these rows"
-    late = len(failing.sampled) - early(failing)
+    early = sum(position < 25 for position in failing.sampled)
+    assert early < 60, "nothing is computed for rows without drafts; with four in each step it is 400"
+    late = len(failing.sampled) - early
     assert driver.num_accepted > 0.5 * late > 10
-
-
-def early(drafter: Failing) -> int:
-    return sum(position < 25 for position in drafter.sampled)
 
 
 @pytest.mark.parametrize("way", ["upper bounds", "graphs"])

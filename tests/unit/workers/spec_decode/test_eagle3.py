@@ -56,7 +56,7 @@ def eagle3(model: Eagle3Model, drafts: int) -> SpeculativeConfig:
     return SpeculativeConfig("eagle3", drafts, draft_model=str(model.head))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [rarely("small-vocabulary"), "moe-own-embedding", "normed"])
 def test_drafts_are_those_of_the_definition(models: dict[str, Eagle3Model], kind: str) -> None:
     model = models[kind]
     made = drafting_engine(model.checkpoint, unchanging(eagle3(model, 4)), 2, max_tokens=16, max_rows=2)

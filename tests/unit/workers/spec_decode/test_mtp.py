@@ -43,7 +43,7 @@ def mtp(drafts: int) -> SpeculativeConfig:
     return SpeculativeConfig("mtp", drafts)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["deepseek-v3", rarely("glm4-moe"), "deepseek-v3.2"])
 def test_drafts_are_those_of_the_definition(models: dict[str, MtpModel], name: str) -> None:
     model = models[name]
     made = drafting_engine(model.checkpoint, unchanging(mtp(4)), max_tokens=16, max_rows=2)
@@ -90,9 +90,9 @@ def test_two_ranks_draft_the_same(models: dict[str, MtpModel]) -> None:
 def test_preempted_and_cached_requests(models: dict[str, MtpModel]) -> None:
     """With few blocks, requests are preempted and prompts come from the prefix cache."""
     checkpoint = models["glm4-moe"].checkpoint
-    wanted = run(drafting_engine(checkpoint, PLAIN), 20)
-    made = drafting_engine(checkpoint, unchanging(mtp(3)), blocks=30)
-    check(run(made, 20), wanted)
+    wanted = run(drafting_engine(checkpoint, PLAIN), 14)
+    made = drafting_engine(checkpoint, unchanging(mtp(3)), blocks=24)
+    check(run(made, 14), wanted)
     stats = made.core.stats()
     assert stats.preemptions > 0 and stats.prefix_hits > 0
     assert accepted_share(made) > 0.1
