@@ -39,7 +39,7 @@ class Graphs:
     """The captured graphs of a model: of decode steps, and of steps of any rows."""
 
     decode: Sequence[DecodeGraphs] = ()
-    """Of the same rows, and each of other tokens a row."""
+    """They have the same rows, and each has other tokens a row."""
     prompts: PromptGraphs | PiecewiseGraphs | None = None
 
     @property
