@@ -41,6 +41,7 @@ def test_families_that_predict_several_tokens_say_which_field_counts_the_layers(
         "deepseek_v3",
         "deepseek_v32",
         "glm4_moe",
+        "glm4_moe_lite",
     ]
     assert mtp_layers("deepseek_v3", {}) == mtp_layers("glm4_moe", {"num_nextn_predict_layers": None}) == 0
 

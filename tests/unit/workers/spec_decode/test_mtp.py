@@ -22,7 +22,7 @@ from tests.unit.workers.spec_decode.test_ngram import check, run
 from workers.spec_decode import adaptive
 from workers.worker import Worker
 
-FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2")
+FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2", "glm-4.7-flash")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +43,7 @@ def mtp(drafts: int) -> SpeculativeConfig:
     return SpeculativeConfig("mtp", drafts)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", rarely("glm4-moe"), "deepseek-v3.2"])
+@pytest.mark.parametrize("name", ["deepseek-v3", rarely("glm4-moe"), "deepseek-v3.2", "glm-4.7-flash"])
 def test_drafts_are_those_of_the_definition(models: dict[str, MtpModel], name: str) -> None:
     model = models[name]
     made = drafting_engine(model.checkpoint, unchanging(mtp(4)), max_tokens=16, max_rows=2)
