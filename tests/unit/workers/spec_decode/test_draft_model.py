@@ -103,7 +103,7 @@ def test_the_output_is_the_plain_runs(models: dict[str, Saved], name: str, draft
     speculative = unchanging(drafted(models[name].noisy, drafts))
     made = drafting_engine(models[name].checkpoint, speculative, 2 * groups)
     check(run(made, REQUESTS), wanted)
-    assert accepted_share(made) > 0.3
+    assert accepted_share(made) > 0.2
 
 
 def test_sampled_drafts_have_the_targets_noise(models: dict[str, Saved]) -> None:

@@ -79,7 +79,7 @@ def test_the_output_is_the_plain_runs(models: dict[str, Eagle3Model], kind: str,
     wanted = run(drafting_engine(model.checkpoint, PLAIN), REQUESTS)
     made = drafting_engine(model.checkpoint, unchanging(eagle3(model, drafts)), 2)
     check(run(made, REQUESTS), wanted)
-    assert accepted_share(made) > 0.1
+    assert accepted_share(made) > 0.05
 
 
 def test_two_ranks_draft_the_same(models: dict[str, Eagle3Model]) -> None:

@@ -67,7 +67,7 @@ def test_the_output_is_the_plain_runs(models: dict[str, MtpModel], name: str, dr
     wanted = run(drafting_engine(checkpoint, PLAIN), REQUESTS)
     made = drafting_engine(checkpoint, unchanging(mtp(drafts)))
     check(run(made, REQUESTS), wanted)
-    assert accepted_share(made) > 0.1
+    assert accepted_share(made) > 0.05
 
 
 def test_drafts_adapt(models: dict[str, MtpModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_preempted_and_cached_requests(models: dict[str, MtpModel]) -> None:
     check(run(made, 14), wanted)
     stats = made.core.stats()
     assert stats.preemptions > 0 and stats.prefix_hits > 0
-    assert accepted_share(made) > 0.1
+    assert accepted_share(made) > 0.05
 
 
 def test_a_model_without_such_a_layer(tmp_path_factory: pytest.TempPathFactory) -> None:
