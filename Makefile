@@ -85,7 +85,7 @@ serve: install ## serve the small model, or MODEL, on HOST:PORT (127.0.0.1:8000)
 	@exec $(BIN)/atom-launch $(SERVED) $(SAMPLED) --host $(HOST) --server-port $(PORT) $(ARGS)
 
 clean: ## remove everything that these targets made
-	@rm -rf $(VENV) .venv-* .packages-* .npm-* build dist *.egg-info verify-rocm.md .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) .venv-* .packages-* .wheels-* .npm-* build dist *.egg-info verify-rocm.md .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 	@cache="$${ATOM_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/atom}"; ! test -d "$$cache" || \
 		echo "kept, as other checkouts may use it: $$cache ($$(du -sh "$$cache" | cut -f1)), compiled kernels and converted models"

@@ -28,7 +28,7 @@ from benchmarks.common.report import report, write
 _MAX_TOKENS = 100_000
 _ALONE_S = 5.0
 _RUN_S = 3.0
-_SHOWN = 3  # of those that are admitted, and of the others
+_SHOWN = 3  # each of admitted and of refused ones
 ATTACKS: list[dict[str, Any]] = [
     {"grammar": 'root ::= "#" | root root'},
     {"grammar": 'root ::= a\na ::= a a | b\nb ::= [#a-z]+ | [#a-z]* c\nc ::= [#a-z]+ | ""'},

@@ -33,7 +33,7 @@ from engine_core.kv_events import KVEvent
 from engine_core.queue_limit import QueueLimit
 from engine_core.request import Request, SharedSettings
 from engine_core.request_log import RequestLog, describe
-from engine_core.resumable import NOBODY, ResumableStreams
+from engine_core.resumable import NO_FRONTEND, ResumableStreams
 from engine_core.scheduler import Limits, Scheduler
 from engine_core.step import StepOutcome
 from engine_core.token_ids import Prompt, TokenIds
@@ -186,7 +186,7 @@ class EngineCore:
             self._frontends.add(frontend)
             self._note_orphans()
         yield frontend, claimed
-        if ids and earlier != NOBODY:
+        if ids and earlier != NO_FRONTEND:
             yield earlier, self._refusal(ids, _RESUMED_ELSEWHERE, FinishReason.REFUSED)
 
     def offers(self, frontend: bytes) -> list[Claimed]:
@@ -201,7 +201,7 @@ class EngineCore:
 
     def end_overdue(self) -> dict[bytes, TokenDeltas]:
         """End the requests that have waited for too long; returns the deltas for their frontends."""
-        overdue = [request for request in self._queue_limit.overdue() if request.frontend != NOBODY]
+        overdue = [request for request in self._queue_limit.overdue() if request.frontend != NO_FRONTEND]
         if not overdue:
             return {}
         message = "the request has waited in the queue for longer than --max-queue-time: try again later"
@@ -231,12 +231,12 @@ class EngineCore:
             for request, finished in outcome.finished:
                 self._log.add(request, finished.reason, now)
                 self._resumable.ended(request, finished)
-        if len(self._frontends) == 1 and NOBODY not in self._frontends:
+        if len(self._frontends) == 1 and NO_FRONTEND not in self._frontends:
             return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.has_output}
         frontends = {request.frontend for request in outcome.sampled.requests}
         frontends.update(request.frontend for request, _ in outcome.finished)
         frontends.update(request.frontend for request, _ in outcome.prompt_logprobs)
-        frontends.discard(NOBODY)
+        frontends.discard(NO_FRONTEND)
         return {frontend: _deltas(_outcome_for(outcome, frontend)) for frontend in frontends}
 
     # Questions and commands
@@ -338,9 +338,9 @@ class EngineCore:
     def _note_orphans(self) -> None:
         """Orphans are as a frontend to which nothing is sent."""
         if self._resumable.num_orphans:
-            self._frontends.add(NOBODY)
+            self._frontends.add(NO_FRONTEND)
         else:
-            self._frontends.discard(NOBODY)
+            self._frontends.discard(NO_FRONTEND)
 
     def _unfinished(self) -> Iterator[Request]:
         """The scheduled sequences, then those that wait for their grammar."""

@@ -20,7 +20,7 @@ from atom.shared.messages.resume import Claimed
 from atom.shared.utils.logger import get_logger
 from engine_core.core import EngineCore
 from engine_core.links import FrontendLink
-from engine_core.resumable import NOBODY
+from engine_core.resumable import NO_FRONTEND
 
 _HELLO_MS = 500  # a connecting frontend retries every 100 ms
 
@@ -75,7 +75,7 @@ class Frontends:
         | Claimed,
     ) -> None:
         """Send, or remove a frontend that cannot be reached: its streams must not miss tokens."""
-        if identity == NOBODY:
+        if identity == NO_FRONTEND:
             return
         if not self._link.send(identity, message):
             number = self._connected.get(identity, self._dropped.get(identity, -1))

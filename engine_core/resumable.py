@@ -25,9 +25,9 @@ from atom.shared.messages.resume import (
 )
 from engine_core.request import Request
 
-__all__ = ["NOBODY", "ResumableStreams"]
+__all__ = ["NO_FRONTEND", "ResumableStreams"]
 
-NOBODY = b""
+NO_FRONTEND = b""
 """The frontend of an orphan. No connection has this identity."""
 _MAX_KEPT_BYTES = 256 * 1024 * 1024
 """Most bytes of all streams that are kept for the grace; the oldest ones are ended to make room."""
@@ -149,7 +149,7 @@ class ResumableStreams:
         """The streams of a frontend that is gone have none from now on."""
         for key, stream in list(self._streams.items()):
             if stream.frontend == frontend:
-                self._give(stream, NOBODY)
+                self._give(stream, NO_FRONTEND)
                 self._orphans[key] = self._clock()
                 if key not in self._kept:
                     self._keep(key, stream)
@@ -174,11 +174,11 @@ class ResumableStreams:
     def claim(self, message: Claim, frontend: bytes) -> tuple[Claimed, bytes, list[int]]:
         """(the response, the frontend that had the stream, its unfinished sequences).
 
-        That frontend is NOBODY for an orphan, and for a stream that has none of its own to lose.
+        That frontend is NO_FRONTEND for an orphan, and for a stream that has none of its own to lose.
         """
         stream = self._streams.get(message.key)
         if stream is None or stream.tenant != message.tenant:
-            return Claimed(message.number, message.key), NOBODY, []
+            return Claimed(message.number, message.key), NO_FRONTEND, []
         earlier = stream.frontend
         claimed = self._claimed(message.number, message.key, stream)
         self._give(stream, frontend)
@@ -187,7 +187,7 @@ class ResumableStreams:
         if not stream.running:
             self._keep(message.key, stream)
         lost = [] if earlier == frontend else [request.request_id for request in stream.running]
-        return claimed, earlier if lost else NOBODY, lost
+        return claimed, earlier if lost else NO_FRONTEND, lost
 
     def expired(self) -> list[int]:
         """Forget the streams whose time is up, or that have no room; their unfinished sequences."""

@@ -47,7 +47,7 @@ class CpuThreads:
         self._clocks = clocks
         self._set_threads = set_threads
         self._next = 0.0
-        self._before: tuple[float, float, float] | None = None
+        self._before: tuple[float, float, float, float] | None = None
         self.num_threads = most
 
     def adjust(self) -> None:
@@ -57,10 +57,12 @@ class CpuThreads:
             return
         self._next = now + _INTERVAL_S
         last = self._before
-        self._before = (now, own_s, self._idle_s())
+        self._before = (now, own_s, *self._counted())
         if last is None:
             return
-        wall_s, used_s, idle_s = (new - old for new, old in zip(self._before, last, strict=True))
+        wall_s, used_s, idle_s, all_s = (new - old for new, old in zip(self._before, last, strict=True))
+        if all_s < wall_s / 2:
+            return  # a sandbox whose counters stand still
         free = (used_s + idle_s) / wall_s
         threads = max(1, min(self._most, int(free + 1 - _SHARE)))
         if threads != self.num_threads:
@@ -68,11 +70,14 @@ class CpuThreads:
             self.num_threads = threads
             self._set_threads(threads)
 
-    def _idle_s(self) -> float:
-        """How long the CPUs have been idle, in all, since the machine started."""
-        ticks = 0
+    def _counted(self) -> tuple[float, float]:
+        """Seconds that the CPUs have been idle, and all that were counted, since the machine started."""
+        idle = 0
+        total = 0
         for line in self._stat().splitlines():
             name, *times = line.split()
             if name in self._names:  # user, nice, system, idle, waiting for I/O, …
-                ticks += int(times[3]) + int(times[4])
-        return ticks / os.sysconf("SC_CLK_TCK")
+                idle += int(times[3]) + int(times[4])
+                total += sum(map(int, times[:8]))
+        hertz = os.sysconf("SC_CLK_TCK")
+        return idle / hertz, total / hertz

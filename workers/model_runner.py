@@ -39,7 +39,7 @@ class Graphs:
     """The captured graphs of a model: of decode steps, and of steps of any rows."""
 
     decode: Sequence[DecodeGraphs] = ()
-    """They have the same rows, and each has other tokens a row."""
+    """All have the same rows, and each another number of tokens a row."""
     prompts: PromptGraphs | PiecewiseGraphs | None = None
 
     @property

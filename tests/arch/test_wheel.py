@@ -38,5 +38,7 @@ def test_the_wheel_is_the_source(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == sources()
     assert zipfile.ZipFile(wheel).read(f"{wheel.stem.rsplit('-', 3)[0]}.dist-info/entry_points.txt") == (
-        b"[console_scripts]\natom = atom.__main__:main\natom-launch = atom.launch:main\n"
+        b"[console_scripts]\natom = atom.__main__:main\natom-launch = atom.launch:main\n\n"
+        b"[vllm.general_plugins]\natom = atom.plugin.vllm.registration:register_models\n\n"
+        b"[vllm.platform_plugins]\natom = atom.plugin.vllm.registration:register_platform\n"
     )

@@ -59,6 +59,8 @@ def test_every_kind_of_tensor_has_an_effect(name: str, tmp_path: Path) -> None:
     before = ours(tmp_path)
     torch.testing.assert_close(before, theirs(tmp_path), atol=TOLERANCE, rtol=0)
     for kind, changes in kinds(list(whole)).items():
+        if kind.endswith("k_proj.bias") and tiny(name).config.get("position_embedding_type") == "nope":
+            continue  # it adds one number to all scores of a query, which the softmax cancels
         tensors = whole | {changes: changed(whole[changes])}
         safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
         found = ours(tmp_path)

@@ -54,4 +54,5 @@ def check_together(tiny: TinyWorker, reference: Reference) -> None:
 
 
 def assert_close(found_TV: torch.Tensor, logprobs_TV: torch.Tensor) -> None:
-    torch.testing.assert_close(found_TV.log_softmax(-1), logprobs_TV, atol=TOLERANCE, rtol=0)
+    # The rounding of the largest logits, which some families scale, is not that of the smallest.
+    torch.testing.assert_close(found_TV.log_softmax(-1), logprobs_TV, atol=TOLERANCE, rtol=1e-5)

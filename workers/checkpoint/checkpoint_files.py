@@ -68,7 +68,7 @@ def _from_index(directory: Path, index: Path) -> dict[Path, list[str]]:
     files: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
         if Path(file).name != file or file in ("", ".."):
-            raise ValueError(f"{index} names {file!r}, which is not a file beside it")
+            raise ValueError(f"{index} names {file!r}, which is not a file next to it")
         if not (directory / file).is_file():
             raise ValueError(f"{directory / file} is missing; {INDEX} names it for {name}")
         files.setdefault(directory / file, []).append(name)

@@ -93,8 +93,8 @@ class Speculation:
         drafts = self.state.drafts_NK.numpy()[rows]
         drafts = drafts[:, :num_drafts]
         at_limit = (positions < 0) | (positions >= self._limits[rows] - 1)
-        # Drafts come out of a text of which a window may have left a part: what comes after a missing
-        # draft follows no known token.
+        # Drafts come from a text of which a window may have left a part: what comes after a missing draft
+        # follows no known token.
         num_usable = np.logical_and.accumulate(drafts != NO_DRAFT, axis=1).sum(1)
         counts = np.where(at_limit, 0, 1 + num_usable)
         ids = np.concatenate((self.state.ids_N.numpy()[rows][:, None], drafts), 1)

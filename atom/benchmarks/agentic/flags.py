@@ -6,8 +6,7 @@ from pathlib import Path
 
 from atom.benchmarks.agentic.sessions import LogNormal, SessionModel
 from atom.benchmarks.serving.errors import BenchmarkError
-from atom.benchmarks.serving.flag_values import at_least, goal, metric_names, percentiles, positive
-from atom.benchmarks.serving.metrics import METRICS, SLO_METRICS
+from atom.benchmarks.serving.flag_values import add_metric_flags, at_least, positive
 from atom.benchmarks.serving.tokenizer import MODES
 from atom.shared.config.cli import CommandLineParser
 
@@ -136,22 +135,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
-    group.add_argument(
-        "--percentile-metrics",
-        type=metric_names,
-        default="ttft,tpot,itl",
-        help=f"Metrics to report, separated by commas: {', '.join(METRICS)}.",
-    )
-    group.add_argument(
-        "--metric-percentiles", type=percentiles, default="90,99", help="Percentiles, such as 25,50,99.9."
-    )
-    group.add_argument(
-        "--goodput",
-        nargs="+",
-        type=goal,
-        metavar="METRIC:MS",
-        help=f"Goals for {', '.join(SLO_METRICS)} in milliseconds; goodput counts requests that meet all.",
-    )
+    add_metric_flags(group, "90,99")
     group.add_argument("--num-gpus", type=at_least(int, 1), help="GPUs of the server, for figures per GPU.")
     group.add_argument(
         "--save-result", action="store_true", help="Write a JSON file with each session's figures."

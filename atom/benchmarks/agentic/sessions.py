@@ -41,9 +41,9 @@ class Session:
     shared_tokens: int
     """Tokens at the beginning that all sessions have in common: system prompt and tools."""
     parent: str | None = None
-    """A fork begins with the tokens of this session…"""
+    """For a fork: the name of the one with whose tokens it begins."""
     parent_turns: int = 0
-    """…up to the reply of that many turns."""
+    """How many turns of the parent, with their replies, a fork begins with."""
     start_s: float = 0.0
     """Seconds after the start of the run; not before the parent's turns have ended."""
 

@@ -1,4 +1,4 @@
-"""Values of the benchmarks' flags; each function raises ArgumentTypeError."""
+"""Flags that the benchmarks share, and parsers of values, which raise ArgumentTypeError."""
 
 import argparse
 from collections.abc import Callable
@@ -6,9 +6,32 @@ from typing import TypeVar
 
 from atom.benchmarks.serving.metrics import METRICS, SLO_METRICS
 
-__all__ = ["at_least", "goal", "metric_names", "pair", "percentiles", "positive"]
+__all__ = ["add_metric_flags", "at_least", "goal", "metric_names", "pair", "percentiles", "positive"]
 
 N = TypeVar("N", int, float)
+
+
+def add_metric_flags(group: argparse._ArgumentGroup, default_percentiles: str) -> None:
+    """Which figures are reported, and goals."""
+    group.add_argument(
+        "--percentile-metrics",
+        type=metric_names,
+        default="ttft,tpot,itl",
+        help=f"Metrics to report, separated by commas: {', '.join(METRICS)}.",
+    )
+    group.add_argument(
+        "--metric-percentiles",
+        type=percentiles,
+        default=default_percentiles,
+        help="Percentiles, such as 25,50,99.9.",
+    )
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        type=goal,
+        metavar="METRIC:MS",
+        help=f"Goals for {', '.join(SLO_METRICS)} in milliseconds; goodput counts requests that meet all.",
+    )
 
 
 def at_least(kind: Callable[[str], N], least: N) -> Callable[[str], N]:

@@ -5,8 +5,7 @@ import argparse
 from atom.benchmarks.backend_request_func import BACKENDS
 from atom.benchmarks.serving.datasets import DATASETS
 from atom.benchmarks.serving.errors import BenchmarkError
-from atom.benchmarks.serving.flag_values import at_least, goal, metric_names, pair, percentiles, positive
-from atom.benchmarks.serving.metrics import METRICS, SLO_METRICS
+from atom.benchmarks.serving.flag_values import add_metric_flags, at_least, pair, positive
 from atom.benchmarks.serving.tokenizer import MODES
 from atom.shared.config.cli import CommandLineParser
 
@@ -171,22 +170,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
-    group.add_argument(
-        "--percentile-metrics",
-        type=metric_names,
-        default="ttft,tpot,itl",
-        help=f"Metrics to report, separated by commas: {', '.join(METRICS)}.",
-    )
-    group.add_argument(
-        "--metric-percentiles", type=percentiles, default="99", help="Percentiles, such as 25,50,99.9."
-    )
-    group.add_argument(
-        "--goodput",
-        nargs="+",
-        type=goal,
-        metavar="METRIC:MS",
-        help=f"Goals for {', '.join(SLO_METRICS)} in milliseconds; goodput counts requests that meet all.",
-    )
+    add_metric_flags(group, "99")
     group.add_argument("--save-result", action="store_true", help="Write a JSON file.")
     group.add_argument(
         "--save-detailed", action="store_true", help="Include lengths, times, text and error of each request."

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from atom.plugin.vllm.host_version import misfit
 from atom.shared.utils import envs
-from workers.checkpoint.families import architectures, keeps_states
+from workers.checkpoint.families import architectures
 
 PLATFORM = "atom.plugin.vllm.platform.AtomPlatform"
 MODEL = "atom.plugin.vllm.model:AtomForCausalLM"
@@ -15,8 +15,8 @@ ATTENTION_BACKEND = "atom.plugin.vllm.own_attention.AtomAttentionBackend"
 
 _LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 """Families with latent attention, which only ATOM's own attention runs."""
-_SPARSE = ("deepseek_v32", "glm_moe_dsa")
-"""Families whose layers also cache index keys, for which vLLM's cache has no place."""
+_OTHERS = ("glm4_moe", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Further families that have been run in vLLM, see docs/use/plugins.md; of others it keeps its own models."""
 
 
 def register_platform() -> str | None:
@@ -56,7 +56,5 @@ def register_models() -> None:
 
 def replaced(own_attention: bool) -> Iterator[str]:
     """The architectures that ATOM runs in vLLM, with its own attention or with vLLM's."""
-    for model_type, names in architectures().items():
-        if model_type in _SPARSE or keeps_states(model_type) or (model_type in _LATENT and not own_attention):
-            continue
-        yield from names
+    for model_type in (*_OTHERS, *(_LATENT if own_attention else ())):
+        yield from architectures()[model_type]

@@ -16,16 +16,22 @@ class Machine:
         self.now = 100.0
         self.own = 5.0
         self.idle = [0.0] * cpus
+        self.busy = 0.0
+        self.counts = True
         self.set: list[int] = []
 
     def stat(self) -> str:
         lines = [f"cpu{at} 0 0 0 {round(idle * HZ)} 0 0 0 0 0 0" for at, idle in enumerate(self.idle)]
+        lines[0] = lines[0].replace(" 0", f" {round(self.busy * HZ)}", 1)
         return "\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *lines, "intr 12", "cpu99 0 0 0 9999999 0 0 0 0 0 0"])
 
     def run(self, seconds: float, own: float, others: float) -> None:
         """`own` and `others` are numbers of CPUs in use."""
         self.now += seconds
         self.own += own * seconds
+        if not self.counts:
+            return
+        self.busy += (own + others) * seconds
         self.idle[0] += (self.cpus - own - others) * seconds
 
     def threads(self, most: int) -> CpuThreads:
@@ -68,6 +74,17 @@ def test_they_come_back_when_the_others_have_ended() -> None:
     assert machine.set == [1, 2]
 
 
+def test_counters_that_stand_still_change_nothing() -> None:
+    machine = Machine(2)
+    machine.counts = False
+    threads = machine.threads(2)
+    for own in (0.0, 1.0, 2.0):
+        threads.adjust()
+        machine.run(1.0, own, 0.0)
+    threads.adjust()
+    assert not machine.set
+
+
 def test_nothing_is_read_between_two_measurements() -> None:
     machine = Machine(2)
     threads = machine.threads(2)
@@ -81,5 +98,6 @@ def test_the_machine_s_own_file_is_read() -> None:
     before = torch.get_num_threads()
     threads = CpuThreads(1, {0})
     threads.adjust()
-    assert threads._idle_s() > 0
+    idle_s, all_s = threads._counted()
+    assert 0 < idle_s < all_s
     assert torch.get_num_threads() == before

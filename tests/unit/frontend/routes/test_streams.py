@@ -1,4 +1,4 @@
-"""Streams that are resumed: at the same frontend, at another one, by whoever has their key."""
+"""Streams that are resumed: at the same frontend, at another one, by clients that have their key."""
 
 import http.client
 import json

@@ -226,7 +226,7 @@ def test_progress_grows_to_the_size_of_the_files(tmp_path: Path) -> None:
             env=os.environ | {"HF_ENDPOINT": hub.url, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
     reports = json.loads(done.stdout)
-    size = sum(len(FILES[name]) for name in ("model.safetensors", "chat_template.jinja"))
+    size = sum(len(FILES[name]) for name in ("model.safetensors", "chat_template.jinja", TOOL_TEMPLATE))
     assert {phase for phase, _, _ in reports} == {f"Downloading {NAME}"}
     assert {total for _, _, total in reports} == {size}
     counts = [done for _, done, _ in reports]

@@ -130,15 +130,13 @@ def test_biases_of_zeros_are_not_needed(tmp_path: Path) -> None:
     }
     rewrite(tmp_path, lambda tensors: tensors.update(biases))
     load(tmp_path)
-    model = build(tmp_path)
-    load_weights(model, load_file(tmp_path / "model.safetensors").items(), lambda done, total: None)
+    load_weights(build(tmp_path), load_file(tmp_path / "model.safetensors").items(), lambda *done: None)
     name = "model.layers.1.mlp.down_proj.bias"
     rewrite(tmp_path, lambda tensors: tensors.update({name: torch.full((72,), 1e-6)}))
     with pytest.raises(WeightError, match=re.escape(name)):
         load(tmp_path)
-    other = build(tmp_path)  # weights that are processed once take no others
     with pytest.raises(WeightError, match=re.escape(name)):
-        load_weights(other, load_file(tmp_path / "model.safetensors").items(), lambda done, total: None)
+        load_weights(build(tmp_path), load_file(tmp_path / "model.safetensors").items(), lambda *done: None)
     rewrite(
         tmp_path, lambda tensors: tensors.update({name: torch.zeros(72), "model.other.bias": torch.zeros(2)})
     )
@@ -184,7 +182,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, named: str) -> Non
     save_tiny(tiny("llama-gqa"), tmp_path, shard_size="100KB")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(re.sub(r"model-00002[^\"]*", named, index.read_text()))
-    with pytest.raises(ValueError, match="not a file beside it"):
+    with pytest.raises(ValueError, match="not a file next to it"):
         load(tmp_path)
 
 
