@@ -147,8 +147,9 @@ test-e2e: install ## the tests with real processes and a real model, the slow on
 test-slow: install ## those of them that take minutes, which `make test` leaves out
 	@$(BIN)/python -m pytest -q -m slow tests/multiprocess tests/e2e tests/arch $(ARGS)
 
-test-models: $(INSTALLED) ## every configuration of every model family, through the engine
+test-models: $(INSTALLED) ## every configuration of every model family, and of models that draft, through the engine
 	@$(BIN)/python -m pytest -q tests/models $(ARGS)
+	@$(BIN)/python -m pytest -q -m models tests/unit/workers/spec_decode $(ARGS)
 
 test-isa: $(INSTALLED) ## what depends on the CPU's instruction set, limited to AVX2: no bfloat16 matmuls
 	@$(AVX2) $(COMPILE_FIRST)

@@ -10,7 +10,8 @@ request may have computed, and the request counts how many of these are drafts i
 
 The next step begins at one of the positions least .. num_computed_tokens, and the blocks for all of them
 are allocated. A result with m tokens takes 1 + num_drafts - m off `num_computed_tokens`. No position from
-`max_length` on is ever computed.
+`max_length` on is ever computed. A model that drafts writes to `lookahead` more positions, which have
+blocks, too.
 """
 
 from collections import Counter
@@ -24,9 +25,10 @@ from engine_core.step import Step
 class DraftBatch:
     """The running requests that decode. `DecodeBatch` is the same for steps without drafts, and cheaper."""
 
-    def __init__(self, block_size: int, num_drafts: int):
+    def __init__(self, block_size: int, num_drafts: int, lookahead: int = 0):
         self.num_drafts = num_drafts
         """Drafts of each request in the next step."""
+        self._lookahead = lookahead
         self._block_size = block_size
         self._requests: dict[int, Request] = {}
         self._rows: DecodeRows | None = None
@@ -49,7 +51,7 @@ class DraftBatch:
         `request.num_computed_tokens` are done or in flight, and at least one is left to sample.
         """
         request.drafts_in_flight = 0
-        request.covered = self._whole_blocks(request.num_computed_tokens)
+        request.covered = self._covered(request, request.num_computed_tokens)
         self._requests[request.request_id] = request
         self._rows = None
 
@@ -67,7 +69,7 @@ class DraftBatch:
 
         With each the first position at which the step may begin, and the end of what it may write.
         """
-        width = self.tokens_per_row
+        width = self.tokens_per_row + self._lookahead
         return [
             (
                 request,
@@ -91,8 +93,8 @@ class DraftBatch:
             in_flight = request.drafts_in_flight + num_drafts
             request.num_computed_tokens = computed
             request.drafts_in_flight = in_flight
-            if computed > request.covered:
-                request.covered = self._whole_blocks(min(computed, request.max_length))
+            if computed + self._lookahead > request.covered:
+                request.covered = self._covered(request, computed)
             if computed - in_flight + 1 >= request.max_length:
                 ending.append(request)
         for request in ending:
@@ -146,5 +148,7 @@ class DraftBatch:
                 "drafts have no blocks"
             )
 
-    def _whole_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size) * self._block_size
+    def _covered(self, request: Request, num_tokens: int) -> int:
+        """Tokens of the whole blocks that a request has with this many computed."""
+        needed = min(num_tokens + self._lookahead, request.max_length)
+        return -(-needed // self._block_size) * self._block_size

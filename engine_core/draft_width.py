@@ -18,8 +18,15 @@ _KEPT = 0.8
 class DraftWidth:
     """Chooses the drafts of each row in the next step: all that are configured, or none."""
 
-    def __init__(self, num_drafts: int):
+    def __init__(self, num_drafts: int, drafts_in_pauses: bool = True):
+        """`drafts_in_pauses`: whether steps without drafts propose some.
+
+        Otherwise the first step after a pause has none to accept.
+        """
         self._num_drafts = num_drafts
+        self._drafts_in_pauses = drafts_in_pauses
+        self._has_none = False
+        """Whether the next step to record had none to accept."""
         self._mean = 0.0
         """Accepted drafts of a row in a step."""
         self._trials = 0
@@ -36,6 +43,7 @@ class DraftWidth:
             self._pause -= 1
             if not self._pause:
                 self._trials = 0
+                self._has_none = not self._drafts_in_pauses
             return 0
         cost = self._num_drafts * num_rows / (FREE_TOKENS + num_rows)
         if self._trials < _TRIAL_STEPS or self._mean > cost:
@@ -48,6 +56,9 @@ class DraftWidth:
         """A step with drafts of `num_rows` rows has accepted so many."""
         if num_rows <= 0:
             return
+        if self._has_none:
+            self._has_none = False
+            return
         mean = num_accepted / num_rows
         self._mean = _KEPT * self._mean + (1 - _KEPT) * mean if self._trials else mean
         self._trials += 1
@@ -55,6 +66,7 @@ class DraftWidth:
             self._next_pause = _SHORTEST_PAUSE  # they have paid for long
 
     def _reset(self) -> None:
+        self._has_none = False
         self._mean = 0.0
         self._trials = 0
         self._pause = 0

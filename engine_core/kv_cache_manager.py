@@ -206,10 +206,11 @@ class KVCacheManager:
         hits = self._visible_prefix(blocks, blocks.num_found) if self._windows else blocks.num_found
         return hits if self._states is None else self._saved_prefix(blocks, hits, self._states)
 
-    def admit(self, blocks: RequestBlocks, hits: int) -> bool:
+    def admit(self, blocks: RequestBlocks, hits: int, num_tokens: int = 0) -> bool:
         """Put `hits` cached blocks, as `find_prefix` has found in this iteration, into empty tables.
 
-        False, and nothing changes, when the free blocks cannot hold the rest of the tokens.
+        False, and nothing changes, when the free blocks cannot hold the rest of `num_tokens` tokens; 0:
+        of those with known ids.
         """
         digests, _ = blocks.hashes(0, hits)
         starts = [self._first_visible(spec, hits * self.block_size) for spec in self.specs]
@@ -218,7 +219,7 @@ class KVCacheManager:
             for pool, start, is_state in zip(self.pools, starts, self._is_state, strict=True)
         ]
         self.quota.spend(hits // LOOKUPS_PER_UNIT)
-        if not self._has_room(len(blocks.tokens), hits, found):
+        if not self._has_room(num_tokens or len(blocks.tokens), hits, found):
             return False
         shared_step = 0
         for pool, start, group, table in zip(self.pools, starts, found, blocks.tables, strict=True):

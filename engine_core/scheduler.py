@@ -61,6 +61,15 @@ class Limits:
     """Tokens of one prompt computed in a step; 0: as many as fit."""
     adapts_width: bool = False
     """Whether steps have no drafts while these do not pay."""
+    lookahead: int = 0
+    """Positions after those of its step for which a request has blocks: a draft model writes to them."""
+    sends_next_ids: bool = False
+    """Whether the workers get the id after every prompt chunk."""
+
+    @property
+    def drafts_with_model(self) -> bool:
+        """Whether a model proposes the drafts."""
+        return self.sends_next_ids or self.lookahead > 0
 
     @property
     def max_uncertain(self) -> int:
@@ -70,7 +79,7 @@ class Limits:
     @property
     def max_chunk(self) -> int:
         """Most tokens for which one request has blocks, besides those that are certainly computed."""
-        return max(self.max_num_batched_tokens, 1 + self.max_uncertain)
+        return max(self.max_num_batched_tokens, 1 + self.max_uncertain) + self.lookahead
 
 
 class Scheduler:
@@ -95,13 +104,15 @@ class Scheduler:
         self._clock = clock
         self._queue = RequestQueue(limits.policy)
         self._decode_batch = (
-            DraftBatch(kv.block_size, limits.num_drafts) if limits.num_drafts else DecodeBatch(kv.block_size)
+            DraftBatch(kv.block_size, limits.num_drafts, limits.lookahead)
+            if limits.num_drafts
+            else DecodeBatch(kv.block_size)
         )
         self._states = RequestStates(kv, self._queue, self._decode_batch, limits.max_num_seqs)
         self.requests = self._states.requests
         self._results = ResultProcessor(self._states, kv, self.counters, clock)
         if limits.num_drafts and limits.adapts_width:
-            self._results.draft_width = DraftWidth(limits.num_drafts)
+            self._results.draft_width = DraftWidth(limits.num_drafts, not limits.drafts_with_model)
         self._num_arrivals = 0
         self._no_room: tuple[Request, int] | None = None  # the request that did not fit, and `num_frees` then
         self._is_preparing = False
@@ -224,7 +235,7 @@ class Scheduler:
                 continue
             start = request.num_computed_tokens
             count = self._chunk(request, start, self._chunk_limit(plan, request, budget))
-            if count and self._extend(request, start, start + count, plan):
+            if count and self._extend(request, start, self._covered(request, start + count), plan):
                 plan.add_chunk(request, count)
 
     def _admit_waiting(self, plan: StepPlan) -> None:
@@ -238,7 +249,7 @@ class Scheduler:
             full = plan.new_rows and plan.new_row_bytes + size > MAX_NEW_ROWS_BYTES
             if hits is None or full or not limit:
                 return
-            if not self._kv.admit(request.blocks, hits):
+            if not self._kv.admit(request.blocks, hits, self._covered(request, request.num_tokens)):
                 self._no_room = request, self._kv.num_frees
                 return
             self._admit(request, hits * self._kv.block_size, limit, plan)
@@ -276,7 +287,7 @@ class Scheduler:
     def _admit(self, request: Request, cached: int, limit: int, plan: StepPlan) -> None:
         """Start a request whose first `cached` tokens are in its blocks; computes up to `limit` tokens."""
         count = self._chunk(request, cached, limit)
-        added = self._kv.extend(request.blocks, cached, cached + count)
+        added = self._kv.extend(request.blocks, cached, self._covered(request, cached + count))
         assert added is not None, "admitted without room"
         self._kv.restore_states(request.blocks, cached // self._kv.block_size)
         self._kv.cache(request.blocks, cached + count, self._states.last_step + 1)
@@ -305,6 +316,10 @@ class Scheduler:
         mixed = limits.max_num_mixed_tokens if batch else 0
         most = mixed or limits.max_num_batched_tokens
         return most - len(batch) * batch.tokens_per_row - plan.num_tokens
+
+    def _covered(self, request: Request, end: int) -> int:
+        """Tokens for which a request needs blocks in a step that computes it up to `end`."""
+        return min(end + self._limits.lookahead, max(request.max_length, end))
 
     def _chunk_limit(self, plan: StepPlan, request: Request, budget: int) -> int:
         longest = self._limits.long_prefill_token_threshold or budget
@@ -362,7 +377,7 @@ class Scheduler:
             counts = [width] * len(requests) + [count for _, count in plan.chunks.values()]
             requests = requests + chunked
             prompt_logprob_rows = {r.row: r for r in chunked if r.prompt_logprobs >= 0}
-            token_ids, next_ids = plan.packed_ids()
+            token_ids, next_ids = plan.packed_ids(self._limits.sends_next_ids)
             prefilled = self._advance_prefills(plan)
             sampling = sampling + prefilled
             stop_ids = union_of_stop_ids(prefilled, stop_ids)

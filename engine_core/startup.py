@@ -48,6 +48,8 @@ def limits_of(config: EngineConfig, loaded: Sequence[Loaded]) -> Limits:
         scheduler.max_num_mixed_tokens or _mixed_tokens(config, loaded),
         scheduler.long_prefill_token_threshold,
         config.adapts_draft_width,
+        config.speculative.lookahead,
+        config.speculative.reads_next_ids,
     )
 
 
@@ -122,7 +124,7 @@ def _num_blocks(
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             max_model_len,
-            limits.max_uncertain,
+            limits.max_uncertain + limits.lookahead,
             interval,
         )
         for one in loaded

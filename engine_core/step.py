@@ -48,14 +48,18 @@ class StepPlan:
         """The most tokens of a request that this step may compute."""
         return min(budget, self.prompt_logprob_tokens) if request.prompt_logprobs >= 0 else budget
 
-    def packed_ids(self) -> tuple[bytes, bytes]:
-        """`token_ids` and `next_ids` of the batch; call it before the chunks count as computed."""
+    def packed_ids(self, all_next: bool = False) -> tuple[bytes, bytes]:
+        """`token_ids` and `next_ids` of the batch; call it before the chunks count as computed.
+
+        `all_next`: with the id after every chunk that is not the request's last.
+        """
         ids = []
         following = []
         for request, count in self.chunks.values():
             end = request.num_computed_tokens + count
             ids.append(request.token_ids.packed(request.num_computed_tokens, end))
-            if request.prompt_logprobs >= 0 and end < request.prompt_length:
+            last = request.num_tokens if all_next else request.prompt_length
+            if (all_next or request.prompt_logprobs >= 0) and end < last:
                 following.append(request.token_ids.packed(end, end + 1))
         return b"".join(ids), b"".join(following)
 

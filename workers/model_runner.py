@@ -25,10 +25,11 @@ from workers.layers.context import CacheLayer, ForwardContext
 from workers.memory.memory_guard import MemoryGuard, reason_of
 from workers.pending_step import Advance, PendingStep, RecordEvent, StepOutput
 from workers.sampling.sampler import Sampler, SamplerOutput, logprob_slice
-from workers.spec_decode.draft_rows import Verified
+from workers.spec_decode.draft_rows import Computed, Draws, Verified
 
 _FORWARD = "the forward pass"
 _SAMPLING = "sampling"
+_DRAFTING = "drafting"
 _PROMPT_LOGPROBS = "the prompt log probabilities"
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -61,6 +62,7 @@ class _Forward:
     """A launched forward pass, and what to compute from its hidden states."""
 
     hidden_TD: torch.Tensor
+    computed: Computed
     sampling: SamplingRows | None
     prompt: PromptLogprobRows | None
     decode_graphs: DecodeGraphs | None = None
@@ -148,8 +150,11 @@ class ModelRunner:
         if shape.mode is StepMode.PROMPT_GRAPH:
             hidden_TD = self._prompt_graphs.forward(step, shape.padded_tokens, shape.padded_rows)
         else:
-            hidden_TD = self._compute(pad_step(step, shape))
-        return _Forward(hidden_TD, step.sampling, step.prompt_logprobs)
+            step = pad_step(step, shape)
+            hidden_TD = self._compute(step)
+        context = ForwardContext(self._kv_layers, step.groups)
+        computed = Computed(step.ids_T, step.positions_T, hidden_TD, context, step.next_ids_T)
+        return _Forward(hidden_TD, computed, step.sampling, step.prompt_logprobs)
 
     def _compute(self, step: StepInputs) -> torch.Tensor:
         return self._model(step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups))
@@ -172,7 +177,7 @@ class ModelRunner:
             output.positions_S,
             output.draft_rows(uniform),
         )
-        return _Forward(output.hidden_SD, sampling, None, graphs)
+        return _Forward(output.hidden_SD, output.computed, sampling, None, graphs)
 
     def _retry_decodes(self, applied: AppliedBatch) -> StepOutput:
         """After a failed forward pass: fail the prefilling rows, and run the decodes without them.
@@ -218,6 +223,8 @@ class ModelRunner:
                 refused = {int(rows[index]): reason for index, reason in sampled.refused.items()}
                 if verified is not None and sampling.drafts is not None:
                     advance = Advance(sampling.drafts, verified, self._inputs.settle(sampling.drafts))
+        elif (speculation := self._inputs.speculation) is not None:
+            self._memory.attempt(_DRAFTING, lambda: speculation.observe(forward.computed))
         chunks: Sequence[PromptChunk] = []
         prompt_logprobs = None
         if (prompt := forward.prompt) is not None:
@@ -235,17 +242,25 @@ class ModelRunner:
         if settings is not None and graphs is not None and graphs.can_sample(settings):
             ids_S, verified = graphs.sample(settings)
             if verified is None and sampling.drafts is not None:  # the host verifies and proposes
-                verified = self._inputs.store_sampled(sampling, ids_S)
+                verified = self._inputs.store_sampled(sampling, self._draws(forward, sampling, ids_S))
             return SamplerOutput(ids_S), verified
         hidden_RD = forward.hidden_TD.index_select(0, sampling.tokens_R)
         if settings is not None:
             sampled = SamplerOutput(self._model.sample(hidden_RD, settings, sampling.positions_R))
         else:
             sampled = self._sampler.sample(self._model.compute_logits(hidden_RD), sampling)
-        verified = self._inputs.store_sampled(sampling, sampled.ids_R)
+        draws = self._draws(forward, sampling, sampled.ids_R)
+        verified = self._inputs.store_sampled(sampling, draws)
         if verified is not None and self._inputs.speculation is not None:
             self._sampler.propose(self._inputs.speculation.state.drafts_NK)
         return sampled, verified
+
+    def _draws(self, forward: _Forward, sampling: SamplingRows, ids_S: torch.Tensor) -> Draws:
+        settings = None
+        speculation = self._inputs.speculation
+        if speculation is not None and speculation.runs_model and sampling.drafts is not None:
+            settings = self._sampler.row_settings(sampling.drafts.rows)
+        return Draws(forward.computed, ids_S, sampling.tokens_R, settings)
 
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, rows: PromptLogprobRows) -> TokenLogprobs:
         """Log probabilities of the prompt tokens `rows.next_ids_P`.

@@ -1,5 +1,7 @@
 """The model of one rank and the specs of its KV cache: for a worker, and on the meta device for a plan."""
 
+from dataclasses import replace
+
 import torch
 
 from atom.shared.config.checkpoint import Checkpoint
@@ -11,12 +13,15 @@ from atom.shared.messages.worker import KVSpec
 from atom.shared.utils import envs
 from parallel.expert import ExpertDispatch, LocalDispatch, expert_dispatch
 from parallel.mesh import Mesh
+from workers.checkpoint.draft import draft_checkpoint
 from workers.layers.attention.cache_groups import LatentGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.moe.second_stream import SecondStream
 from workers.memory.kv_cache import kv_dtype, kv_specs
 from workers.models.registry import build_model
+from workers.spec_decode.draft_model import attach
+from workers.spec_decode.eagle3 import build_head
 from workers.spec_decode.methods import method_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -40,6 +45,7 @@ def build_rank(
     Raises ValueError for a model, or a split of one, that is not supported.
     """
     dtype = compute_dtype(config)
+    in_one_part = config.device.level in COMPILERS or config.speculative.method == "eagle3"
     build = BuildContext(
         dtype,
         mesh.device,
@@ -51,7 +57,8 @@ def build_rank(
         dispatch,
         _redundant_experts(config),
         None if config.device.level in COMPILERS else _second_stream(mesh.device, dispatch),
-        0 if config.device.level in COMPILERS else envs.ATOM_OVERLAP_ALLREDUCE_TOKENS,
+        0 if in_one_part else envs.ATOM_OVERLAP_ALLREDUCE_TOKENS,
+        config.speculative.method == "mtp",
     )
     model = build_model(checkpoint, build, online_quantization(config.model.online_quant_config))
     if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):
@@ -59,7 +66,27 @@ def build_rank(
             f"--decode-context-parallel-size {mesh.dcp.size}: {checkpoint.model_type} has layers without "
             "MLA, whose cache is not split by tokens; omit the flag"
         )
+    if (path := config.speculative.draft_model) is not None:
+        _attach_draft(model, draft_checkpoint(path), checkpoint, build, config)
     return model
+
+
+def _attach_draft(
+    model: CausalLM, own: Checkpoint, target: Checkpoint, build: BuildContext, config: EngineConfig
+) -> None:
+    """Build the draft model. Raises ValueError for one that cannot draft for the target."""
+    if own.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"--draft-model {own.directory} has a vocabulary of {own.vocab_size} ids, and the model one of "
+            f"{target.vocab_size}: a draft model needs the same tokenizer"
+        )
+    build = replace(build, overlap_tokens=0, mtp=False)
+    if config.speculative.method == "eagle3":
+        most_tokens = config.scheduler.max_num_batched_tokens
+        assert most_tokens is not None, "resolved before any worker starts"
+        attach(model, build_head(own, model, build, most_tokens, not config.model.load_dummy), own)
+    else:
+        attach(model, build_model(own, build), own)
 
 
 def rank_dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:
@@ -94,5 +121,5 @@ def rank_specs(config: EngineConfig, model: CausalLM) -> list[KVSpec]:
     """The KV spec of each group, with the memory that speculation needs for each block."""
     dtype = kv_dtype(config.cache, compute_dtype(config))
     specs = kv_specs(model.kv_groups, config.cache.block_size, dtype)
-    method = method_of(config.speculative, model.kv_groups)
+    method = method_of(config.speculative, model)
     return specs if method is None else method.kv_specs(specs)

@@ -111,7 +111,7 @@ class RunnerBuilder:
         limits = BatchLimits(self.max_rows, max_model_len, self.config.block_tokens, self.num_drafts)
         tables = [_rows_of(group, limits) for group in self.model.kv_groups]
         split_tokens = BATCH_INVARIANT_SPLIT if self.config.device.batch_invariant else 0
-        method = method_of(self.config.speculative, self.model.kv_groups)
+        method = method_of(self.config.speculative, self.model)
         proposer = None if method is None else method.proposer(limits, tables, num_blocks, self.device)
         adaptive = self.config.speculative.spec_decode_adaptive
         return InputBatch(limits, tables, self.device, split_tokens, proposer, adaptive=adaptive)

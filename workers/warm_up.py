@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -29,7 +30,8 @@ _DECODES = 2
 
 def tune(builder: RunnerBuilder) -> None:
     """Tune kernels; before memory is measured, so that its temporary memory is free again."""
-    layers = (layer for layer in builder.model.modules() if isinstance(layer, Linear))
+    modules = chain.from_iterable(model.modules() for model in builder.model.with_draft)
+    layers = (layer for layer in modules if isinstance(layer, Linear))
     weights = [layer.weight for layer in layers]
     backend.tune(builder.device, weights, Path(envs.ATOM_CACHE_DIR), builder.progress)
 

@@ -175,13 +175,17 @@ class Worker:
         if self._device.type == "cuda":
             # Kernels with programmatic dependent launch may read weights before earlier kernels end.
             torch.cuda.synchronize(self._device)
-        get_logger().info("weights on rank %d: %s", self._tp.rank, describe_weights(self._model))
+        for model in self._model.with_draft:
+            name = "weights" if model is self._model else "weights of the draft model"
+            get_logger().info("%s on rank %d: %s", name, self._tp.rank, describe_weights(model))
         tune(self._builder)
         compile_model(self._builder)
         specs = rank_specs(self._config, self._model)
         on_cpu = self._device.type == "cpu"
         room = available_memory() // self._config.parallel.workers_per_node if on_cpu else -1
-        return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model), room)
+        return Loaded(
+            self._tp.rank, specs, self._kv_bytes(), sum(map(weight_bytes, self._model.with_draft)), room
+        )
 
     def _allocate(self, allocate: AllocateKV) -> None:
         with self._tracing_captures():
@@ -202,12 +206,19 @@ class Worker:
 
     def _build_model(self) -> CausalLM:
         model = build_rank(self._config, self._checkpoint, self._mesh, self._dispatch)
-        for line in describe_schemes(model) if self._tp.rank == 0 else ():
-            get_logger().info("quantization: %s", line)
-        if self._config.model.load_dummy:
-            load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
-        else:
-            self._load_weights(model)
+        for each in model.with_draft:
+            for line in describe_schemes(each) if self._tp.rank == 0 else ():
+                get_logger().info("quantization: %s", line)
+            if self._config.model.load_dummy:
+                load_dummy(each, lambda done, total: self._progress("Filling weights", done, total))
+            elif each is model:
+                self._load_weights(model)
+        if model.draft is not None and not self._config.model.load_dummy:
+            load_directory(
+                model.draft.model,
+                model.draft.directory,
+                lambda done, total: self._progress("Loading the draft model", done, total),
+            )
         return model
 
     def _make_balancer(self) -> ExpertBalancer | None:

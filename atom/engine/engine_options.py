@@ -71,8 +71,9 @@ class EngineOptions(TypedDict, total=False):
     max_replays: int
     orphan_grace: float
     # SpeculativeConfig
-    method: Literal["ngram"] | None
+    method: Literal["ngram", "mtp", "draft_model", "eagle3"] | None
     num_speculative_tokens: int
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None
     spec_decode_adaptive: bool
+    draft_model: str | None

@@ -38,6 +38,10 @@ class CoreSide:
 
         With `num_drafts`, every decoding row has that many drafts; `add_result` takes its tokens.
         """
+        self.lookahead = 0
+        """Positions after its step's for which a row has blocks."""
+        self.sends_next_ids = False
+        """Whether the id after every prompt chunk is sent."""
         self._block_size = block_size
         self._num_drafts = num_drafts
         self._in_flight: deque[list[tuple[int, int]]] = deque()
@@ -94,7 +98,7 @@ class CoreSide:
         counts = {row: count + (row in decodes) * self._num_drafts for row, count in counts.items()}
         for row, count in counts.items():
             end = self.computed[row] + count
-            reserved = -(-min(end, self._limits[row]) // self._block_size)
+            reserved = -(-min(end + self.lookahead, self._limits[row]) // self._block_size)
             needed = max(reserved - self._blocks[row], 0)
             blocks = [
                 [free.pop() for _ in range(row in self._fresh if group in self._states else needed)]
@@ -110,7 +114,7 @@ class CoreSide:
                 more_blocks.append(MoreBlocks(row, blocks))
             if row not in decodes:
                 ids += self.tokens[row][self.computed[row] : end]
-                if end < self._logprobs_until[row]:
+                if end < (self.known[row] if self.sends_next_ids else self._logprobs_until[row]):
                     next_ids.append(self.tokens[row][end])
             self.computed[row] = end
         self._sampling_rows = [row for row in counts if self.computed[row] >= self.known[row]]

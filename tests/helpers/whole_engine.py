@@ -42,8 +42,14 @@ class WholeEngine:
         """`max_tokens` are computed in one step."""
         specs = worker.load().kv_specs
         worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN))
-        drafts = worker._config.speculative.num_speculative_tokens
-        limits = Limits(max_rows, max_tokens, num_drafts=drafts)
+        speculative = worker._config.speculative
+        limits = Limits(
+            max_rows,
+            max_tokens,
+            num_drafts=speculative.num_speculative_tokens,
+            lookahead=speculative.lookahead,
+            sends_next_ids=speculative.reads_next_ids,
+        )
         self.kv = KVCacheManager(specs, num_blocks, limits.max_chunk, seed=7, enable_prefix_caching=caching)
         self.core = EngineCore(limits, self.kv, MAX_MODEL_LEN)
         self.outputs: dict[int, Output] = {}

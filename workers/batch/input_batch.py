@@ -28,7 +28,7 @@ from workers.batch.step_inputs import (
     UniformDecode,
 )
 from workers.layers.context import GroupContext
-from workers.spec_decode.draft_rows import DraftRows, Verified
+from workers.spec_decode.draft_rows import DraftRows, Draws, Verified
 from workers.spec_decode.proposer import Proposer
 from workers.spec_decode.speculation import Speculation
 
@@ -78,6 +78,7 @@ class InputBatch:
             for table in tables:
                 table.device_table(device)
         self.tables = list(tables)
+        self._next_ids = proposer is not None and proposer.reads_next_ids
         self._device = device
         self.split_tokens = split_tokens
         self._num_prefill_tokens = np.zeros(limits.max_rows, np.int64)
@@ -191,11 +192,11 @@ class InputBatch:
         self._num_computed_tokens[rows] = computed
         self._uniform = None
 
-    def store_sampled(self, sampling: SamplingRows, ids_R: torch.Tensor) -> Verified | None:
+    def store_sampled(self, sampling: SamplingRows, draws: Draws) -> Verified | None:
         """Store the sampled ids: the inputs of the rows' next step. Returns what was verified."""
         if self.speculation is not None and sampling.drafts is not None:
-            return self.speculation.verify(sampling.drafts, sampling.drafts.by_row(ids_R))
-        self.device_rows.store(sampling.rows_R, ids_R, sampling.positions_R)
+            return self.speculation.verify(sampling.drafts, draws)
+        self.device_rows.store(sampling.rows_R, draws.ids_S, sampling.positions_R)
         return None
 
     def settle(self, drafts: DraftRows) -> Callable[[Rows], None]:
@@ -292,27 +293,28 @@ class InputBatch:
         past_tokens = counts.cumsum() - counts
         positions = np.arange(len(token_rows)) + (starts - past_tokens).repeat(counts)
         ids = _ids_to_compute(applied.token_ids, counts, decodes, draft_ids)
+        last_tokens = past_tokens + counts - 1
+        until = self._prompt_logprobs_until[rows]
+        continues = ends < known if self._next_ids else (starts < known) & (ends <= until)
+        next_ids = _next_ids(ids, last_tokens, applied.next_ids, continues & ~decodes)
         columns = [table.token_columns(token_rows, positions) for table in self.tables]
-        ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns))
+        shifted = [next_ids] if self._next_ids else []
+        ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns), *shifted)
+        next_ids_T = columns_T.pop() if shifted else None
         self._uniform = None  # rows of the last decode may have new requests, which prefill
         step = StepRows(rows, counts, ends, self._device, self.split_tokens)
         groups = self._contexts(columns, columns_T, step)
         if draft_ids is None and decodes.any():
             self._add_decodes(rows, past_tokens, decodes, num_drafts, (ids_T, positions_T, groups))
 
-        last_tokens = past_tokens + counts - 1
         if self.speculation is None:
             sampling = self._sampling(rows, last_tokens, ends, ends >= known)
         else:
             work = _Work(rows, starts, counts, past_tokens, decodes, num_drafts)
             sampling = self._draft_sampling(work, decodes | (ends >= known))
-        until = self._prompt_logprobs_until[rows]
-        next_ids = _next_ids(
-            ids, last_tokens, applied.next_ids, (starts < known) & ~decodes & (ends <= until)
-        )
         counts_P = np.where(decodes, 0, np.minimum(ends, until) - starts)
         prompt_logprobs = self._prompt_logprobs(rows, starts, past_tokens, counts_P, next_ids)
-        return StepInputs(ids_T, positions_T, groups, sampling, prompt_logprobs)
+        return StepInputs(ids_T, positions_T, groups, sampling, prompt_logprobs, next_ids_T)
 
     def _draft_work(self, applied: AppliedBatch) -> tuple[Rows, Rows, Ids | None]:
         """First positions and numbers of tokens of each row, and the ids that decoding rows compute.

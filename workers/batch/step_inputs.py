@@ -63,6 +63,8 @@ class StepInputs:
     groups: list[GroupContext | StatePlan]
     sampling: SamplingRows | None
     prompt_logprobs: PromptLogprobRows | None = None
+    next_ids_T: torch.Tensor | None = None
+    """int64: the id after each token of a prompt, as far as it is known; None unless it is wanted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 A model family is a file of `workers/models` that declares ARCHITECTURES; its name is the `model_type`
 of config.json. Families with recurrent states declare KEEPS_STATES = True, those whose config.json may lack
-what every model needs, such as vocab_size, CONFIG_DEFAULTS.
+what every model needs, such as vocab_size, CONFIG_DEFAULTS. Families that can run their layers for
+multi-token prediction declare MTP_FIELD, the field of config.json that counts them.
 """
 
 import ast
@@ -10,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 _ARCHITECTURES = "ARCHITECTURES"
 _KEEPS_STATES = "KEEPS_STATES"
 _CONFIG_DEFAULTS = "CONFIG_DEFAULTS"
+_MTP_FIELD = "MTP_FIELD"
 
 
 @cache
@@ -40,6 +43,12 @@ def config_defaults(model_type: str | None) -> Mapping[str, object]:
     """What config.json of the family may leave out although every model needs it."""
     found = (_literal(path, _CONFIG_DEFAULTS) for path in _files() if path.stem == model_type)
     return next((value for value in found if isinstance(value, dict)), {})
+
+
+def mtp_layers(model_type: str, config: Mapping[str, Any]) -> int:
+    """Layers for multi-token prediction of a checkpoint; 0 for a family that cannot run them."""
+    fields = [name for path in _files() if path.stem == model_type for name in _declared(path, _MTP_FIELD)]
+    return sum(int(config.get(str(name)) or 0) for name in fields)
 
 
 def check_supported(architecture: str, model_type: str | None, own_code: bool = False) -> None:

@@ -14,7 +14,7 @@ from workers.checkpoint.chat_templates import template_files
 from workers.checkpoint.checkpoint_files import tensors_by_file, tensors_in
 from workers.checkpoint.config_values import check_values
 from workers.checkpoint.end_tokens import end_tokens
-from workers.checkpoint.families import keeps_states
+from workers.checkpoint.families import keeps_states, mtp_layers
 from workers.checkpoint.hf_config import added_settings, read_config, read_json
 from workers.checkpoint.quantization_files import QUANTIZATION_KEYS, stated_quantization
 from workers.checkpoint.tokenizer_files import adds_token, find_tokenizer
@@ -92,6 +92,7 @@ def read_directory(
         chat_template_file=templates.default,
         template_tokens=tokens,
         keeps_states=keeps_states(config["model_type"]),
+        mtp_layers=mtp_layers(config["model_type"], config),
         add_bos_token=_add_bos(tokenizer.path, tokenizer_config, tokens),
         tool_template_file=templates.tool_use,
     )

@@ -35,7 +35,7 @@ from workers.batch.step_inputs import UniformDecode
 from workers.graphs.graph_recorder import Recorder, Replay
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext, GroupContext
-from workers.spec_decode.draft_rows import DraftRows, Verified
+from workers.spec_decode.draft_rows import Computed, DraftRows, Draws, Verified
 from workers.spec_decode.speculation import Speculation
 
 
@@ -59,6 +59,8 @@ class SamplingKind(Enum):
 class ForwardOutput:
     """Output of a captured forward pass; the next pass overwrites it."""
 
+    computed: Computed
+    """The pass of the captured size."""
     hidden_SD: torch.Tensor
     positions_S: torch.Tensor
     """Positions of the tokens to sample."""
@@ -67,10 +69,9 @@ class ForwardOutput:
 
     def first(self, rows: int) -> "ForwardOutput":
         """The output of the first rows."""
-        if self.drafts_RK is None:
-            return ForwardOutput(self.hidden_SD[:rows], self.positions_S[:rows])
-        tokens = rows * (1 + self.drafts_RK.shape[1])
-        return ForwardOutput(self.hidden_SD[:tokens], self.positions_S[:tokens], self.drafts_RK[:rows])
+        drafts_RK = None if self.drafts_RK is None else self.drafts_RK[:rows]
+        tokens = rows if drafts_RK is None else rows + drafts_RK.numel()
+        return ForwardOutput(self.computed, self.hidden_SD[:tokens], self.positions_S[:tokens], drafts_RK)
 
     def draft_rows(self, batch: UniformDecode) -> DraftRows | None:
         """The drafts of a batch's rows, which this is the output of."""
@@ -241,10 +242,14 @@ class DecodeGraphs:
             plan = self._attention_plan(inputs.table_RW, inputs.contexts_R)
             groups.append(GroupContext(inputs.slots_R, plan))
         assert inputs is not None, "every model has a group of blocks"
+        computed = self._compute(inputs.ids_R, inputs.positions_R, groups)
+        return ForwardOutput(computed, computed.hidden_TD, inputs.sampled_positions_R)
+
+    def _compute(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, groups: list[GroupContext | StatePlan]
+    ) -> Computed:
         context = ForwardContext(self._kv_layers, groups)
-        return ForwardOutput(
-            self._model(inputs.ids_R, inputs.positions_R, context), inputs.sampled_positions_R
-        )
+        return Computed(ids_T, positions_T, self._model(ids_T, positions_T, context), context)
 
     def _forward_drafts(self, rows_R: torch.Tensor, speculation: Speculation) -> ForwardOutput:
         block_size = self._inputs.limits.block_size
@@ -257,8 +262,8 @@ class DecodeGraphs:
             groups.append(GroupContext(inputs.slots_T, plan))
         inputs = per_group[0]
         speculation.add_tokens(inputs.ids_T, groups)
-        hidden_SD = self._model(inputs.ids_T, inputs.positions_T, ForwardContext(self._kv_layers, groups))
-        return ForwardOutput(hidden_SD, inputs.sampled_positions_T, inputs.drafts_RK)
+        computed = self._compute(inputs.ids_T, inputs.positions_T, groups)
+        return ForwardOutput(computed, computed.hidden_TD, inputs.sampled_positions_T, inputs.drafts_RK)
 
     def _attention_plan(self, table_RW: torch.Tensor, contexts_R: torch.Tensor) -> AttentionPlan:
         size = len(contexts_R)
@@ -289,8 +294,12 @@ class DecodeGraphs:
             return _Sampled(ids_S)
         if speculation.exact:
             return _Sampled(ids_S)
-        drafts = output.captured_rows(rows_R)
-        verified = speculation.verify(drafts, drafts.by_row(ids_S))
+        of_rows = None
+        if speculation.runs_model:
+            of_rows = _first(self._settings_S, len(ids_S), kind, every=self.tokens_per_row)
+        tokens_S = torch.arange(len(ids_S), device=ids_S.device)
+        draws = Draws(output.computed, ids_S, tokens_S, of_rows)
+        verified = speculation.verify(output.captured_rows(rows_R), draws)
         return _Sampled(ids_S, verified.counts_R, verified.proposed_R)
 
 
@@ -321,8 +330,9 @@ def _copy_columns(source: SamplingBatch, target: SamplingBatch) -> None:
         getattr(target, name)[: len(column)].copy_(column)
 
 
-def _first(settings: SamplingBatch, rows: int, kind: SamplingKind) -> SamplingBatch:
-    columns = {name: getattr(settings, name)[:rows] for name in _COLUMNS}
+def _first(settings: SamplingBatch, tokens: int, kind: SamplingKind, every: int = 1) -> SamplingBatch:
+    """The settings of the first tokens, or of one in `every` of them."""
+    columns = {name: getattr(settings, name)[:tokens:every].contiguous() for name in _COLUMNS}
     truncated = kind is SamplingKind.TRUNCATED
     return replace(
         settings,

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +16,8 @@ OTHER_MODALITIES = ("*vision_tower.*", "*vision_model.*", "*multi_modal_projecto
 """Patterns of the tensors of multimodal checkpoints that do not belong to the language model."""
 
 
-class CausalLM(nn.Module, ABC):
-    """Base of the classes in `ARCHITECTURES` of a model file.
-
-    T tokens, R sampling rows, D hidden, V vocabulary.
-    """
+class WeightedModel(nn.Module):
+    """A model as the weight loader and the KV cache see it."""
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
     """Fused module -> the checkpoint's modules that are stacked into it, in this order."""
@@ -27,10 +25,20 @@ class CausalLM(nn.Module, ABC):
     """Module name -> its name in the checkpoint, where the two differ."""
     kv_groups: list[CacheGroup]
     """Every layer that caches something belongs to exactly one."""
-    overlap_tokens: int = 0
-    """Tokens of the smallest step whose all-reduces overlap GEMMs, where ranks can; 0: in no step."""
     unused_on_disk: tuple[str, ...] = ()
     """Patterns of tensors that a checkpoint may hold and that are not loaded."""
+
+
+class CausalLM(WeightedModel, ABC):
+    """Base of the classes in `ARCHITECTURES` of a model file.
+
+    T tokens, R sampling rows, D hidden, V vocabulary.
+    """
+
+    overlap_tokens: int = 0
+    """Tokens of the smallest step whose all-reduces overlap GEMMs, where ranks can; 0: in no step."""
+    draft: "DraftModel | None" = None
+    """A model that drafts for this one; None without --draft-model."""
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
@@ -50,3 +58,21 @@ class CausalLM(nn.Module, ABC):
     ) -> torch.Tensor:
         """Ids, int64 [R]: those that the op `sample` returns for the logits."""
         return sample(self.compute_logits(hidden_RD), settings, positions_R)
+
+    @property
+    def with_draft(self) -> list[WeightedModel]:
+        """The models of a rank: this one, and the one that drafts for it."""
+        return [self] if self.draft is None else [self, self.draft.model]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model that drafts for another one, whose KV groups end with its own."""
+
+    model: WeightedModel
+    directory: str
+    """The directory of its checkpoint."""
+    first_group: int
+    """Number of its first KV group, among those of the other model."""
+    first_layer: int
+    """Number of its first layer in these groups."""

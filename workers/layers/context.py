@@ -43,6 +43,8 @@ class BuildContext:
     """Where shared experts run alongside the routed ones; None: after them."""
     overlap_tokens: int = 0
     """Tokens of the smallest step whose all-reduces overlap GEMMs; 0: in no step."""
+    mtp: bool = False
+    """Whether to build the first layer for multi-token prediction."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Module name -> its name in the checkpoint, where the two differ."""

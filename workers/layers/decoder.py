@@ -119,6 +119,15 @@ class DecoderArgs:
     """Factor of the logits."""
     sinks: bool = False
     """Whether each query head has a learned attention-sink logit."""
+    attention_inputs: int = 0
+    """Features that attention reads; 0: `hidden_size`."""
+    mtp_layers: int = 0
+    """Layers for multi-token prediction that are built; they cache as the others do, with full attention."""
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers with a cache."""
+        return self.num_hidden_layers + self.mtp_layers
 
 
 def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> dict[str, Any]:
@@ -151,7 +160,7 @@ def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> di
 def kv_groups(args: DecoderArgs, build: BuildContext) -> list[KVGroup]:
     """One group for each distinct window, or for each layer with `separate_tables`."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
-    windows = args.windows or (None,) * args.num_hidden_layers
+    windows = (*(args.windows or (None,) * args.num_hidden_layers), *(None,) * args.mtp_layers)
     groups = group_by_window(windows, shard.kv_count, args.head_dim, build.separate_tables)
     return [group.bound(shard.q_count, args.sinks, build) for group in groups]
 
@@ -178,7 +187,8 @@ class SelfAttention(WeightedLayer):
         q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
         kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
         qkv = consecutive([q, kv, kv]) if args.qkv_fused_on_disk else [q, kv, kv]
-        self.qkv_proj = ColumnParallelLinear(args.hidden_size, qkv, args.qkv_bias, build.at("qkv_proj"))
+        inputs = args.attention_inputs or args.hidden_size
+        self.qkv_proj = ColumnParallelLinear(inputs, qkv, args.qkv_bias, build.at("qkv_proj"))
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build.at("o_proj"))
         self.q_norm: RMSNorm | None = self._head_norm(args, build)
         self.k_norm: RMSNorm | None = self._head_norm(args, build)
@@ -337,14 +347,20 @@ class DecoderLayer(nn.Module):
         residual_TD: torch.Tensor | None,
         rotation: Rotation,
         ctx: ForwardContext,
+        keep_TD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output of the MLP, residual), which the caller adds; without a residual their sum."""
+        """(output of the MLP, residual), which the caller adds; without a residual their sum.
+
+        `keep_TD` gets the sum of the inputs.
+        """
         norms = self._norms
         token_mixer = getattr(self, self._token_mixer)
         if (norm := self._norm(norms.before_attention)) is not None:
             out_TD, residual_TD = token_mixer.after_norm(norm, x_TD, residual_TD, rotation, ctx)
         else:
             out_TD, residual_TD = token_mixer(x_TD, rotation, ctx), x_TD
+        if keep_TD is not None:
+            keep_TD.copy_(residual_TD)  # later norms may add to the residual in place
         x_TD, residual_TD = _after_block(self._norm(norms.after_attention), out_TD, residual_TD)
         if (norm := self._norm(norms.before_mlp)) is not None:
             out_TD, residual_TD = self.mlp.after_norm(norm, x_TD, residual_TD)
@@ -404,8 +420,29 @@ def _norm(args: DecoderArgs, build: BuildContext, scale: float = 1.0) -> RMSNorm
     return RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms, scale)
 
 
+class AuxStates:
+    """The inputs of some layers, kept for a model that drafts until the next pass overwrites them."""
+
+    def __init__(self, layers: Sequence[int], most_tokens: int, hidden_size: int, build: BuildContext):
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        width = len(layers) * hidden_size
+        self.states_TF = torch.zeros(most_tokens, width, dtype=build.dtype, device=build.device)
+        """Side by side, in the order of `layers`; [most_tokens, F]."""
+        self._hidden_size = hidden_size
+
+    def part(self, layer: int, tokens: int) -> torch.Tensor | None:
+        """Where a layer's inputs are kept, [tokens, D]; None if they are not."""
+        place = self._places.get(layer)
+        if place is None:
+            return None
+        return self.states_TF[:tokens].narrow(1, place * self._hidden_size, self._hidden_size)
+
+
 class DecoderModel(nn.Module):
     """Maps token ids to normalised hidden states."""
+
+    aux: AuxStates | None = None
+    """Set for a drafting model that reads the inputs of layers."""
 
     def __init__(self, args: DecoderArgs, layers: Sequence[DecoderLayer], build: BuildContext):
         super().__init__()
@@ -417,6 +454,7 @@ class DecoderModel(nn.Module):
         self.rotary = nn.ModuleList(
             RotaryEmbedding(args.head_dim, rope, build, args.rope_interleaved) for rope in distinct
         )
+        self.hidden_size = args.hidden_size
         self._embedding_scale = args.embedding_scale
         self._rope_of_layers = [distinct.index(rope) for rope in ropes]
         self.overlap_tokens = build.overlap_tokens if all(layer.has_parts for layer in layers) else 0
@@ -432,8 +470,10 @@ class DecoderModel(nn.Module):
         residual_TD = None
         if 0 < self.overlap_tokens <= len(x_TD) and (parts := self._tp.begin_step_in_parts(x_TD)) > 1:
             return self._in_parts(x_TD.tensor_split(parts), rotations, ctx)
-        for layer, rotation in zip(self.layers, rotations, strict=True):
-            x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx)
+        aux = self.aux
+        for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
+            keep_TD = None if aux is None else aux.part(number, len(x_TD))
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx, keep_TD)
         normed_TD, _ = self.norm.add_norm(x_TD, residual_TD)
         return normed_TD
 
@@ -448,7 +488,8 @@ class DecoderModel(nn.Module):
         return torch.cat([end()[0] for end in parts])
 
 
-def _self_attention(args: DecoderArgs, build: BuildContext) -> TokenMixers:
+def self_attention(args: DecoderArgs, build: BuildContext) -> TokenMixers:
+    """`SelfAttention` in every layer."""
     groups = kv_groups(args, build)
     return TokenMixers(
         [*groups], lambda layer, at: SelfAttention(args, layer, groups, at.at(SelfAttention.name_on_disk))
@@ -473,7 +514,7 @@ class DecoderLM(CausalLM):
     ):
         """`mlp` makes the feed-forward block of a layer in its own context, by default a `GatedMLP`."""
         super().__init__(config, build)
-        token_mixers = token_mixers or _self_attention(args, build)
+        token_mixers = token_mixers or self_attention(args, build)
         self.kv_groups = token_mixers.groups
         mlp = mlp or (lambda layer, at: GatedMLP(args, at))
         layers = []

@@ -7,6 +7,7 @@ output, in one line.
 
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,8 +90,9 @@ def planned_rank(config: EngineConfig, checkpoint: Checkpoint, rank: int, size: 
     dispatch = rank_dispatch(config, mesh)
     with _META:
         model = build_rank(config, checkpoint, mesh, dispatch)
-        for _, layer in weighted_layers(model):
-            layer.process_weights_after_loading()
+        for each in model.with_draft:
+            for _, layer in weighted_layers(each):
+                layer.process_weights_after_loading()
     return model, dispatch.reserved_bytes
 
 
@@ -143,7 +145,7 @@ def _ranks(config: EngineConfig, checkpoint: Checkpoint, size: int, memory: _Mem
     planned = [planned_rank(config, checkpoint, rank, size) for rank in ranks]
     models = [model for model, _ in planned]
     reserved = planned[0][1]
-    weights = [weight_bytes(model) for model in models]
+    weights = [sum(map(weight_bytes, model.with_draft)) for model in models]
     workers = size * config.parallel.engines_in_mesh
     buffers = buffer_bytes(models[0], workers) if config.parallel.enable_eplb else 0
     taken = [each + buffers + reserved for each in weights]
@@ -151,7 +153,7 @@ def _ranks(config: EngineConfig, checkpoint: Checkpoint, size: int, memory: _Mem
         RankPlan(
             rank,
             weights[rank],
-            {name: sum(sizes) for name, sizes in weight_sizes(model).items()},
+            _sizes(model),
             rank_specs(config, model),
             memory.kv_bytes(taken, rank),
             memory.left(weights, rank),
@@ -160,6 +162,14 @@ def _ranks(config: EngineConfig, checkpoint: Checkpoint, size: int, memory: _Mem
         )
         for rank, model in enumerate(models)
     ]
+
+
+def _sizes(model: CausalLM) -> dict[str, int]:
+    """Bytes of the weights by type, those of a draft model included."""
+    sizes = Counter[str]()
+    for each in model.with_draft:
+        sizes.update({name: sum(held) for name, held in weight_sizes(each).items()})
+    return dict(sorted(sizes.items()))
 
 
 if __name__ == "__main__":

@@ -15,4 +15,5 @@ class DeepseekV3ForCausalLM(LatentDecoderLM):
         super().__init__(config, noaux_tc_rule(config), build, correction_bias=True)
 
 
+MTP_FIELD = "num_nextn_predict_layers"
 ARCHITECTURES = {"DeepseekV3ForCausalLM": DeepseekV3ForCausalLM}

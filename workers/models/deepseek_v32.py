@@ -17,4 +17,5 @@ class DeepseekV32ForCausalLM(SparseLatentDecoderLM):
         super().__init__(config, build, ["full"] * config["num_hidden_layers"], interleaved=False)
 
 
+MTP_FIELD = "num_nextn_predict_layers"
 ARCHITECTURES = {"DeepseekV32ForCausalLM": DeepseekV32ForCausalLM}

@@ -7,8 +7,9 @@ import torch
 
 from atom_ops import RoutingRule
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, common_fields
+from workers.layers.decoder import DecoderArgs, FeedForward, GatedMLP, common_fields, self_attention
 from workers.layers.moe.moe import MoE, MoEArgs
+from workers.layers.mtp import PredictingDecoderLM
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-5,
@@ -25,11 +26,8 @@ _DEFAULTS = {
 }
 
 
-class Glm4MoeForCausalLM(DecoderLM):
-    """The first layers are dense; the others have routed and shared experts.
-
-    The layers for multi-token prediction, which follow the last layer, are not loaded.
-    """
+class Glm4MoeForCausalLM(PredictingDecoderLM):
+    """The first layers are dense; the others have routed and shared experts."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         config = {**_DEFAULTS, **config}
@@ -37,17 +35,14 @@ class Glm4MoeForCausalLM(DecoderLM):
             **common_fields(config, partial_rotary=True),
             qkv_bias=config["attention_bias"],
             qk_norm=config["use_qk_norm"],
+            mtp_layers=int(build.mtp),
         )
         moe = _moe_args(config)
 
         def mlp(layer: int, at: BuildContext) -> FeedForward:
             return MoE(moe, at) if layer >= config["first_k_dense_replace"] else GatedMLP(args, at)
 
-        super().__init__(config, args, build, mlp)
-        first = args.num_hidden_layers
-        count = config["num_nextn_predict_layers"] or 0
-        mtp_layers = range(first, first + count)
-        self.unused_on_disk += tuple(f"model.layers.{layer}.*" for layer in mtp_layers)
+        super().__init__(config, args, build, mlp, self_attention(args, build))
 
 
 def _moe_args(config: Mapping[str, Any]) -> MoEArgs:
@@ -71,4 +66,5 @@ def _moe_args(config: Mapping[str, Any]) -> MoEArgs:
     )
 
 
+MTP_FIELD = "num_nextn_predict_layers"
 ARCHITECTURES = {"Glm4MoeForCausalLM": Glm4MoeForCausalLM}

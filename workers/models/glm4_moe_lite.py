@@ -22,11 +22,12 @@ _DEFAULTS = {
 
 
 class Glm4MoeLiteForCausalLM(LatentDecoderLM):
-    """The layers for multi-token prediction, which follow the last layer, are not loaded."""
+    """All layers but the first have experts, the one for multi-token prediction too."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         config = {**DEEPSEEK_V3_DEFAULTS, **_DEFAULTS, **config}
         super().__init__(config, noaux_tc_rule(config), build, correction_bias=True)
 
 
+MTP_FIELD = "num_nextn_predict_layers"
 ARCHITECTURES = {"Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM}

@@ -125,12 +125,14 @@ class Sampler:
         self._memory = memory
         self._broken: set[int] = set()
         self._planned_rows: Rows | None = None
+        self._row_settings: tuple[Rows, SamplingBatch] | None = None
 
     def set_row(self, new: NewRow) -> None:
         """Set the sampling parameters of a row that is assigned to a new request."""
         row = new.row
         sampling = new.sampling
         self._planned_rows = None
+        self._row_settings = None
         self._temperature[row] = sampling.temperature
         self._top_k[row] = sampling.top_k
         self._top_p[row] = sampling.top_p
@@ -142,6 +144,12 @@ class Sampler:
         self._matchers.set_row(new)
         if not self._memory.attempt(_PROCESSORS, lambda: self._logits_processors.set_row(new)):
             self._broken.add(row)
+
+    def row_settings(self, rows: Rows) -> SamplingBatch:
+        """Settings of `rows`, whatever logits processors they have; cached for the same array."""
+        if self._row_settings is None or self._row_settings[0] is not rows:
+            self._row_settings = rows, self._settings(rows, self._temperature[rows])
+        return self._row_settings[1]
 
     def plain_settings(self, sampling: SamplingRows) -> SamplingBatch | None:
         """Settings of rows whose ids the op `sample` gives; other rows need `Sampler.sample`.

@@ -2,7 +2,8 @@
 
 For a row whose drafts are accepted with rate a each, k drafts give 1 + a + a² + … + a^k tokens in the time of
 1 + k * cost tokens. `cost` is that of one more token, in units of a row's step: small while a step reads
-weights longer than it computes, so it grows with the rows of the step. The k with the most tokens a time is
+weights longer than it computes, so it grows with the rows of the step. A model that drafts adds the time of
+its pass. The k with the most tokens a time is
 taken. A row for which that is 0 has no drafts for a while, each time longer.
 
 For devices that compute only the drafts that exist: all of it is on the host.
@@ -29,13 +30,15 @@ _AGAIN = (0.25, 0.5)
 class AdaptiveDrafts:
     """The rates of all rows."""
 
-    def __init__(self, num_rows: int, num_drafts: int):
+    def __init__(self, num_rows: int, num_drafts: int, draft_cost: float = 0.0):
+        """`draft_cost` is that of proposing one more draft of all rows, in units of a step."""
         self._accepted = np.full(num_rows, _FIRST[0])
         self._verified = np.full(num_rows, _FIRST[1])
         self._pause = np.zeros(num_rows, np.int64)
         """Tokens that the row goes on without drafts."""
         self._next_pause = np.full(num_rows, SHORTEST_PAUSE)
         self._places = np.arange(num_drafts + 1)
+        self._draft_cost = draft_cost
 
     def add_rows(self, rows: Rows) -> None:
         """These rows have new requests."""
@@ -58,7 +61,8 @@ class AdaptiveDrafts:
         pause = np.maximum(pause - counts, 0)
         accepted_sum[is_over], verified_sum[is_over] = _AGAIN
 
-        best = self._best(accepted_sum / verified_sum, len(rows) / (FREE_TOKENS + len(rows)))
+        cost = len(rows) / (FREE_TOKENS + len(rows)) + self._draft_cost
+        best = self._best(accepted_sum / verified_sum, cost)
         failed = drafted & (best == 0) & (pause == 0)
         next_pause = np.where(drafted & (accepted == proposed), SHORTEST_PAUSE, self._next_pause[rows])
         pause[failed] = next_pause[failed]

@@ -7,8 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from atom_ops import NO_DRAFT
+from atom_ops import NO_DRAFT, SamplingBatch
 from workers.batch.group_rows import Rows
+from workers.layers.context import ForwardContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,15 @@ class DraftRows:
     """int64: row index * (1 + K) + drafts before; None: S is R * (1 + K), in order."""
 
     @property
+    def indices_S(self) -> torch.Tensor:
+        """int64: `row_indices` on the device."""
+        width = 1 + self.drafts_RK.shape[1]
+        if self.places_S is not None:
+            return self.places_S // width
+        rows = len(self.rows_R)
+        return torch.arange(rows, device=self.rows_R.device)[:, None].expand(rows, width).flatten()
+
+    @property
     def next_drafts_S(self) -> torch.Tensor:
         """int64: the draft at the position of each sampled token; `NO_DRAFT` where there is none."""
         next_RJ = functional.pad(self.drafts_RK, (0, 1), value=NO_DRAFT)
@@ -45,6 +55,45 @@ class DraftRows:
             return ids_S.view(-1, width)
         ids = ids_S.new_zeros(len(self.rows) * width)
         return ids.index_copy_(0, self.places_S, ids_S).view(-1, width)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The T tokens that a forward pass has computed; some may be padding, without a slot."""
+
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    hidden_TD: torch.Tensor
+    """Final hidden states."""
+    context: ForwardContext
+    next_ids_T: torch.Tensor | None = None
+    """int64: the id after each token of a prompt, as far as it is known. Fewer than T without padding; None:
+    all tokens are the last ones, or drafts, of decoding rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The S tokens that R rows have sampled after `Computed`."""
+
+    drafts: DraftRows
+    ids_S: torch.Tensor
+    tokens_S: torch.Tensor
+    """int64: index, among the computed tokens, of the one before each sampled token."""
+    counts_R: torch.Tensor
+    """int64: see `Verified`."""
+    settings: SamplingBatch
+    """Sampling settings of the R rows, without logits processors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The S sampled tokens of a step, before verification; fields as in `Sampled`."""
+
+    computed: Computed
+    ids_S: torch.Tensor
+    tokens_S: torch.Tensor
+    settings: SamplingBatch | None
+    """None unless a model drafts."""
 
 
 @dataclass(frozen=True, slots=True)

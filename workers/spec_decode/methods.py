@@ -4,12 +4,29 @@ from collections.abc import Callable, Sequence
 
 from atom.shared.config.speculative import SpeculativeConfig
 from workers.layers.attention.cache_groups import CacheGroup
+from workers.layers.causal_lm import CausalLM
+from workers.spec_decode.draft_model import draft_model_drafter
+from workers.spec_decode.drafter import Drafter, ModelMethod
+from workers.spec_decode.eagle3 import eagle3_drafter
+from workers.spec_decode.mtp import mtp_drafter
 from workers.spec_decode.ngram import Ngram
 from workers.spec_decode.proposer import Method
 
-_METHODS: dict[str, Callable[[SpeculativeConfig, Sequence[CacheGroup]], Method]] = {"ngram": Ngram}
+_OF_TEXT: dict[str, Callable[[SpeculativeConfig, Sequence[CacheGroup]], Method]] = {"ngram": Ngram}
+_OF_MODELS: dict[str, Callable[[CausalLM], Drafter]] = {
+    "mtp": mtp_drafter,
+    "draft_model": draft_model_drafter,
+    "eagle3": eagle3_drafter,
+}
 
 
-def method_of(config: SpeculativeConfig, groups: Sequence[CacheGroup]) -> Method | None:
-    """The configured method for a model with these KV groups; None without speculation."""
-    return None if config.method is None else _METHODS[config.method](config, groups)
+def method_of(config: SpeculativeConfig, model: CausalLM) -> Method | None:
+    """The configured method for a model; None without speculation.
+
+    Raises ValueError for a model that does not have what the method needs.
+    """
+    if config.method is None:
+        return None
+    if config.runs_model:
+        return ModelMethod(_OF_MODELS[config.method](model))
+    return _OF_TEXT[config.method](config, model.kv_groups)

@@ -85,8 +85,6 @@ class Ngram(Method):
 class NgramProposer(Proposer):
     """Looks up n-grams in the text of each row: prediction, prompt and output."""
 
-    may_skip = True
-
     def __init__(
         self,
         rule: NgramRule,
@@ -132,7 +130,15 @@ class NgramProposer(Proposer):
         # A slot of -1 is the last entry.
         self._history.ids_S[group.slots_T] = ids_T.int()
 
-    def propose(self, rows_R: torch.Tensor, state: RowState, max_positions: int) -> None:
+    def propose(
+        self,
+        rows_R: torch.Tensor,
+        state: RowState,
+        max_positions: int,
+        allowed_R: torch.Tensor | None = None,
+    ) -> None:
+        if allowed_R is not None:
+            rows_R = rows_R[allowed_R > 0]
         history = self._history
         if self._device.type == "cpu" and len(rows_R) <= _FEW_ROWS:
             for row in rows_R.tolist():

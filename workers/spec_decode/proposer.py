@@ -10,6 +10,7 @@ from atom_ops import RowState, StatePlan
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows
 from workers.layers.context import GroupContext
+from workers.spec_decode.draft_rows import Computed, Sampled
 
 
 class Method(ABC):
@@ -31,13 +32,17 @@ class Method(ABC):
 
 
 class Proposer(ABC):
-    """One step calls `add_rows`, `add_tokens` and `propose`, in this order.
+    """One step calls `add_rows`, `add_tokens`, `observe` and, if it samples, `propose`, in this order.
 
-    Nothing here may wait for the device; graphs capture `add_tokens` and `propose`.
+    Nothing here may wait for the device; graphs capture `add_tokens`, `observe` and `propose`.
     """
 
-    may_skip = False
-    """Whether a step need not call `propose` for rows that shall have no drafts."""
+    runs_model: bool = False
+    """Whether a model drafts: `observe` needs the sampling settings of the rows."""
+    cost: float = 0.0
+    """Time to propose one more draft of all rows, as a fraction of the time of a step without drafts."""
+    reads_next_ids: bool = False
+    """Whether every batch has the id after each prompt chunk."""
 
     @abstractmethod
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
@@ -47,9 +52,25 @@ class Proposer(ABC):
     def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
         """The tokens that a step computes, drafts included, and the context of each KV group."""
 
+    def observe(  # noqa: B027 - methods that read the text alone need nothing of it
+        self, computed: Computed, sampled: Sampled | None
+    ) -> None:
+        """What a step has computed, and sampled after it; None if it sampled nothing.
+
+        The rows are at their last sampled tokens by now.
+        """
+
     @abstractmethod
-    def propose(self, rows_R: torch.Tensor, state: RowState, max_positions: int) -> None:
+    def propose(
+        self,
+        rows_R: torch.Tensor,
+        state: RowState,
+        max_positions: int,
+        allowed_R: torch.Tensor | None = None,
+    ) -> None:
         """Write the drafts of these rows (int64) to `state.drafts_NK`.
 
+        `allowed_R` (int64, on the host): how many of a row's drafts will be used, None: all. A row for which
+        that is 0 may keep earlier drafts, and nothing needs to be computed for it.
         `max_positions` is more than the position of any row's last sampled id.
         """

@@ -18,7 +18,7 @@ from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import Rows
 from workers.layers.context import GroupContext
 from workers.spec_decode.adaptive import AdaptiveDrafts
-from workers.spec_decode.draft_rows import DraftRows, Verified
+from workers.spec_decode.draft_rows import Computed, DraftRows, Draws, Sampled, Verified
 from workers.spec_decode.proposer import Proposer
 
 
@@ -49,7 +49,9 @@ class Speculation:
         self._max_model_len = limits.max_model_len
         self._limits = np.zeros(limits.max_rows, np.int64)
         self._admissions = np.zeros(limits.max_rows, np.int64)
-        self._adaptive = AdaptiveDrafts(limits.max_rows, limits.num_drafts) if adaptive and exact else None
+        self._adaptive: AdaptiveDrafts | None = None
+        if adaptive and exact:
+            self._adaptive = AdaptiveDrafts(limits.max_rows, limits.num_drafts, proposer.cost)
 
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
         """Rows that are assigned to new requests."""
@@ -64,6 +66,11 @@ class Speculation:
         rows_R, limits_R = to_device(np.stack((rows, limits)), self.state.limits_N.device)
         self.state.limits_N.index_copy_(0, rows_R, limits_R)
         self._proposer.add_rows(new_rows)
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether a model drafts: `Draws` then have settings."""
+        return self._proposer.runs_model
 
     def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
         """The tokens that a step computes."""
@@ -98,35 +105,49 @@ class Speculation:
         """Whether one of these rows has a draft; with `exact` alone."""
         return bool((self.state.drafts_NK.numpy()[rows, :1] != NO_DRAFT).any())
 
-    def verify(self, drafts: DraftRows, ids_RJ: torch.Tensor) -> Verified:
+    def observe(self, computed: Computed) -> None:
+        """What a step has computed that samples nothing; a graph may capture it."""
+        self._proposer.observe(computed, None)
+
+    def verify(self, drafts: DraftRows, draws: Draws) -> Verified:
         """Verify the drafts of sampled rows, which advance, and propose the next ones.
 
         Changes the state on the device; a graph may capture it.
         """
         counts_R = verify_drafts(
-            ids_RJ, drafts.drafts_RK, drafts.rows_R, drafts.first_positions_R, self.state
+            drafts.by_row(draws.ids_S), drafts.drafts_RK, drafts.rows_R, drafts.first_positions_R, self.state
         )
+        if draws.settings is not None:
+            sampled = Sampled(drafts, draws.ids_S, draws.tokens_S, counts_R, draws.settings)
+            self._proposer.observe(draws.computed, sampled)
         proposed_R = (drafts.drafts_RK != NO_DRAFT).sum(1)
         if self._adaptive is not None:
             allowed = self._adaptive.update(drafts.rows, counts_R.numpy(), proposed_R.numpy())
             self._propose_up_to(drafts, allowed)
+        elif self._is_pausing(drafts):
+            self.state.drafts_NK.index_fill_(0, drafts.rows_R, NO_DRAFT)
         else:
             self._propose(drafts.rows_R)
         return Verified(counts_R, proposed_R)
 
-    def _propose(self, rows_R: torch.Tensor) -> None:
+    def _is_pausing(self, drafts: DraftRows) -> bool:
+        """Whether the core has steps without drafts, in which a model need not draft.
+
+        A step without decoding rows has no drafts either, but the next one has.
+        """
+        no_drafts = drafts.drafts_RK.shape[1] == 0 and bool(drafts.decoded.any())
+        return no_drafts and self._proposer.runs_model and not self.exact
+
+    def _propose(self, rows_R: torch.Tensor, allowed_R: torch.Tensor | None = None) -> None:
         longest = self._max_model_len
         if self.exact:
             longest = int(self.state.positions_N.index_select(0, rows_R).max()) + 1
-        self._proposer.propose(rows_R, self.state, max(longest, 1))
+        self._proposer.propose(rows_R, self.state, max(longest, 1), allowed_R)
 
     def _propose_up_to(self, drafts: DraftRows, allowed: Rows) -> None:
         """Propose at most `allowed` drafts for each row."""
-        drafting = allowed > 0
-        if drafting.all() or not self._proposer.may_skip:
-            self._propose(drafts.rows_R)
-        elif drafting.any():
-            self._propose(torch.from_numpy(drafts.rows[drafting]))
+        if allowed.any():
+            self._propose(drafts.rows_R, torch.from_numpy(allowed))
         drafts_NK = self.state.drafts_NK.numpy()
         ids = drafts_NK[drafts.rows]
         ids[np.arange(ids.shape[1]) >= allowed[:, None]] = NO_DRAFT

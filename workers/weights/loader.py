@@ -16,7 +16,7 @@ import torch
 
 from atom.shared.utils.logger import get_logger
 from atom_ops import tensors_of
-from workers.layers.causal_lm import CausalLM
+from workers.layers.causal_lm import WeightedModel
 from workers.layers.moe.moe import Experts
 from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import CheckpointTensor, ReadDecoded, ReadPacked, ReadRange, WeightedLayer
@@ -46,7 +46,7 @@ class WeightError(ValueError):
     """A checkpoint that does not fit the model."""
 
 
-def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -> None:
+def load_directory(model: WeightedModel, directory: str | Path, progress: Progress) -> None:
     """Load this rank's shard of every tensor of the safetensors files. Raises `WeightError`.
 
     Memory needed besides the weights: one tensor of the checkpoint, one layer where
@@ -75,7 +75,7 @@ def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -
 
 
 def load_weights(
-    model: CausalLM, tensors: Iterable[tuple[str, torch.Tensor | TensorSource]], progress: Progress
+    model: WeightedModel, tensors: Iterable[tuple[str, torch.Tensor | TensorSource]], progress: Progress
 ) -> None:
     """Load this rank's shard of every tensor that arrives, cast to the compute dtype, in any order.
 
@@ -105,7 +105,7 @@ def load_weights(
     loading.finish()
 
 
-def load_dummy(model: CausalLM, progress: Progress) -> None:
+def load_dummy(model: WeightedModel, progress: Progress) -> None:
     """Fill the weights with random numbers that keep the scale of activations; equal at every start.
 
     Norm weights are one, biases zero. The numbers are generated on the device that holds the weights.
@@ -141,13 +141,13 @@ def _fill_randomly(target: LoadTarget, has_lm_head: bool) -> None:
         target.store(buffer)
 
 
-def weight_bytes(model: CausalLM) -> int:
+def weight_bytes(model: WeightedModel) -> int:
     """Bytes of all weights on this rank, as they are held; a tied weight counts once."""
     weights = {id(tensor): tensor for _, layer in weighted_layers(model) for tensor in layer.held_tensors()}
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
-def describe_schemes(model: CausalLM) -> Iterator[str]:
+def describe_schemes(model: WeightedModel) -> Iterator[str]:
     """A line for each scheme of the model, with the number of its layers; none if all are plain."""
     counts: dict[str, Counter[str]] = {}
     for _, layer in weighted_layers(model):
@@ -163,14 +163,14 @@ def describe_schemes(model: CausalLM) -> Iterator[str]:
         yield f"layers that are dequantized when they are loaded: {plain}"
 
 
-def describe_weights(model: CausalLM) -> str:
+def describe_weights(model: WeightedModel) -> str:
     """Number and size of the weights of each type on this rank, for the log."""
     return ", ".join(
         f"{len(each)} {name} ({sum(each) / (1 << 20):.1f} MiB)" for name, each in weight_sizes(model).items()
     )
 
 
-def weight_sizes(model: CausalLM) -> dict[str, list[int]]:
+def weight_sizes(model: WeightedModel) -> dict[str, list[int]]:
     """Bytes of each weight on this rank by its type, sorted; a plain tensor has type "plain"."""
     weights = {id(weight): weight for _, layer in weighted_layers(model) for weight in layer.held_weights()}
     sizes: dict[str, list[int]] = {}
@@ -262,7 +262,7 @@ def _moved(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
 
 
-def _check_names(model: CausalLM, targets: Sequence[LoadTarget], held: Set[str]) -> None:
+def _check_names(model: WeightedModel, targets: Sequence[LoadTarget], held: Set[str]) -> None:
     _check_missing(targets, held)
     for target in targets:
         present = [name for name in target.tensor.names if name in held]
@@ -288,7 +288,7 @@ def _check_alone(targets: Iterable[LoadTarget], name: str, held: Set[str]) -> No
                 raise WeightError(f"the checkpoint holds both {name} and {other}, which are the same tensor")
 
 
-def _check_unused(model: CausalLM, names: Iterable[str]) -> None:
+def _check_unused(model: WeightedModel, names: Iterable[str]) -> None:
     patterns = model.unused_on_disk
     unused = [
         name
@@ -310,7 +310,7 @@ def _listed(names: list[str]) -> str:
 class _Loading:
     """Processes each layer's weights as soon as they are loaded, so that only one layer is held twice."""
 
-    def __init__(self, model: CausalLM, targets: list[LoadTarget], progress: Progress):
+    def __init__(self, model: WeightedModel, targets: list[LoadTarget], progress: Progress):
         self._model = model
         self._progress = progress
         here = [target for target in targets if not target.shard.elsewhere]  # others may not arrive

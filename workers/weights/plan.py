@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.layers.causal_lm import CausalLM
+from workers.layers.causal_lm import WeightedModel
 from workers.layers.weighted import CheckpointTensor, ShardSpec, WeightedLayer
 
 
@@ -41,14 +41,14 @@ class LoadTarget:
         self.layer.store(self.weight, self.first_row, part)
 
 
-def weighted_layers(model: CausalLM) -> Iterator[tuple[str, WeightedLayer]]:
+def weighted_layers(model: WeightedModel) -> Iterator[tuple[str, WeightedLayer]]:
     """(module path, layer) of every layer with weights."""
     for path, module in model.named_modules():
         if isinstance(module, WeightedLayer):
             yield path, module
 
 
-def load_targets(model: CausalLM) -> Iterator[LoadTarget]:
+def load_targets(model: WeightedModel) -> Iterator[LoadTarget]:
     """One for each shard; a fused projection has one for each tensor stacked into it."""
     for module_path, layer in weighted_layers(model):
         path = ".".join(model.renamed_on_disk.get(name, name) for name in module_path.split("."))

@@ -37,6 +37,8 @@ class Checkpoint:
     """bos_token, eos_token and other special tokens, by their names in chat templates."""
     keeps_states: bool = False
     """Whether the model has recurrent layers, which rules out prefix caching."""
+    mtp_layers: int = 0
+    """Layers for multi-token prediction, if `--method mtp` can run them."""
     add_bos_token: bool = False
     """Whether the frontend adds the BOS token, because tokenizer.json's post-processor does not."""
     tool_template_file: str | None = None

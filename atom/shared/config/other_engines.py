@@ -56,7 +56,7 @@ _MODEL = "use --model with a directory, a .gguf file, owner/name or owner/name:f
 _LOG = "use --log-level"
 _BATCHING = "batching is always continuous"
 _PORT = "the HTTP port on one node, unless --server-port is given, which is its own name"
-_DRAFTS = "draft models are not supported: use --method ngram"
+_DRAFTS = "use --draft-model with --method draft_model"
 
 SAME = (
     *("--model", "--served-model-name", "--revision", "--download-dir", "--dtype", "--max-model-len"),
@@ -144,7 +144,7 @@ VLLM = (
     OtherFlag("-cc -O --compilation-config --optimization-level", "use --level and --cudagraph-mode"),
     OtherFlag("--max-cudagraph-capture-size --cuda-graph-sizes --max-seq-len-to-capture", _GRAPHS),
     OtherFlag("--attention-backend", "the fastest of those that work here is chosen"),
-    OtherFlag("--speculative-config", "use --method ngram and --num-speculative-tokens"),
+    OtherFlag("--speculative-config", "use --method, --num-speculative-tokens and --draft-model"),
     OtherFlag("--speculative-model", _DRAFTS),
     _value("--guided-decoding-backend", "XGrammar compiles all grammars", "auto", "xgrammar"),
     OtherFlag("--structured-outputs-config", "XGrammar compiles all grammars: leave it out"),
@@ -214,7 +214,7 @@ LLAMA_CPP = (
     OtherFlag("-mm --mmproj --mmproj-url", _TEXT_ONLY),
     OtherFlag("--lora --lora-scaled", _LORA),
     OtherFlag("-md --model-draft", _DRAFTS),
-    OtherFlag("--draft --draft-n --draft-max", "use --num-speculative-tokens with --method ngram"),
+    OtherFlag("--draft --draft-n --draft-max", "use --num-speculative-tokens with --method"),
     OtherFlag("-s", "requests set `seed`"),
     OtherFlag("--temp --temperature --top-k --top-p --min-p", _REQUEST),
     OtherFlag("--repeat-penalty --presence-penalty --frequency-penalty", "requests set their penalties"),

@@ -76,7 +76,9 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # RoPE types whose frequencies depend on the length of the text.
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
-_DRAFT_FLAGS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_LOOKUP_FLAGS = ("prompt_lookup_max", "prompt_lookup_min")
+_DRAFT_FLAGS = ("num_speculative_tokens", "draft_model", *_LOOKUP_FLAGS)
+_MOST_OF_MODEL = 8
 _NGRAM = 5
 
 _CPU_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -116,7 +118,11 @@ def resolve(
         names = ", ".join(checkpoint.ignored_defaults)
         notes.append(f"generation_config.json also sets {names}: not supported, ignored")
     notes += [*checkpoint.warnings, *_rope_notes(config.model, checkpoint)]
-    speculative = _speculative(config.speculative, checkpoint)
+    speculative = _speculative(config.speculative, config.parallel, checkpoint)
+    if speculative.method == "eagle3" and config.device.level in COMPILERS:
+        raise ConfigError(
+            f"--method eagle3 with --level {config.device.level} is not supported; use --level 0"
+        )
     scheduler = _scheduler(config.scheduler, _DEFAULTS[device], speculative.num_speculative_tokens)
     resolved = replace(
         config,
@@ -325,7 +331,9 @@ def _model(model: ModelConfig, dtype: Dtype) -> ModelConfig:
     return replace(model, dtype=dtype, served_model_name=model.served_model_name or model.model)
 
 
-def _speculative(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> SpeculativeConfig:
+def _speculative(
+    speculative: SpeculativeConfig, parallel: ParallelConfig, checkpoint: Checkpoint
+) -> SpeculativeConfig:
     if speculative.method is None:
         for name in _DRAFT_FLAGS:
             if getattr(speculative, name):
@@ -340,11 +348,44 @@ def _speculative(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Spec
         )
     if speculative.num_speculative_tokens == 0:
         raise ConfigError(f"--method {speculative.method} needs --num-speculative-tokens of at least 1")
+    if speculative.draft_model is not None and speculative.method in ("ngram", "mtp"):
+        raise ConfigError(f"--draft-model: --method {speculative.method} has none; omit the flag")
+    if speculative.runs_model:
+        _check_draft_model(speculative, parallel, checkpoint)
+        return speculative
     longest = speculative.prompt_lookup_max or speculative.prompt_lookup_min or _NGRAM
     shortest = speculative.prompt_lookup_min or longest
     if shortest > longest:
         raise ConfigError(f"--prompt-lookup-min {shortest} is greater than --prompt-lookup-max {longest}")
     return replace(speculative, prompt_lookup_max=longest, prompt_lookup_min=shortest)
+
+
+def _check_draft_model(
+    speculative: SpeculativeConfig, parallel: ParallelConfig, checkpoint: Checkpoint
+) -> None:
+    flag = f"--method {speculative.method}"
+    needs_draft = speculative.method != "mtp"
+    if needs_draft and speculative.draft_model is None:
+        raise ConfigError(f"{flag} needs --draft-model")
+    for name in _LOOKUP_FLAGS:
+        if getattr(speculative, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is for --method ngram; omit it with {flag}")
+    if speculative.num_speculative_tokens > _MOST_OF_MODEL:
+        raise ConfigError(f"{flag} drafts at most {_MOST_OF_MODEL} tokens: lower --num-speculative-tokens")
+    if speculative.method == "mtp" and checkpoint.mtp_layers != 1:
+        raise ConfigError(
+            f"{flag}: one layer for multi-token prediction is supported, for some families; this checkpoint "
+            f"({checkpoint.model_type}) has {checkpoint.mtp_layers} that can be used; use --method ngram"
+        )
+    if parallel.lockstep:
+        raise ConfigError(
+            f"{flag}: engines that share their experts do not draft with a model; use --method ngram, or "
+            "omit --enable-expert-parallel or --enable-dp-attention"
+        )
+    if parallel.decode_context_parallel_size > 1:
+        raise ConfigError(f"{flag} with --decode-context-parallel-size is not supported; omit one of them")
+    if parallel.enable_eplb:
+        raise ConfigError(f"{flag} with --enable-eplb is not supported; omit one of them")
 
 
 def _scheduler(scheduler: SchedulerConfig, defaults: _DeviceDefaults, num_drafts: int) -> SchedulerConfig:

@@ -103,6 +103,19 @@ class SamplingBatch:
             sequence_R=self.sequence_R[rows],
         )
 
+    def select(self, rows: Tensor) -> "SamplingBatch":
+        """The batch of these rows (int64) alone. Waits for the device."""
+        chosen = self.only(rows)
+        return SamplingBatch.from_host(
+            temperature=chosen.temperature_R.numpy(force=True),
+            top_k=chosen.top_k_R.numpy(force=True),
+            top_p=chosen.top_p_R.numpy(force=True),
+            min_p=chosen.min_p_R.numpy(force=True),
+            seed=chosen.seed_R.numpy(force=True).view(np.uint64),
+            sequence=chosen.sequence_R.numpy(force=True),
+            device=rows.device,
+        )
+
 
 def _case(rows: int, vocabulary: int) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, SamplingBatch, Tensor]:

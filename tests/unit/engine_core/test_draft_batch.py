@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from atom.shared.messages.engine import FinishReason, pack_ids
+from atom.shared.messages.engine import FinishReason, pack_ids, unpack_ids
 from atom.shared.messages.worker import (
     BatchResult,
     FullAttentionSpec,
@@ -134,6 +134,29 @@ def test_only_accepted_tokens_are_cached() -> None:
     run.add(2, [*conversation, 3], max_tokens=1)
     run.run()
     assert run.done[2].cached_tokens == 16  # of 18, the last of which was never computed
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_rows_have_blocks_for_what_a_draft_model_writes(accepted: int) -> None:
+    run = driver(accepted, lookahead=3, long_prefill_token_threshold=5)
+    run.add(1, range(13), max_tokens=20)
+    blocks = end = 0
+    while 1 in run.live:
+        received = len(run.live[1].received)
+        batch = step(run)
+        blocks += sum(len(changed.block_ids[0]) for changed in (*batch.new_rows, *batch.more_blocks))
+        end = 13 + received + batch.num_drafts if batch.num_drafts else end + batch.counts[0]
+        assert min(end + 3, 33) <= blocks * 4
+        run.deliver()
+    assert len(run.done[1].received) == 20
+
+
+def test_the_id_after_a_chunk_is_sent_to_workers_that_read_it() -> None:
+    for sends, length, wanted in ((True, 12, [[5], [10]]), (True, 10, [[5], []]), (False, 12, [[], []])):
+        run = driver(0, long_prefill_token_threshold=5, sends_next_ids=sends)
+        run.add(1, range(length), max_tokens=4)
+        batches = [run.core.schedule() for _ in wanted]
+        assert [unpack_ids(batch.next_ids).tolist() for batch in batches if batch] == wanted
 
 
 def test_blocks_that_leave_a_window_are_freed_by_the_fewest_computed_tokens() -> None:

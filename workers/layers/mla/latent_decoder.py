@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from workers.layers.mla.mla import LATENT_MODULES, LatentArgs, LatentAttention, 
 from workers.layers.mla.sharded_mla import ShardedLatentAttention
 from workers.layers.mla.sparse_mla import IndexerArgs, sparse_token_mixers
 from workers.layers.moe.moe import MoE, MoEArgs
+from workers.layers.mtp import PredictingDecoderLM
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -40,7 +42,7 @@ DEEPSEEK_V3_DEFAULTS = {
 _INDEX_DEFAULTS = {"index_head_dim": 128, "index_topk": 2048}
 
 
-class LatentDecoderLM(DecoderLM):
+class LatentDecoderLM(PredictingDecoderLM):
     """A family passes its routing rule and its configuration with defaults."""
 
     packed_modules_mapping = {**DecoderLM.packed_modules_mapping, **LATENT_MODULES}
@@ -59,7 +61,7 @@ class LatentDecoderLM(DecoderLM):
         """
         config = {**_DEFAULTS, **config}
         _check_supported(config)
-        args = decoder_args(config)
+        args = replace(decoder_args(config), mtp_layers=int(build.mtp))
         latent = latent_args(config)
         token_mixers = (
             sparse_token_mixers(latent, indexer, build) if indexer else _token_mixers(latent, args, build)
@@ -70,11 +72,6 @@ class LatentDecoderLM(DecoderLM):
             return MoE(moe, at) if _has_experts(config, layer) else GatedMLP(args, at)
 
         super().__init__(config, args, build, mlp, token_mixers)
-        # Layers after the last one are for multi-token prediction.
-        first = args.num_hidden_layers
-        count = config.get("num_nextn_predict_layers") or 0
-        mtp_layers = (build.at(f"model.layers.{layer}").prefix for layer in range(first, first + count))
-        self.unused_on_disk += tuple(f"{layer}.*" for layer in mtp_layers)
 
 
 class SparseLatentDecoderLM(LatentDecoderLM):
@@ -99,7 +96,7 @@ class SparseLatentDecoderLM(LatentDecoderLM):
             width=config["index_head_dim"],
             topk=config["index_topk"],
             interleaved=interleaved,
-            has_indexer=[kind == "full" for kind in kinds],
+            has_indexer=[*(kind == "full" for kind in kinds), *[True] * int(build.mtp)],
         )
         super().__init__(config, noaux_tc_rule(config), build, correction_bias=True, indexer=indexer)
 
@@ -172,14 +169,14 @@ def _check_supported(config: Mapping[str, Any]) -> None:
 
 
 def _token_mixers(latent: LatentArgs, args: DecoderArgs, build: BuildContext) -> TokenMixers:
-    groups = latent_groups(latent, args.num_hidden_layers, TokenShard(build.dcp.rank, build.dcp.size))
+    groups = latent_groups(latent, args.cached_layers, TokenShard(build.dcp.rank, build.dcp.size))
     kind = LatentAttention if build.dcp.size == 1 else ShardedLatentAttention
     return TokenMixers(groups, lambda layer, at: kind(latent, layer, groups, at.at("self_attn")))
 
 
 def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
-    kinds = config.get("mlp_layer_types")
-    return kinds[layer] == "sparse" if kinds else layer >= config["first_k_dense_replace"]
+    kinds = config.get("mlp_layer_types") or ()  # layers for multi-token prediction are not listed
+    return kinds[layer] == "sparse" if layer < len(kinds) else layer >= config["first_k_dense_replace"]
 
 
 def _yarn_mscale(rope: Mapping[str, Any]) -> float:

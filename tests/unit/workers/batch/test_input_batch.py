@@ -11,6 +11,8 @@ from tests.helpers.core_side import GREEDY
 from workers.batch.block_table import BatchLimits, BlockTable
 from workers.batch.input_batch import InputBatch
 from workers.batch.step_inputs import StepInputs
+from workers.layers.context import ForwardContext
+from workers.spec_decode.draft_rows import Computed, Draws
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -33,7 +35,9 @@ def apply(batch: InputBatch, message: ScheduledBatch, *ids: int) -> StepInputs:
 
 def store_sampled(batch: InputBatch, step: StepInputs, *ids: int) -> None:
     assert step.sampling is not None
-    batch.store_sampled(step.sampling, torch.tensor(ids))
+    hidden_TD = torch.empty(len(step.ids_T), 0)
+    computed = Computed(step.ids_T, step.positions_T, hidden_TD, ForwardContext([], step.groups))
+    batch.store_sampled(step.sampling, Draws(computed, torch.tensor(ids), step.sampling.tokens_R, None))
 
 
 def test_chunks_of_a_prompt() -> None:

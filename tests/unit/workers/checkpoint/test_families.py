@@ -7,7 +7,7 @@ import pytest
 
 import workers.models
 from tests.helpers.tiny_models import TINY_MODELS
-from workers.checkpoint.families import architectures, check_supported, families, keeps_states
+from workers.checkpoint.families import architectures, check_supported, families, keeps_states, mtp_layers
 
 
 def tables() -> dict[str, dict[str, type]]:
@@ -33,6 +33,17 @@ def test_families_that_keep_states_say_so() -> None:
     }
     assert {family: keeps_states(family) for family in families()} == of_files
     assert of_files["qwen3_next"] is True and of_files["qwen3"] is False
+
+
+def test_families_that_predict_several_tokens_say_which_field_counts_the_layers() -> None:
+    config = {"num_nextn_predict_layers": 1}
+    assert [family for family in families() if mtp_layers(family, config)] == [
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe",
+        "glm4_moe_lite",
+    ]
+    assert mtp_layers("deepseek_v3", {}) == mtp_layers("glm4_moe", {"num_nextn_predict_layers": None}) == 0
 
 
 def test_every_family_has_tiny_models_that_prove_it() -> None:

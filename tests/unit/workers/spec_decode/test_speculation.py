@@ -2,14 +2,14 @@
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids
+from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids, unpack_ids
 from atom.shared.messages.worker import ScheduledBatch
 from atom_ops import NgramRule, StatePlan
 from tests.helpers.core_side import GREEDY, CoreSide
@@ -24,6 +24,7 @@ from workers.memory.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
 from workers.sampling.sampler import Sampler
 from workers.spec_decode.ngram import NgramProposer, TextGroup
+from workers.spec_decode.proposer import Proposer
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS, LENGTH, ROWS, VOCAB = 4, 120, 60, 6, 11
@@ -50,10 +51,11 @@ class TwoTokensBack:
         rows_T = torch.cat((rows_T, rows_T.new_zeros(len(ids_T) - len(rows_T))))
         tokens = torch.arange(len(ids_T))
         seen_T = plan.context_lens_R[rows_T] - plan.query_starts_R1[rows_T + 1] + tokens + 1
+        table_RW = torch.nn.functional.pad(plan.block_table_RW, (0, 1))  # a step of no tokens has no entry
         last_two = []
         for back in (1, 2):
-            at_T = (seen_T - back).clamp(min=0, max=plan.block_table_RW.shape[1] * BLOCK - 1).long()
-            block_T = plan.block_table_RW[rows_T, at_T // BLOCK].long()
+            at_T = (seen_T - back).clamp(min=0, max=table_RW.shape[1] * BLOCK - 1).long()
+            block_T = table_RW[rows_T, at_T // BLOCK].long()
             last_two.append(self._cache[block_T * BLOCK + at_T % BLOCK])
         return self._next[last_two[0], last_two[1]][:, None].float()
 
@@ -63,17 +65,27 @@ class TwoTokensBack:
         return torch.nn.functional.one_hot(hidden_SD[:, 0].long() % VOCAB, VOCAB).float() * 6
 
 
+MakeProposer = Callable[[BatchLimits, list[BlockTable], bool], Proposer]
+
+
+def looks_up(limits: BatchLimits, tables: list[BlockTable], exact: bool) -> Proposer:
+    return NgramProposer(NgramRule(3, 2), TextGroup(0, 0), tables[0], BLOCKS, limits, CPU)
+
+
 def runner(
-    num_drafts: int, exact: bool = False, sizes: list[int] | None = None, captured: Sequence[int] = ()
+    num_drafts: int,
+    exact: bool = False,
+    sizes: list[int] | None = None,
+    captured: Sequence[int] = (),
+    proposes: MakeProposer = looks_up,
+    adaptive: bool = False,
 ) -> ModelRunner:
     """`captured`: the drafts of each row in decode graphs; empty: `num_drafts`."""
     model = cast(CausalLM, TwoTokensBack())
     limits = BatchLimits(ROWS, LENGTH, BLOCK, num_drafts)
     tables = [BlockTable(limits), BlockTable(limits)]
-    proposer = None
-    if num_drafts:
-        proposer = NgramProposer(NgramRule(3, 2), TextGroup(0, 0), tables[0], BLOCKS, limits, CPU)
-    inputs = InputBatch(limits, tables, CPU, proposer=proposer, exact=exact)
+    proposer = proposes(limits, tables, exact) if num_drafts else None
+    inputs = InputBatch(limits, tables, CPU, proposer=proposer, exact=exact, adaptive=adaptive)
     memory = MemoryGuard(CPU, num_ranks=1)
     sampler = Sampler(limits, VOCAB, CPU, memory)
     graphs = None
@@ -125,6 +137,7 @@ class Driver:
 
     def __init__(self, made: ModelRunner, num_drafts: int, in_flight: int, requests: int = 24):
         self.core = SameBlocks(BLOCKS, BLOCK, num_drafts=num_drafts, groups=1)
+        self.num_accepted = self.num_proposed = 0
         self.outputs: list[list[int]] = [[] for _ in range(requests)]
         self.steps = 0
         self._made, self._in_flight, self._num_drafts = made, in_flight, num_drafts
@@ -187,7 +200,10 @@ class Driver:
     def _deliver(self) -> None:
         step, owners = self._pending.popleft()
         before = {row: len(self.core.tokens[row]) for row in owners}
-        self.core.add_result(step.result())
+        result = step.result()
+        self.num_proposed += sum(unpack_ids(result.num_proposed))
+        self.num_accepted += sum(count - 1 for count in unpack_ids(result.counts))
+        self.core.add_result(result)
         for row, owner in owners.items():
             output = self.outputs[owner]
             output += self.core.tokens[row][before[row] :]

@@ -189,7 +189,7 @@ def test_help_begins_with_the_commonest_flags(capsys: pytest.CaptureFixture[str]
 def test_help_shows_each_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--help", "all")
     assert "--kv-cache-dtype" in text and "--kv_cache_dtype" not in text
-    assert "--draft-model" not in text and "--swap-space" not in text
+    assert "--kv-transfer-config" not in text and "--swap-space" not in text
     for field in ALL_FIELDS:
         assert f"[env: {sources.variable_of(field.name)}]" in " ".join(text.split())
 
@@ -213,7 +213,7 @@ def test_shells_complete_flags_and_choices(capsys: pytest.CaptureFixture[str], s
     text = printed(capsys, "--print-completion", shell)
     assert "kv-cache-dtype" in text and "--kv_cache_dtype" not in text
     assert "bfloat16" in text
-    assert "draft-model" not in text and "swap-space" not in text
+    assert "kv-transfer-config" not in text and "swap-space" not in text
 
 
 def test_bash_takes_the_completion(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_another_engines_flag_without_effect_is_noted() -> None:
         (["--quantization", "awq"], "--quantization awq is a flag of vLLM: .*--online-quant-config"),
         (["-q", "fp8"], "-q fp8 is a flag of vLLM"),
         (["--load-format", "dummy"], "--load-dummy"),
-        (["--speculative-config={}"], "--method ngram"),
+        (["--speculative-config={}"], "--method"),
         (["-m", "model.gguf"], "-m model.gguf is a flag of llama.cpp: use --model"),
         (["-hf", "owner/name"], "-hf owner/name is a flag of llama.cpp"),
         (["-t", "8"], "-t 8 is a flag of llama.cpp: use --cpu-threads"),

@@ -418,6 +418,48 @@ def test_the_width_of_steps_adapts_where_a_graph_computes_padding() -> None:
     assert not resolved(CPU, **drafts).config.adapts_draft_width
 
 
+PREDICTS = replace(CHECKPOINT, mtp_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "draft_model"}, "--method draft_model needs --draft-model"),
+        ({"method": "eagle3"}, "--method eagle3 needs --draft-model"),
+        ({"method": "mtp", "draft_model": "path"}, "--draft-model: --method mtp has none"),
+        ({"method": "ngram", "draft_model": "path"}, "--draft-model: --method ngram has none"),
+        ({"method": None, "num_speculative_tokens": 0, "draft_model": "p"}, "--draft-model needs --method"),
+        ({"method": "mtp", "num_speculative_tokens": 9}, "drafts at most 8 tokens"),
+        ({"method": "mtp", "prompt_lookup_max": 3}, "--prompt-lookup-max is for --method ngram"),
+        (
+            {"method": "mtp", "data_parallel_size": 2, "enable_expert_parallel": True},
+            "share their experts",
+        ),
+        (
+            {"method": "eagle3", "draft_model": "path", "level": 2},
+            "--method eagle3 with --level 2 is not supported",
+        ),
+    ],
+)
+def test_models_that_cannot_draft_are_refused(options: dict[str, Any], words: str) -> None:
+    experts = replace(PREDICTS, hf_config={**PREDICTS.hf_config, "num_experts": 8})
+    with pytest.raises(ConfigError, match=words):
+        resolved(CPU, experts, **{"num_speculative_tokens": 2} | options)
+
+
+def test_checkpoints_without_a_layer_for_multi_token_prediction() -> None:
+    for layers in (0, 2):
+        with pytest.raises(ConfigError, match=f"has {layers} that can be used; use --method ngram"):
+            resolved(CPU, replace(CHECKPOINT, mtp_layers=layers), method="mtp", num_speculative_tokens=2)
+
+
+def test_a_model_that_drafts_needs_blocks_ahead() -> None:
+    found = resolved(CPU, PREDICTS, method="mtp", num_speculative_tokens=3).config.speculative
+    assert (found.lookahead, found.reads_next_ids, found.prompt_lookup_max) == (2, True, None)
+    found = resolved(CPU, method="draft_model", num_speculative_tokens=3, draft_model="p").config.speculative
+    assert (found.lookahead, found.reads_next_ids) == (3, False)
+
+
 def test_recurrent_layers_rule_out_speculation() -> None:
     stateful = replace(CHECKPOINT, model_type="qwen3_next", keeps_states=True)
     with pytest.raises(ConfigError, match="--method ngram: qwen3_next has recurrent layers"):

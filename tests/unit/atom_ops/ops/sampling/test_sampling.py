@@ -364,3 +364,25 @@ def test_top1_is_the_first_of_the_largest(vocabulary: int) -> None:
     top, ids = sampling.top1(logits)
     assert torch.equal(top, logits.amax(-1))
     assert ids.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
+
+
+def test_a_selection_samples_as_the_whole_batch_does() -> None:
+    rows = 8
+    batch = SamplingBatch.from_host(
+        temperature=np.array([0.0, 0.7] * 4, np.float32),
+        top_k=np.array([0, 0, 0, 5] * 2),
+        top_p=np.array([1.0] * 5 + [0.8] * 3, np.float32),
+        min_p=np.zeros(rows, np.float32),
+        seed=np.arange(rows, dtype=np.uint64) + np.uint64(2**63),
+        sequence=np.arange(rows),
+        device=CPU,
+    )
+    logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(rows) * 3
+    whole = sample(logits, batch, positions)
+    for chosen in ([0, 2], [5], [1, 3, 4], [7, 6, 3, 0]):
+        indices = torch.tensor(chosen)
+        found = sample(logits[indices], batch.select(indices), positions[indices])
+        assert found.tolist() == whole[indices].tolist()
+    greedy = batch.select(torch.tensor([0, 2]))
+    assert not greedy.any_random and greedy.filtered_rows is None

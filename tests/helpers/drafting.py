@@ -1,0 +1,136 @@
+"""Engines whose drafts a model proposes, and what it proposes in each step."""
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+import torch
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.speculative import SpeculativeConfig
+from parallel.mesh import Mesh
+from tests.helpers.thread_ranks import ThreadCommunicator, ThreadGroup
+from tests.helpers.tiny_models import engine_config, place, prompt_of
+from tests.helpers.whole_engine import WholeEngine
+from workers.worker import Worker
+
+PLAIN = SpeculativeConfig()
+REQUESTS = 8
+
+
+def rarely(*values: Any) -> Any:
+    """A case of `make test-models` alone."""
+    return pytest.param(*values, marks=pytest.mark.models)
+
+
+def drafting_engine(
+    checkpoint: Checkpoint,
+    speculative: SpeculativeConfig,
+    groups: int = 1,
+    blocks: int = 400,
+    ranks: int = 1,
+    **limits: int,
+) -> WholeEngine:
+    """An engine of 1 or 2 ranks with that many blocks in each KV group; `limits` of `WholeEngine`."""
+    if ranks == 2:
+        made = cast(Worker, PairOfRanks(checkpoint, speculative))
+    else:
+        config = dataclasses.replace(engine_config(), speculative=speculative)
+        made = Worker(config, checkpoint, place(), lambda *progress: None)
+    return WholeEngine(made, [blocks] * groups, **{"max_tokens": 96, "max_rows": 12} | limits)
+
+
+def recorded(made: WholeEngine) -> list[tuple[int, list[int]]]:
+    """(position of the last id, drafts) of row 0 after each step that samples, as the engine runs."""
+    speculation: Any = made._worker._runner._inputs.speculation
+    verify = speculation.verify
+    found = []
+
+    def verify_and_record(*arguments: Any) -> Any:
+        verified = verify(*arguments)
+        state = speculation.state
+        if (position := int(state.positions_N[0])) >= 0:
+            found.append((position, state.drafts_NK[0].tolist()))
+        return verified
+
+    speculation.verify = verify_and_record
+    return found
+
+
+def check_drafts(made: WholeEngine, drafts_of: Callable[[list[int], int], list[int]], count: int) -> int:
+    """Run a prompt in chunks, whose drafts cross blocks; returns the number of steps that sampled.
+
+    Raises AssertionError unless every draft is that of `drafts_of`(ids, number), and a row near its limit
+    has fewer drafts than `count`.
+    """
+    found = recorded(made)
+    prompt = prompt_of(37, 5)
+    made.add(0, prompt, 24)
+    made.run()
+    text = prompt + made.outputs[0].token_ids
+    assert len(text) == 61 and found[0][0] == 37
+    for position, drafts in found:
+        usable = max(min(count, len(text) - 2 - position), 0)
+        with torch.no_grad():
+            assert drafts[:usable] == drafts_of(text[: position + 1], usable), position
+        assert drafts[usable:] == [-1] * (count - usable)
+    return len(found)
+
+
+def unchanging(speculative: SpeculativeConfig) -> SpeculativeConfig:
+    """The same, with all drafts in every step."""
+    return dataclasses.replace(speculative, spec_decode_adaptive=False)
+
+
+def accepted_share(made: WholeEngine) -> float:
+    """Accepted drafts as a fraction of the verified ones."""
+    stats = made.core.stats()
+    assert stats.num_draft_tokens > 10
+    return sum(stats.num_accepted_tokens_per_pos) / stats.num_draft_tokens
+
+
+class PairOfRanks:
+    """A worker on two tensor-parallel ranks, as `WholeEngine` uses one: threads of this process."""
+
+    def __init__(self, checkpoint: Checkpoint, speculative: SpeculativeConfig):
+        self._group = ThreadGroup(2)
+        self._pool = ThreadPoolExecutor(2)
+        self._config = dataclasses.replace(engine_config(tp=2), speculative=speculative)
+
+        def make(rank: int) -> Worker:
+            mesh = Mesh(torch.device("cpu"), tp=ThreadCommunicator(rank, self._group))
+            return Worker(self._config, checkpoint, mesh, lambda *progress: None)
+
+        self._workers = [make(rank) for rank in range(2)]
+
+    def load(self) -> Any:
+        return self._on_both(lambda worker: worker.load())
+
+    def allocate(self, allocate: Any) -> None:
+        self._on_both(lambda worker: worker.allocate(allocate))
+
+    def execute(self, batch: Any) -> Any:
+        return self._on_both(lambda worker: worker.execute(batch))
+
+    @property
+    def _model(self) -> Any:
+        return self._workers[0]._model
+
+    @property
+    def _runner(self) -> Any:
+        return self._workers[0]._runner
+
+    def _on_both(self, run: Callable[[Worker], Any]) -> Any:
+        """The result of rank 0."""
+
+        def guarded(worker: Worker) -> Any:
+            try:
+                return run(worker)
+            except BaseException:
+                self._group.abort()
+                raise
+
+        first, _ = self._pool.map(guarded, self._workers)
+        return first

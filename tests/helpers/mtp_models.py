@@ -1,0 +1,102 @@
+"""Tiny models with a layer for multi-token prediction, and its drafts by definition.
+
+The checkpoint has one more decoder layer than the model. Layers add little to the residual stream, and
+eh_proj nearly passes the embedding on, so that the next token depends mostly on the last one and many drafts
+are right.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from atom.shared.config.checkpoint import Checkpoint
+from tests.helpers.tiny_models import Tiny, build_tiny, checkpoint_of
+
+_SMALL = 0.015
+
+
+@dataclass(frozen=True)
+class MtpModel:
+    """A saved model with its layer."""
+
+    checkpoint: Checkpoint
+    built: Any
+    """transformers' model; its last layer is the one for multi-token prediction."""
+    own: dict[str, Tensor]
+    """The layer's tensors that no other layer has, by their names in it."""
+
+    def drafts(self, ids: list[int], count: int) -> list[int]:
+        """The greedy drafts after these ids."""
+        hidden_TD = self._hidden(ids[:-1])
+        next_ids = ids[1:]
+        drafts: list[int] = []
+        while len(drafts) < count:
+            out_TD = self._layer(hidden_TD, next_ids)
+            drafts.append(int((out_TD[-1] @ self.built.lm_head.weight.T).argmax()))
+            hidden_TD = torch.cat((hidden_TD, out_TD[-1:]))
+            next_ids = [*next_ids, drafts[-1]]
+        return drafts
+
+    def _hidden(self, ids: list[int]) -> Tensor:
+        model = self.built.model
+        hidden_1TD = model.embed_tokens(torch.tensor([ids]))
+        for layer in model.layers[:-1]:
+            hidden_1TD = self._run(layer, hidden_1TD)
+        return model.norm(hidden_1TD)[0]
+
+    def _layer(self, hidden_TD: Tensor, next_ids: list[int]) -> Tensor:
+        embedded_TD = self.built.model.embed_tokens(torch.tensor(next_ids))
+        pair_T2D = torch.cat((self._norm("enorm", embedded_TD), self._norm("hnorm", hidden_TD)), -1)
+        out_1TD = self._run(self.built.model.layers[-1], (pair_T2D @ self.own["eh_proj.weight"].T)[None])
+        return self._norm("shared_head.norm", out_1TD[0])
+
+    def _norm(self, name: str, x_TD: Tensor) -> Tensor:
+        eps = self.built.config.rms_norm_eps
+        return x_TD * (x_TD.square().mean(-1, keepdim=True) + eps).rsqrt() * self.own[f"{name}.weight"]
+
+    def _run(self, layer: Any, x_1TD: Tensor) -> Tensor:
+        tokens = x_1TD.shape[1]
+        positions_1T = torch.arange(tokens)[None]
+        mask_11TT = torch.full((tokens, tokens), -torch.inf).triu(1)[None, None]
+        out = layer(
+            x_1TD,
+            attention_mask=mask_11TT,
+            position_ids=positions_1T,
+            position_embeddings=self.built.model.rotary_emb(x_1TD, positions_1T),
+        )
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+
+def save_mtp_model(model: Tiny, directory: Path) -> MtpModel:
+    """Saves the row of the table, with one more layer, as published checkpoints name it."""
+    layers = model.config.get("num_hidden_layers", 3)
+    built: Any = build_tiny(replace(model, config=model.config | {"num_hidden_layers": layers + 1}))
+    hidden = built.config.hidden_size
+    generator = torch.Generator().manual_seed(model.seed)
+    noise_D2D = torch.randn(hidden, 2 * hidden, generator=generator) * 0.03 * (2 * hidden) ** -0.5
+    with torch.no_grad():
+        for name, weight in built.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.mul_(_SMALL)
+    own = {
+        "enorm.weight": 0.9 + 0.2 * torch.rand(hidden, generator=generator),
+        "hnorm.weight": 0.9 + 0.2 * torch.rand(hidden, generator=generator),
+        "eh_proj.weight": noise_D2D + torch.eye(hidden, 2 * hidden),
+        "shared_head.norm.weight": built.model.norm.weight.detach().clone(),
+    }
+    built.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors |= {f"model.layers.{layers}.{name}": tensor for name, tensor in own.items()}
+    tensors[f"model.layers.{layers}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"model.layers.{layers}.shared_head.head.weight"] = built.lm_head.weight.detach().clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    return MtpModel(checkpoint_of(directory), built, own)

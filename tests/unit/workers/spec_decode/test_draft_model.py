@@ -1,0 +1,150 @@
+"""Draft models through core and worker: they draft their own tokens, and the output is the plain run's."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.speculative import SpeculativeConfig
+from tests.helpers.drafting import (
+    PLAIN,
+    REQUESTS,
+    accepted_share,
+    check_drafts,
+    drafting_engine,
+    rarely,
+    unchanging,
+)
+from tests.helpers.tiny_models import engine_config, hf_greedy, place, save_tiny, tiny
+from tests.unit.workers.spec_decode.test_ngram import check, run
+from workers.worker import Worker
+
+GROUPS = {"llama-gqa": 1, "gpt-oss": 2, "deepseek-v2-lite": 1, "mistral-window": 1}
+
+
+@dataclass(frozen=True)
+class Saved:
+    built: Any
+    checkpoint: Checkpoint
+    noisy: Path
+    """The same checkpoint with slightly other weights."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: one thread is fastest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    saved = {}
+    for name in GROUPS:
+        directory = tmp_path_factory.mktemp(name)
+        built, checkpoint = save_tiny(tiny(name), directory)
+        noisy = tmp_path_factory.mktemp(f"{name}-noisy")
+        generator = torch.Generator().manual_seed(1)
+        tensors = load_file(directory / "model.safetensors")
+        for key, tensor in tensors.items():
+            if tensor.is_floating_point():
+                tensors[key] = tensor * (1 + 0.03 * torch.randn(tensor.shape, generator=generator))
+        save_file(tensors, noisy / "model.safetensors", metadata={"format": "pt"})
+        (noisy / "config.json").write_bytes((directory / "config.json").read_bytes())
+        saved[name] = Saved(built, checkpoint, noisy)
+    return saved
+
+
+def drafted(path: str | Path, drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig("draft_model", drafts, draft_model=str(path))
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "ranks"),
+    [
+        rarely("llama-gqa", "mistral-window", 1),
+        ("gpt-oss", "deepseek-v2-lite", 1),
+        ("llama-gqa", "mistral-window", 2),
+    ],
+)
+def test_drafts_are_the_draft_models_tokens(
+    models: dict[str, Saved], target: str, draft: str, ranks: int
+) -> None:
+    model = models[draft]
+    speculative = unchanging(drafted(model.checkpoint.directory, 3))
+    groups = GROUPS[target] + GROUPS[draft]
+    limits = {"max_tokens": 16, "max_rows": 2}
+    made = drafting_engine(models[target].checkpoint, speculative, groups, ranks=ranks, **limits)
+    check_drafts(made, lambda ids, count: hf_greedy(model.built, ids, count).ids if count else [], 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [
+        ("llama-gqa", 2),
+        *(rarely("llama-gqa", drafts) for drafts in (1, 3, 4)),
+        ("gpt-oss", 3),
+        rarely("deepseek-v2-lite", 3),
+        rarely("mistral-window", 3),
+    ],
+)
+def test_the_output_is_the_plain_runs(models: dict[str, Saved], name: str, drafts: int) -> None:
+    """Greedy and sampled rows, with a draft model that is nearly the target."""
+    groups = GROUPS[name]
+    wanted = run(drafting_engine(models[name].checkpoint, PLAIN, groups), REQUESTS)
+    speculative = unchanging(drafted(models[name].noisy, drafts))
+    made = drafting_engine(models[name].checkpoint, speculative, 2 * groups)
+    check(run(made, REQUESTS), wanted)
+    assert accepted_share(made) > 0.2
+
+
+def test_sampled_drafts_have_the_targets_noise(models: dict[str, Saved]) -> None:
+    """A draft model with the target's weights: nearly all drafts are right, whatever the temperature."""
+    checkpoint = models["llama-gqa"].checkpoint
+    made = drafting_engine(checkpoint, unchanging(drafted(checkpoint.directory, 3)), 2)
+    run(made, REQUESTS)
+    assert accepted_share(made) > 0.6, "logits processors, which drafts do not have, change some tokens"
+
+
+def test_preempted_and_cached_requests(models: dict[str, Saved]) -> None:
+    """With few blocks, requests are preempted and prompts come from the prefix cache."""
+    saved = models["llama-gqa"]
+    wanted = run(drafting_engine(saved.checkpoint, PLAIN), 14)
+    made = drafting_engine(saved.checkpoint, unchanging(drafted(saved.noisy, 3)), 2, blocks=24)
+    check(run(made, 14), wanted)
+    stats = made.core.stats()
+    assert stats.preemptions > 0 and stats.prefix_hits > 0
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "family", "message"),
+    [(161, "llama-gqa", "same tokenizer"), (160, "qwen3-next", "recurrent layers")],
+)
+def test_draft_models_that_cannot_draft(
+    models: dict[str, Saved],
+    tmp_path_factory: pytest.TempPathFactory,
+    vocabulary: int,
+    family: str,
+    message: str,
+) -> None:
+    other = tiny(family)
+    other = dataclasses.replace(other, config=other.config | {"vocab_size": vocabulary})
+    directory = tmp_path_factory.mktemp("other")
+    save_tiny(other, directory)
+    config = dataclasses.replace(engine_config(), speculative=drafted(directory, 2))
+    with pytest.raises(ValueError, match=message):
+        Worker(config, models["llama-gqa"].checkpoint, place(), lambda *progress: None).load()
+
+
+def test_a_draft_model_that_is_no_checkpoint(models: dict[str, Saved], tmp_path: Path) -> None:
+    config = dataclasses.replace(engine_config(), speculative=drafted(tmp_path, 2))
+    with pytest.raises(ValueError, match="give a directory with config.json"):
+        Worker(config, models["llama-gqa"].checkpoint, place(), lambda *progress: None).load()

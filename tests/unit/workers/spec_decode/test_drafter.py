@@ -1,0 +1,161 @@
+"""A model that drafts, in every way to launch steps, and on two ranks."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import pytest
+import torch
+
+from atom_ops import SamplingBatch
+from parallel.communicator import Communicator
+from tests.unit.workers.spec_decode.test_speculation import (
+    CPU,
+    VOCAB,
+    Driver,
+    TwoTokensBack,
+    runner,
+)
+from workers.batch.block_table import BatchLimits, BlockTable
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import BuildContext, ForwardContext
+from workers.layers.eagle3 import Projection
+from workers.layers.embedding import VocabEmbedding
+from workers.spec_decode import adaptive
+from workers.spec_decode.draft_rows import Computed
+from workers.spec_decode.drafter import Drafter, ModelProposer, relative_cost
+from workers.spec_decode.proposer import Proposer
+
+REQUESTS = 8
+
+
+class Twin(Drafter):
+    """Drafts as the target of these tests computes, from a cache of its own.
+
+    With pairs it caches, in the slot of each token, the id after it. So every draft is right, unless a token
+    was written to a wrong slot, or read from one.
+    """
+
+    groups = (1,)
+    cost = 0.0
+
+    def __init__(self, reads_pairs: bool):
+        self.reads_pairs = reads_pairs
+        self._model = TwoTokensBack()
+
+    def follow(self, computed: Computed, next_ids_T: torch.Tensor) -> torch.Tensor:
+        ids_T = next_ids_T if self.reads_pairs else computed.ids_T
+        return self._compute(ids_T, computed.positions_T, computed.context)
+
+    def predict(
+        self, ids_R: torch.Tensor, hidden_RD: torch.Tensor, positions_R: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
+        return self._compute(ids_R, positions_R, ctx)
+
+    def sample(
+        self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
+    ) -> torch.Tensor:
+        return CausalLM.sample(cast(CausalLM, self._model), hidden_RD, settings, positions_R)
+
+    def _compute(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return self._model(ids_T, positions_T, ForwardContext([], ctx.groups[1:]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: one thread is fastest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Driver:
+    made = Driver(runner(0), 0, 1, REQUESTS)
+    made.run()
+    return made
+
+
+def make(
+    way: str, drafter: Drafter, num_drafts: int, adapts: bool = False, captured: Sequence[int] = ()
+) -> Driver:
+    """Requests whose drafts `drafter` proposes."""
+
+    def drafts(limits: BatchLimits, tables: list[BlockTable], exact: bool) -> Proposer:
+        return ModelProposer(drafter, limits, tables, CPU, exact)
+
+    sizes = {"graphs": [1, 2, 4, 6], "some graphs": [3], "exact, recorded": [1, 2, 4, 6]}.get(way)
+    made = runner(num_drafts, way.startswith("exact"), sizes, captured, drafts, adapts)
+    driver = Driver(made, num_drafts, 2, REQUESTS)
+    driver.core.lookahead = num_drafts - drafter.reads_pairs
+    driver.core.sends_next_ids = drafter.reads_pairs
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("way", "num_drafts"),
+    [("exact", 1), ("exact", 4), ("upper bounds", 4), ("graphs", 4), ("some graphs", 4)],
+)
+@pytest.mark.parametrize("reads_pairs", [True, False], ids=["pairs", "tokens"])
+def test_drafts_of_the_target_are_accepted(
+    plain: Driver, way: str, reads_pairs: bool, num_drafts: int
+) -> None:
+    """Greedy and sampled rows, with drafts in blocks that the step itself does not need."""
+    driver = make(way, Twin(reads_pairs), num_drafts)
+    assert driver.run() == plain.outputs
+    # Logits processors, which drafts do not have, change some tokens; the first pair lacks a token.
+    assert driver.num_accepted > 0.6 * driver.num_proposed > 50
+
+
+class Failing(Twin):
+    """Its drafts of the first positions are wrong."""
+
+    def __init__(self, reads_pairs: bool, wrong_until: int):
+        super().__init__(reads_pairs)
+        self.sampled: list[int] = []
+        """Positions of all drafts."""
+        self._wrong_until = wrong_until
+
+    def sample(
+        self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
+    ) -> torch.Tensor:
+        self.sampled += positions_R.tolist()
+        ids_R = super().sample(hidden_RD, settings, positions_R)
+        return torch.where(positions_R < self._wrong_until, (ids_R + 1) % VOCAB, ids_R)
+
+
+@pytest.mark.parametrize(("way", "reads_pairs"), [("exact", True), ("exact, recorded", False)])
+def test_rows_whose_drafts_fail_have_none_for_a_while(
+    plain: Driver, monkeypatch: pytest.MonkeyPatch, way: str, reads_pairs: bool
+) -> None:
+    """The model follows them nevertheless: later drafts are accepted."""
+    monkeypatch.setattr(adaptive, "SHORTEST_PAUSE", 6)
+    failing = Failing(reads_pairs, 25)
+    driver = make(way, failing, 4, adapts=True, captured=[0])
+    assert driver.run() == plain.outputs
+    early = sum(position < 25 for position in failing.sampled)
+    assert early < 60, "nothing is computed for rows without drafts; with four in each step it is 400"
+    late = len(failing.sampled) - early
+    assert driver.num_accepted > 0.5 * late > 10
+
+
+@pytest.mark.parametrize("way", ["upper bounds", "graphs"])
+@pytest.mark.parametrize("reads_pairs", [True, False], ids=["pairs", "tokens"])
+def test_steps_without_drafts_only_follow(plain: Driver, way: str, reads_pairs: bool) -> None:
+    """In a pause of the core nothing is predicted; the drafts after it are as good as before."""
+    drafter = Failing(reads_pairs, 0)
+    driver = make(way, drafter, 4, captured=[4, 0])
+    driver.turns = random.Random(3)
+    assert driver.run() == plain.outputs
+    assert driver.num_accepted > 0.6 * driver.num_proposed > 50
+
+
+def test_a_cost_counts_the_weights_of_a_pass() -> None:
+    build = BuildContext(torch.float32, CPU, Communicator(), 16)
+    layers = [Projection(8, 4, build), Projection(8, 12, build)]
+    for layer in layers:
+        layer.process_weights_after_loading()
+    assert relative_cost(layers[:1], layers) == 0.25
+    embedding = VocabEmbedding(100, 8, build)
+    assert relative_cost([embedding, layers[0]], [embedding, *layers]) == 0.25, "few rows of it are read"

@@ -1,0 +1,124 @@
+"""EAGLE-3 heads through core and worker: the drafts by definition, and the output of the plain run."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from atom.shared.config.speculative import SpeculativeConfig
+from tests.helpers.drafting import (
+    PLAIN,
+    REQUESTS,
+    accepted_share,
+    check_drafts,
+    drafting_engine,
+    rarely,
+    unchanging,
+)
+from tests.helpers.eagle3_models import Eagle3Model, save_eagle3_model
+from tests.helpers.tiny_models import engine_config, place, tiny
+from tests.unit.workers.spec_decode.test_ngram import check, run
+from workers.worker import Worker
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "small-vocabulary": ("llama-gqa", {"draft_vocab": 140}),
+    "moe-own-embedding": (
+        "qwen3-moe",
+        {"own_embedding": True, "layer": "layers.0", "eagle_aux_hidden_state_layer_ids": [0, 2, 1]},
+    ),
+    "normed": ("deepseek-v3", {"norm_output": True, "norm_before_residual": True, "draft_vocab": 150}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: one thread is fastest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Eagle3Model]:
+    return {
+        kind: save_eagle3_model(
+            tiny(name), tmp_path_factory.mktemp(kind), tmp_path_factory.mktemp(f"{kind}-head"), **config
+        )
+        for kind, (name, config) in KINDS.items()
+    }
+
+
+def eagle3(model: Eagle3Model, drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig("eagle3", drafts, draft_model=str(model.head))
+
+
+@pytest.mark.parametrize("kind", [rarely("small-vocabulary"), "moe-own-embedding", "normed"])
+def test_drafts_are_those_of_the_definition(models: dict[str, Eagle3Model], kind: str) -> None:
+    model = models[kind]
+    made = drafting_engine(model.checkpoint, unchanging(eagle3(model, 4)), 2, max_tokens=16, max_rows=2)
+    steps = check_drafts(made, model.drafts, 4)
+    assert steps < 23, "no draft was accepted"
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafts"),
+    [
+        ("small-vocabulary", 3),
+        *(rarely("small-vocabulary", drafts) for drafts in (1, 2, 4)),
+        rarely("moe-own-embedding", 3),
+        ("normed", 1),
+        rarely("normed", 3),
+    ],
+)
+def test_the_output_is_the_plain_runs(models: dict[str, Eagle3Model], kind: str, drafts: int) -> None:
+    model = models[kind]
+    wanted = run(drafting_engine(model.checkpoint, PLAIN), REQUESTS)
+    made = drafting_engine(model.checkpoint, unchanging(eagle3(model, drafts)), 2)
+    check(run(made, REQUESTS), wanted)
+    assert accepted_share(made) > 0.05
+
+
+def test_two_ranks_draft_the_same(models: dict[str, Eagle3Model]) -> None:
+    model = models["small-vocabulary"]
+    speculative = unchanging(eagle3(model, 4))
+    made = drafting_engine(model.checkpoint, speculative, 2, ranks=2, max_tokens=16, max_rows=2)
+    assert check_drafts(made, model.drafts, 4) < 23
+
+
+@pytest.mark.models
+def test_preempted_and_cached_requests(models: dict[str, Eagle3Model]) -> None:
+    """With few blocks, requests are preempted and prompts come from the prefix cache."""
+    model = models["small-vocabulary"]
+    wanted = run(drafting_engine(model.checkpoint, PLAIN), 30)
+    made = drafting_engine(model.checkpoint, unchanging(eagle3(model, 3)), 2, blocks=36)
+    check(run(made, 30), wanted)
+    stats = made.core.stats()
+    assert stats.preemptions > 0 and stats.prefix_hits > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM"),
+        ({"fc_norm": True}, "fc_norm"),
+        ({"num_hidden_layers": 2}, "2 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "layers \\[1, 2, 3\\]"),
+        ({"num_aux_hidden_states": 2}, "num_aux_hidden_states"),
+        ({"hidden_size": 64}, "embed_tokens"),
+    ],
+)
+def test_heads_that_are_not_supported(
+    models: dict[str, Eagle3Model], tmp_path_factory: pytest.TempPathFactory, changes: Any, message: str
+) -> None:
+    model = models["small-vocabulary"]
+    other = tmp_path_factory.mktemp("other")
+    (other / "model.safetensors").write_bytes((model.head / "model.safetensors").read_bytes())
+    (other / "config.json").write_text(json.dumps(model.config | changes))
+    speculative = SpeculativeConfig("eagle3", 2, draft_model=str(other))
+    config = dataclasses.replace(engine_config(), speculative=speculative)
+    with pytest.raises(ValueError, match=message):
+        Worker(config, model.checkpoint, place(), lambda *progress: None).load()

@@ -1,0 +1,105 @@
+"""Multi-token prediction through core and worker: the drafts by definition, the output of the plain run."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from atom.shared.config.speculative import SpeculativeConfig
+from tests.helpers.drafting import (
+    PLAIN,
+    REQUESTS,
+    accepted_share,
+    check_drafts,
+    drafting_engine,
+    rarely,
+    unchanging,
+)
+from tests.helpers.mtp_models import MtpModel, save_mtp_model
+from tests.helpers.tiny_models import engine_config, place, save_tiny, tiny
+from tests.unit.workers.spec_decode.test_ngram import check, run
+from workers.spec_decode import adaptive
+from workers.worker import Worker
+
+FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2", "glm-4.7-flash")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: one thread is fastest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpModel]:
+    return {name: save_mtp_model(tiny(name), tmp_path_factory.mktemp(name)) for name in FAMILIES}
+
+
+def mtp(drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig("mtp", drafts)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", rarely("glm4-moe"), "deepseek-v3.2", "glm-4.7-flash"])
+def test_drafts_are_those_of_the_definition(models: dict[str, MtpModel], name: str) -> None:
+    model = models[name]
+    made = drafting_engine(model.checkpoint, unchanging(mtp(4)), max_tokens=16, max_rows=2)
+    steps = check_drafts(made, model.drafts, 4)
+    assert steps < 18, "no draft was accepted"
+
+
+QUICK = {("deepseek-v3", 4), ("glm4-moe", 1), ("deepseek-v3.2", 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [
+        (name, drafts) if (name, drafts) in QUICK else rarely(name, drafts)
+        for name in FAMILIES
+        for drafts in (1, 2, 3, 4)
+    ],
+)
+def test_the_output_is_the_plain_runs(models: dict[str, MtpModel], name: str, drafts: int) -> None:
+    checkpoint = models[name].checkpoint
+    wanted = run(drafting_engine(checkpoint, PLAIN), REQUESTS)
+    made = drafting_engine(checkpoint, unchanging(mtp(drafts)))
+    check(run(made, REQUESTS), wanted)
+    assert accepted_share(made) > 0.05
+
+
+def test_drafts_adapt(models: dict[str, MtpModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows have fewer drafts, of which more are accepted."""
+    monkeypatch.setattr(adaptive, "SHORTEST_PAUSE", 4)
+    checkpoint = models["glm4-moe"].checkpoint
+    always = drafting_engine(checkpoint, unchanging(mtp(4)))
+    made = drafting_engine(checkpoint, mtp(4))
+    check(run(made, REQUESTS), run(always, REQUESTS))
+    assert made.core.stats().num_draft_tokens < 0.7 * always.core.stats().num_draft_tokens
+    assert accepted_share(made) > accepted_share(always)
+
+
+def test_two_ranks_draft_the_same(models: dict[str, MtpModel]) -> None:
+    model = models["glm4-moe"]
+    made = drafting_engine(model.checkpoint, unchanging(mtp(4)), ranks=2, max_tokens=16, max_rows=2)
+    assert check_drafts(made, model.drafts, 4) < 23
+
+
+def test_preempted_and_cached_requests(models: dict[str, MtpModel]) -> None:
+    """With few blocks, requests are preempted and prompts come from the prefix cache."""
+    checkpoint = models["glm4-moe"].checkpoint
+    wanted = run(drafting_engine(checkpoint, PLAIN), 14)
+    made = drafting_engine(checkpoint, unchanging(mtp(3)), blocks=24)
+    check(run(made, 14), wanted)
+    stats = made.core.stats()
+    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    assert accepted_share(made) > 0.05
+
+
+def test_a_model_without_such_a_layer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    _, checkpoint = save_tiny(tiny("llama-gqa"), tmp_path_factory.mktemp("model"))
+    config = dataclasses.replace(engine_config(), speculative=mtp(2))
+    with pytest.raises(ValueError, match="no layer for multi-token prediction"):
+        Worker(config, checkpoint, place(), lambda *progress: None).load()

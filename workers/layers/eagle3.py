@@ -1,0 +1,201 @@
+"""The EAGLE-3 head: one Llama layer that predicts from a model's hidden states at several depths.
+
+    hidden states of token i ─ fc ─┬─ hidden_norm ──────┐
+                                   │                    ├─ layer ─┬─ norm ─ lm_head ─ d2t ► token i + 2
+    embedding of token i + 1 ──────┼─ input_layernorm ──┘         │
+                                   └─────────── + ────────────────┴► in place of fc's output for token i + 1
+
+The head may have a smaller vocabulary (d2t maps it to the model's), and an embedding of its own.
+
+T tokens, R rows, F features of the hidden states side by side, D hidden size of the head.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from atom_ops import SamplingBatch
+from workers.layers.attention.rotary import RotaryEmbedding
+from workers.layers.attention.rotation import Rotation
+from workers.layers.causal_lm import WeightedModel
+from workers.layers.context import BuildContext, ForwardContext
+from workers.layers.decoder import (
+    DecoderArgs,
+    DecoderLM,
+    GatedMLP,
+    SelfAttention,
+    common_fields,
+    kv_groups,
+)
+from workers.layers.embedding import LMHead, VocabEmbedding
+from workers.layers.linear import Linear
+from workers.layers.norm import RMSNorm
+from workers.layers.quantization.scheme import StoredTensor
+from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
+
+_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "num_hidden_layers": 1,
+    "norm_before_residual": False,
+    "norm_output": False,
+    "fc_norm": False,
+    "num_aux_hidden_states": 3,
+}
+_LAYER = "midlayer"
+_NUMBERED_LAYER = "layers.0"
+
+
+class Eagle3Layer(nn.Module):
+    """Attention reads embedding and hidden state side by side; the hidden state is the residual stream."""
+
+    def __init__(self, args: DecoderArgs, norm_before_residual: bool, build: BuildContext):
+        """`norm_before_residual`: whether the residual stream is the normalised hidden state."""
+        super().__init__()
+        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
+        self.hidden_norm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
+        self.self_attn = SelfAttention(args, 0, kv_groups(args, build), build.at("self_attn"))
+        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
+        self.mlp = GatedMLP(args, build.at("mlp"))
+        self._norm_before_residual = norm_before_residual
+
+    def forward(
+        self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, rotation: Rotation, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output of the MLP, residual); the caller adds them."""
+        attention = self.self_attn
+        normed_TD = self.hidden_norm(hidden_TD)
+        both_T2D = torch.cat((self.input_layernorm(embedded_TD), normed_TD), -1)
+        residual_TD = normed_TD if self._norm_before_residual else hidden_TD
+        out_TD = attention.o_proj(attention.attend(attention.qkv_proj(both_T2D), rotation, ctx))
+        return self.mlp.after_norm(self.post_attention_layernorm, out_TD, residual_TD)
+
+
+def _no_difference(d2t: torch.Tensor, std: float, generator: torch.Generator) -> None:
+    d2t.zero_()
+
+
+class Projection(Linear):
+    """A plain linear layer, the same on every rank."""
+
+    def __init__(self, in_features: int, out_features: int, build: BuildContext):
+        super().__init__()
+        whole = ShardRange.whole(out_features)
+        self.add_weight("weight", [ShardSpec((out_features, in_features), 0, whole)], build)
+
+
+class VocabularyMap(WeightedLayer):
+    """d2t: how much larger the model's id is than the head's id of the same token."""
+
+    d2t: torch.Tensor
+
+    def __init__(self, draft_vocab_size: int, build: BuildContext):
+        super().__init__()
+        stored = StoredTensor("", (1, 1), (torch.int64, torch.int32), _no_difference)
+        shard = ShardSpec((draft_vocab_size,), 0, ShardRange.whole(draft_vocab_size), stored=stored)
+        self.add_weight("d2t", [shard], build, torch.int64)
+
+    def forward(self, ids_R: torch.Tensor) -> torch.Tensor:
+        return ids_R + self.d2t.index_select(0, ids_R)
+
+
+class Eagle3Head(WeightedModel):
+    """The head of a target model; `names` are the tensors of its checkpoint."""
+
+    packed_modules_mapping: ClassVar = DecoderLM.packed_modules_mapping
+
+    def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
+        """`config` is the head's config.json. Raises KeyError (missing field) or ValueError (unsupported)."""
+        super().__init__()
+        config = {**_DEFAULTS, **config}
+        _check_supported(config)
+        numbered = any(name.startswith(f"{_NUMBERED_LAYER}.") for name in names)
+        renamed = {"vocabulary": "", **({_LAYER: _NUMBERED_LAYER} if numbered else {})}
+        self.renamed_on_disk = renamed  # type: ignore[misc]  # it differs from head to head
+        build = replace(build, renamed=renamed)
+        bias = config["attention_bias"]
+        fields = common_fields(config)
+        hidden = fields["hidden_size"]
+        target_hidden = target.model.hidden_size
+        fields["attention_inputs"] = 2 * hidden
+        args = DecoderArgs(**fields, qkv_bias=bias, o_bias=bias, mlp_bias=config["mlp_bias"])
+        self.kv_groups = [*kv_groups(args, build)]
+        self.aux_layers = aux_layers(config, len(target.model.layers))
+        self.fc = Projection(len(self.aux_layers) * target_hidden, hidden, build)
+        self.midlayer = Eagle3Layer(args, config["norm_before_residual"], build.at(_LAYER))
+        self.norm = RMSNorm(hidden, args.rms_norm_eps, build)
+        self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)
+        own = args.vocab_size
+        draft_vocab = config.get("draft_vocab_size") or own
+        self.lm_head = LMHead(draft_vocab, hidden, build.at("lm_head"), None)
+        self.vocabulary = VocabularyMap(draft_vocab, build) if draft_vocab != own else None
+        self.unused_on_disk = ("t2d", *(() if self.vocabulary else ("d2t",)), "*.rotary_emb.inv_freq")
+        self._embed: list[VocabEmbedding] = [target.model.embed_tokens]  # not a module of this model
+        self.embed_tokens: VocabEmbedding | None = None
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = VocabEmbedding(own, hidden, build.at("embed_tokens"))
+            self._embed = [self.embed_tokens]
+        elif hidden != target_hidden:
+            raise ValueError(
+                f"an EAGLE-3 head of hidden size {hidden} without embed_tokens.weight cannot use the model's "
+                f"embedding, of {target_hidden}"
+            )
+        self._returns_normed = config["norm_output"]
+
+    def combine(self, aux_TF: torch.Tensor) -> torch.Tensor:
+        """The first hidden states [T, D], from the model's at `aux_layers`, side by side."""
+        return self.fc(aux_TF)
+
+    def forward(
+        self,
+        next_ids_T: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        ctx: ForwardContext,
+    ) -> torch.Tensor:
+        """Hidden states [T, D], for `sample` and for the tokens after the next ones.
+
+        `hidden_TD` are results of `combine` or of this method, of the tokens at `positions_T`.
+        """
+        embedded_TD = self._embed[0](next_ids_T)
+        x_TD, residual_TD = self.midlayer(embedded_TD, hidden_TD, self.rotary(positions_T), ctx)
+        normed_TD, total_TD = self.norm.add_norm(x_TD, residual_TD)
+        return normed_TD if self._returns_normed else total_TD
+
+    def sample(
+        self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Ids of the model's vocabulary, int64 [R], sampled from the head's."""
+        normed_RD = hidden_RD if self._returns_normed else self.norm(hidden_RD)
+        ids_R = self.lm_head.sample(normed_RD, settings, positions_R)
+        return ids_R if self.vocabulary is None else self.vocabulary(ids_R)
+
+
+def aux_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
+    """The layers of the model whose inputs the head reads: by its config, or a low, a middle and a high one.
+
+    Raises ValueError for layers that the model does not have.
+    """
+    stated = config.get("eagle_aux_hidden_state_layer_ids")
+    stated = stated or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    layers = list(stated or (2, num_layers // 2, num_layers - 3))
+    if not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in layers):
+        raise ValueError(f"an EAGLE-3 head of layers {layers} needs a model of more than {num_layers} layers")
+    count = config["num_aux_hidden_states"]
+    if len(layers) != count or len({*layers}) != count:
+        raise ValueError(
+            f"an EAGLE-3 head needs {count} distinct layers (num_aux_hidden_states), not {layers}"
+        )
+    return layers
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for heads of another structure."""
+    if config["num_hidden_layers"] != 1:
+        raise ValueError(f"an EAGLE-3 head of {config['num_hidden_layers']} layers is not supported; one is")
+    if config["fc_norm"]:
+        raise ValueError("an EAGLE-3 head with fc_norm is not supported")

@@ -1,0 +1,109 @@
+"""Multi-token prediction: a decoder layer after the last one, which predicts the token after the next.
+
+    hidden state of token i ─ hnorm ─┐
+                                     ├─ eh_proj ─ decoder layer ─ shared_head.norm ─ LM head ► token i + 2
+    embedding of token i + 1 ─ enorm ┘
+
+Embedding and LM head are the model's. The layer caches the pair (i, i + 1) in the slot of token i. Its output
+takes the place of the hidden state where it predicts several tokens, one after another.
+
+T tokens, D hidden.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from workers.layers.context import BuildContext, ForwardContext
+from workers.layers.decoder import DecoderArgs, DecoderLayer, DecoderLM, FeedForward, TokenMixer, TokenMixers
+from workers.layers.linear import Linear
+from workers.layers.norm import RMSNorm
+from workers.layers.weighted import ShardRange, ShardSpec
+
+
+class PairProjection(Linear):
+    """Maps an embedding and a hidden state, side by side, to one hidden state; the same on every rank.
+
+    Checkpoints do not quantize it.
+    """
+
+    def __init__(self, hidden_size: int, build: BuildContext):
+        super().__init__()
+        whole = ShardRange.whole(hidden_size)
+        self.add_weight("weight", [ShardSpec((hidden_size, 2 * hidden_size), 0, whole)], build)
+
+
+class SharedHead(nn.Module):
+    """The norm before the model's LM head."""
+
+    def __init__(self, args: DecoderArgs, build: BuildContext):
+        super().__init__()
+        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms)
+
+
+class PredictionLayer(DecoderLayer):
+    """The layer, without embedding and LM head."""
+
+    def __init__(self, args: DecoderArgs, attention: TokenMixer, mlp: FeedForward, build: BuildContext):
+        super().__init__(args, attention, mlp, build)
+        self.enorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms)
+        self.hnorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms)
+        self.eh_proj = PairProjection(args.hidden_size, build)
+        self.shared_head = SharedHead(args, build)
+
+
+class PredictingDecoderLM(DecoderLM):
+    """A decoder whose checkpoints have layers for multi-token prediction; the first is built on request.
+
+    `num_nextn_predict_layers` of config.json counts them; their numbers follow the last layer's.
+    """
+
+    mtp: PredictionLayer | None
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        args: DecoderArgs,
+        build: BuildContext,
+        mlp: Callable[[int, BuildContext], FeedForward],
+        token_mixers: TokenMixers,
+    ):
+        """`token_mixers` have groups for `args.cached_layers`."""
+        super().__init__(config, args, build, mlp, token_mixers)
+        first = args.num_hidden_layers
+        layers = range(first, first + (config.get("num_nextn_predict_layers") or 0))
+        self.mtp = None
+        if not args.mtp_layers:
+            self.unused_on_disk += tuple(f"{build.at(f'model.layers.{layer}').prefix}.*" for layer in layers)
+            return
+        at = build.at(f"model.layers.{first}")
+        self.mtp = PredictionLayer(args, token_mixers.make(first, at), mlp(first, at.at("mlp")), build)
+        # Of this checkpoint: the class knows no number of layers.
+        self.renamed_on_disk = {  # type: ignore[misc]
+            **self.renamed_on_disk,
+            "mtp": at.prefix,
+        }
+        self.unused_on_disk += (
+            f"{at.prefix}.embed_tokens.*",
+            f"{at.prefix}.shared_head.head.*",
+        )
+
+    def predict(
+        self,
+        next_ids_T: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        ctx: ForwardContext,
+    ) -> torch.Tensor:
+        """Normalised hidden states [T, D] that `sample` takes, for the tokens after the next ones.
+
+        `hidden_TD` are the model's of the tokens at `positions_T`, or earlier results of this method.
+        """
+        layer = self.mtp
+        assert layer is not None, "the layer was not requested"
+        pair_T2D = torch.cat((layer.enorm(self.model.embed_tokens(next_ids_T)), layer.hnorm(hidden_TD)), -1)
+        x_TD, residual_TD = layer(layer.eh_proj(pair_T2D), None, self.model.rotary[0](positions_T), ctx)
+        normed_TD, _ = layer.shared_head.norm.add_norm(x_TD, residual_TD)
+        return normed_TD

@@ -1,0 +1,313 @@
+"""Drafts of a model: it follows every step's tokens, then predicts several more of each row.
+
+    position           s        s+1      s+2      s+3      s+4      s+5
+    step computes      last id  draft 1  draft 2  draft 3                     K = 3; two drafts are right:
+    and samples        s+1 ✓    s+2 ✓    s+3      (s+4)                       s + 3 is the row's last id, p
+    follow             ●        ●        ●        (●)                         same tokens, plan and slots
+    predict                                       ● p      ● p+1    (● p+2)   one token of each row at a time
+
+`follow` fills the model's own KV for all tokens of the step. What it writes for rejected drafts is
+overwritten by `predict`, or in the next step, before a row's context reaches it. `predict` writes to
+positions after those of the step: the engine core has blocks for them (`Limits.lookahead`).
+
+A model of pairs reads the hidden state of a token and the id after it; its cache has the pair in the slot of
+the former. So it is one token ahead: the first draft comes from `follow`. A block of the prefix cache may be
+continued by another token than the one that its last pair was computed with; then that pair is a slightly
+worse context for drafts, and no output changes.
+
+Drafts are sampled as the target samples, with the row's settings, seed and the position's noise. So they are
+the target's tokens wherever both models have nearly the same logits, with any temperature.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from atom.shared.messages.worker import KVSpec, NewRow
+from atom_ops import (
+    NO_DRAFT,
+    AttentionPlan,
+    RowState,
+    SamplingBatch,
+    StatePlan,
+    draft_inputs,
+    plan_attention,
+)
+from workers.batch.block_table import BatchLimits
+from workers.batch.group_rows import GroupRows
+from workers.layers.context import ForwardContext, GroupContext
+from workers.layers.embedding import VocabEmbedding
+from workers.layers.weighted import WeightedLayer
+from workers.spec_decode.draft_rows import Computed, Sampled
+from workers.spec_decode.proposer import Method, Proposer
+
+
+class Drafter(ABC):
+    """A model that drafts. T tokens, R rows, D hidden."""
+
+    groups: Sequence[int]
+    """Numbers of the KV groups, among all of the step's, that it caches in."""
+    reads_pairs: bool
+    """Whether it computes a token's hidden state together with the id after it."""
+    cost: float
+    """Time of one `predict` and `sample`, as a fraction of a step without drafts."""
+
+    @abstractmethod
+    def follow(self, computed: Computed, next_ids_T: torch.Tensor) -> torch.Tensor:
+        """Compute the tokens of a step; hidden states [T, D].
+
+        `next_ids_T` (int64): the id after each token; any id after a rejected draft, or padding.
+        """
+
+    @abstractmethod
+    def predict(
+        self, ids_R: torch.Tensor, hidden_RD: torch.Tensor, positions_R: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """Hidden states [R, D] of one more token of each row.
+
+        `hidden_RD`: with `reads_pairs` those of the token before, from `follow` or from here; otherwise any.
+        """
+
+    @abstractmethod
+    def sample(
+        self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Ids of the target's vocabulary, int64 [R], sampled at these positions."""
+
+
+def relative_cost(draft: Sequence[nn.Module], model: Sequence[nn.Module]) -> float:
+    """The time of a pass of `draft` as a fraction of one of `model`, by the weights that they read."""
+    return _bytes_read(draft) / max(_bytes_read(model), 1)
+
+
+def _bytes_read(modules: Sequence[nn.Module]) -> int:
+    layers = (layer for module in modules for layer in module.modules())
+    tensors = {
+        id(tensor): tensor
+        for layer in layers
+        if isinstance(layer, WeightedLayer) and not isinstance(layer, VocabEmbedding)
+        for tensor in layer.held_tensors()
+    }
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+class ModelMethod(Method):
+    """A method that runs a model, whose KV groups are among those of the target."""
+
+    def __init__(self, drafter: Drafter):
+        self._drafter = drafter
+
+    def kv_specs(self, specs: Sequence[KVSpec]) -> list[KVSpec]:
+        return list(specs)
+
+    def proposer(
+        self,
+        limits: BatchLimits,
+        tables: Sequence[GroupRows],
+        num_blocks: Sequence[int],
+        device: torch.device,
+    ) -> Proposer:
+        return ModelProposer(self._drafter, limits, tables, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What drafting starts from: the hidden state before each row's first prediction."""
+
+    context: ForwardContext
+    hidden_RD: torch.Tensor
+    settings: SamplingBatch
+
+    def select(self, indices: torch.Tensor) -> "_Start":
+        """That of some rows; waits for the device."""
+        if len(indices) == len(self.hidden_RD):
+            return self
+        return _Start(self.context, self.hidden_RD.index_select(0, indices), self.settings.select(indices))
+
+
+class ModelProposer(Proposer):
+    """The proposer of every method that runs a model."""
+
+    runs_model = True
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        limits: BatchLimits,
+        tables: Sequence[GroupRows],
+        device: torch.device,
+        exact: bool | None = None,
+    ):
+        """`tables` of all KV groups.
+
+        `exact`: whether the host reads the rows, and computes no padding; None: as the device requires.
+        """
+        self.reads_next_ids = drafter.reads_pairs
+        self.cost = drafter.cost
+        self._drafter = drafter
+        self._limits = limits
+        self._tables = {group: tables[group].device_table(device) for group in drafter.groups}
+        self._exact = device.type == "cpu" if exact is None else exact
+        self._start: _Start | None = None
+
+    def add_rows(self, new_rows: Sequence[NewRow]) -> None:
+        """The model's cache is in the rows' blocks."""
+
+    def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
+        """`observe` gets the tokens."""
+
+    def observe(self, computed: Computed, sampled: Sampled | None) -> None:
+        hidden_TD = self._drafter.follow(computed, _next_ids(computed, sampled))
+        self._start = None
+        if sampled is not None:
+            hidden_RD = hidden_TD.index_select(0, _last_tokens(sampled))
+            self._start = _Start(computed.context, hidden_RD, sampled.settings)
+
+    def propose(
+        self,
+        rows_R: torch.Tensor,
+        state: RowState,
+        max_positions: int,
+        allowed_R: torch.Tensor | None = None,
+    ) -> None:
+        assert self._start is not None, "observe comes first"
+        drafter = self._drafter
+        start = self._start
+        self._start = None
+        room_R = self._room(rows_R, state)
+        if allowed_R is not None:
+            drafting = allowed_R.nonzero()[:, 0]
+            room_R = torch.minimum(room_R, allowed_R)[drafting]
+            rows_R = rows_R[drafting]
+            start = start.select(drafting)
+        last_R = state.positions_N.index_select(0, rows_R)
+        ids_R = state.ids_N.index_select(0, rows_R)
+        hidden_RD = start.hidden_RD
+        most = self._limits.num_drafts
+        if self._exact:
+            most = min(max(int(room_R.max()), 0), most)
+        drafts_RK = ids_R.new_full((len(rows_R), self._limits.num_drafts), NO_DRAFT)
+        for number in range(most):
+            # A model of pairs has computed the pair of the last id; each later pair starts one token earlier.
+            ahead = number - drafter.reads_pairs
+            if ahead >= 0:
+                at = _Tokens(rows_R, ids_R, last_R + ahead, room_R > number)
+                hidden_RD = self._predict(at, hidden_RD, start.context, state, max_positions + ahead)
+            ids_R = drafter.sample(hidden_RD, start.settings, (last_R + number + 1).clamp(min=0))
+            drafts_RK[:, number] = ids_R.masked_fill(room_R <= number, NO_DRAFT)
+        state.drafts_NK.index_copy_(0, rows_R, drafts_RK)
+
+    def _room(self, rows_R: torch.Tensor, state: RowState) -> torch.Tensor:
+        """How many drafts each row may have before its limit, int64 [R]."""
+        last_R = state.positions_N.index_select(0, rows_R)
+        # The last token that a row may sample is no draft: nothing is computed after it.
+        return (state.limits_N.index_select(0, rows_R) - 2 - last_R).masked_fill(last_R < 0, 0)
+
+    def _predict(
+        self,
+        tokens: "_Tokens",
+        hidden_RD: torch.Tensor,
+        step: ForwardContext,
+        state: RowState,
+        max_context: int,
+    ) -> torch.Tensor:
+        """The hidden states after one token of each row, [R, D]; of rows that need none, any.
+
+        No context is longer than `max_context`.
+        """
+        if not self._exact:
+            positions_R, context = self._context(tokens, step, state, max_context)
+            return self._drafter.predict(tokens.ids_R, hidden_RD, positions_R, context)
+        needed = tokens.needed_R.nonzero()[:, 0]  # no padding is computed
+        if not len(needed):
+            return hidden_RD
+        positions_R, context = self._context(tokens.select(needed), step, state, max_context)
+        ids_R = tokens.ids_R.index_select(0, needed)
+        found_RD = self._drafter.predict(ids_R, hidden_RD.index_select(0, needed), positions_R, context)
+        return hidden_RD.index_copy(0, needed, found_RD)
+
+    def _context(
+        self, tokens: "_Tokens", step: ForwardContext, state: RowState, max_context: int
+    ) -> tuple[torch.Tensor, ForwardContext]:
+        """Positions and context of one token of each row; a row that needs none is padding."""
+        rows_R = tokens.rows_R
+        block_size = self._limits.block_size
+        longest = min(max_context, self._limits.max_context)
+        rows = RowState(
+            tokens.ids_R,
+            tokens.positions_R.masked_fill(~tokens.needed_R, -1),
+            state.limits_N.index_select(0, rows_R),
+            tokens.ids_R.new_zeros(len(rows_R), 1),  # no draft is read
+        )
+        all_R = torch.arange(len(rows_R), device=rows_R.device)
+        groups = list(step.groups)
+        positions_R = tokens.positions_R
+        for group, table_NW in self._tables.items():
+            of_step = groups[group]
+            assert isinstance(of_step, GroupContext), "states have no drafts"
+            inputs = draft_inputs(all_R, rows, table_NW.index_select(0, rows_R), block_size, 0)
+            positions_R = inputs.positions_T
+            table_RW = inputs.table_RW[:, : -(-longest // block_size)].contiguous()
+            plan = self._plan(inputs.contexts_R, table_RW, longest, of_step.plan.split_tokens)
+            groups[group] = GroupContext(inputs.slots_T, plan)
+        return positions_R, replace(step, groups=groups, splitter=None)
+
+    def _plan(
+        self, contexts_R: torch.Tensor, table_RW: torch.Tensor, longest: int, split_tokens: int
+    ) -> AttentionPlan:
+        """The attention of one token of each row; with the rows on the host, where it may read them."""
+        rows = len(contexts_R)
+        device = contexts_R.device
+        if self._exact:
+            ones = np.ones(rows, np.int32)
+            return plan_attention(ones, contexts_R.numpy(), table_RW.numpy(), device, split_tokens)
+        starts_R1 = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        return AttentionPlan(
+            table_RW,
+            contexts_R,
+            starts_R1,
+            num_tokens=rows,
+            min_query_len=1,
+            max_query_len=1,
+            max_context_len=longest,
+            split_tokens=split_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """One token of each of R rows."""
+
+    rows_R: torch.Tensor
+    ids_R: torch.Tensor
+    positions_R: torch.Tensor
+    needed_R: torch.Tensor
+    """bool: whether a draft follows it."""
+
+    def select(self, indices: torch.Tensor) -> "_Tokens":
+        columns = (self.rows_R, self.ids_R, self.positions_R, self.needed_R)
+        return _Tokens(*(column.index_select(0, indices) for column in columns))
+
+
+def _next_ids(computed: Computed, sampled: Sampled | None) -> torch.Tensor:
+    """The id after each of the T computed tokens, int64; 0 for padding."""
+    num_tokens = len(computed.positions_T)
+    next_ids = computed.positions_T.new_zeros(num_tokens + 1)
+    if computed.next_ids_T is not None:
+        next_ids[: len(computed.next_ids_T)].copy_(computed.next_ids_T)
+    if sampled is not None:
+        # A row at its limit has sampled after a token of another row; that is written after the end.
+        first_S = sampled.drafts.first_positions_R.index_select(0, sampled.drafts.indices_S)
+        where_S = sampled.tokens_S.masked_fill(first_S < 0, num_tokens)
+        next_ids.index_copy_(0, where_S, sampled.ids_S)
+    return next_ids[:num_tokens]
+
+
+def _last_tokens(sampled: Sampled) -> torch.Tensor:
+    """The computed token before each row's last sampled id, int64 [R]."""
+    tokens_RJ = sampled.drafts.by_row(sampled.tokens_S)
+    return tokens_RJ.gather(1, sampled.counts_R[:, None] - 1)[:, 0]
