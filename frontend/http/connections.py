@@ -16,7 +16,7 @@ from frontend.http.limits import HttpLimits
 from frontend.metrics.metrics import Metrics
 from frontend.routes.errors import add_request_id, error_response, http_exception_response
 
-__all__ = ["Listener"]
+__all__ = ["Listener", "check_aiohttp"]
 
 _BACKLOG = 1024
 _LAST_READ_S = 0.01
@@ -250,7 +250,7 @@ class Listener(web.BaseSite):
         tls: ssl.SSLContext | None = None,
     ):
         super().__init__(runner, backlog=_BACKLOG, ssl_context=tls)
-        _check_aiohttp()
+        check_aiohttp()
         self._listener = listener
         self._limits = limits
         self._metrics = metrics
@@ -284,7 +284,8 @@ class Listener(web.BaseSite):
         )
 
 
-def _check_aiohttp() -> None:
+def check_aiohttp() -> None:
+    """Raise ImportError for a version of aiohttp that works in another way."""
     missing = [name for name in _INTERNALS if not hasattr(web.RequestHandler, name)]
     if missing:
         raise ImportError(
