@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
