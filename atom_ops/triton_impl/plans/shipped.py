@@ -2,6 +2,8 @@
 
     tuned/NVIDIA-H200.json
 
+GPUs of the same chip that differ in memory alone use each other's plans, unless a file has their own name.
+
 A file that was measured on a GPU (see `plan_file`) is added by copying it into `tuned/`, under any name. The
 versions of torch and Triton in a shipped file say what it was measured with; it is used with all others too.
 """
@@ -20,6 +22,12 @@ from atom_ops.triton_impl.quantized.quantized_plans import QuantizedPlans
 __all__ = ["ShippedPlans", "shipped_on", "shipped_plans"]
 
 _DIRECTORY = Path(__file__).with_name("tuned")
+_SAME_CHIP = {
+    "NVIDIA H100 80GB HBM3": "NVIDIA H200",
+    "NVIDIA GH200 480GB": "NVIDIA H200",
+    "NVIDIA GH200 144G HBM3e": "NVIDIA H200",
+}
+"""The GPU whose plans another one uses: GH100 with 132 SMs, all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +58,10 @@ def shipped_on(device: torch.device) -> ShippedPlans:
 def shipped_plans(gpu: str) -> ShippedPlans:
     """The plans of the GPU with this name. Of files for the same GPU a later one, by name, comes first."""
     plans = ShippedPlans()
-    for content in _files():
-        if content.machine.gpu == gpu:
-            plans.add(content)
+    for name in (_SAME_CHIP.get(gpu), gpu):
+        for content in _files():
+            if content.machine.gpu == name:
+                plans.add(content)
     return plans
 
 

@@ -53,6 +53,24 @@ def test_other_devices_have_none() -> None:
     assert shipped_plans("Some GPU") == shipped_on(torch.device("cpu")) == ShippedPlans()
 
 
+def test_an_h100_uses_the_plans_of_an_h200_until_it_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same chip with other memory: without them the first start measures for up to 90 s."""
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert shipped_plans(h100) == shipped_plans("NVIDIA H200")
+    assert shipped_plans("NVIDIA H100 PCIe") == ShippedPlans()  # with 114 SMs
+    for name, plan in (("NVIDIA H200", VECTOR), (h100, STREAM_K)):
+        file = PlanFile(tmp_path, Machine(name, "2.11.0", "3.6.0"), lambda shape, plan: True)
+        file.path.parent.mkdir(exist_ok=True)
+        file.write({(64, 32): (plan,)})
+    monkeypatch.setattr(shipped, "_DIRECTORY", file.path.parent)
+    for function in (shipped_plans, shipped._files):
+        function.cache_clear()
+    assert shipped_plans(h100).linear == {(64, 32): (STREAM_K,)}
+    assert shipped_plans("NVIDIA H200").linear == {(64, 32): (VECTOR,)}
+
+
 def test_a_measured_file_is_dropped_in_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = PlanFile(tmp_path, MEASURED, lambda shape, plan: True)
     file.path.parent.mkdir()
