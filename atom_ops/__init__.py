@@ -75,6 +75,7 @@ from atom_ops.ops.recurrent.causal_conv import causal_conv
 from atom_ops.ops.recurrent.gated_delta_rule import DecayWeights, gated_delta_rule
 from atom_ops.ops.recurrent.recurrent_state import (
     StateLayer,
+    StatePart,
     StatePlan,
     StateShape,
     empty_states,
@@ -159,6 +160,7 @@ __all__ = [
     "RowState",
     "SamplingBatch",
     "StateLayer",
+    "StatePart",
     "StatePlan",
     "StateShape",
     "TokenHistory",

@@ -4,6 +4,7 @@
 
 Rank 0 runs in this process, the others of `-tp` in processes of their own. For each number of rows:
 
+  tokens      tokens by which a request advances: 1, and accepted drafts of --method
   device ms   device time of a step: steps queued back to back, timed by events
   ahead ms    time of a step as in serving: each is launched while the previous one runs
   launch ms   host time of launching a step
@@ -11,7 +12,8 @@ Rank 0 runs in this process, the others of `-tp` in processes of their own. For 
 
 `--kernels` lists them with the runs and microseconds of each in a step. A kernel's time begins at
 the end of the previous kernels of its stream, because with PDL it starts early and waits.
-A step of R rows is a decode batch of R requests.
+A step of R rows is a decode batch of R requests. With --method all of them have drafts in every step; random
+weights need --spec-decode-acceptance-length to accept some.
 """
 
 import contextlib
@@ -27,6 +29,7 @@ from atom.shared.utils.process import spawn
 from atom.shared.utils.rendezvous import open_rendezvous
 from atom.supervisor import Supervisor
 from atom_ops import backend
+from benchmarks.common.offline import forced_acceptance
 from benchmarks.ranks.decode_step_rank import DecodeStepLaunch, Kernel, Row, measure_all
 
 
@@ -58,13 +61,13 @@ def main() -> None:
     results = measure_ranks(DecodeStepLaunch(config, checkpoint, args.rows, args.context, args.steps))
     if args.json:
         listed = [asdict(row) | {"times": [asdict(one) for one in kernels]} for row, kernels in results]
-        print(json.dumps(listed))
+        print(json.dumps([forced_acceptance(args) | each for each in listed]))
         return
-    print("rows  device ms  ahead ms  launch ms  kernels  a layer")
+    print("rows  tokens  device ms  ahead ms  launch ms  kernels  a layer")
     for row, kernels in results:
         print(
-            f"{row.rows:>4}  {row.device_ms:>9.3f}  {row.ahead_ms:>8.3f}  {row.launch_ms:>9.3f}"
-            f"  {row.kernels:>7.0f}  {row.kernels_per_layer:>7.2f}"
+            f"{row.rows:>4}  {row.tokens:>6.2f}  {row.device_ms:>9.3f}  {row.ahead_ms:>8.3f}"
+            f"  {row.launch_ms:>9.3f}  {row.kernels:>7.0f}  {row.kernels_per_layer:>7.2f}"
         )
         if args.kernels:
             for one in kernels:

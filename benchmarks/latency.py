@@ -19,6 +19,7 @@ from benchmarks.common.offline import (
     Run,
     benchmark_parser,
     fixed_length,
+    forced_acceptance,
     random_prompts,
     running_engine,
     timed,
@@ -74,6 +75,7 @@ def figures(runs: list[Run], args: argparse.Namespace) -> dict[str, Any]:
     latencies = [run.seconds for run in runs]
     sequences = [sequence for run in runs for sequence in run.sequences]
     return {
+        **forced_acceptance(args),
         "batch_size": args.batch_size,
         "input_len": args.input_len,
         "output_len": args.output_len,

@@ -23,6 +23,7 @@ from benchmarks.common.offline import (
     Run,
     benchmark_parser,
     fixed_length,
+    forced_acceptance,
     random_prompts,
     running_engine,
     timed,
@@ -119,6 +120,7 @@ def figures(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     prompts = run.input_tokens // args.n
     tokens = prompts + run.output_tokens
     return {
+        **forced_acceptance(args),
         "dataset": args.dataset_name,
         "elapsed_time": run.seconds,
         "num_requests": requests,

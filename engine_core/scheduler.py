@@ -30,7 +30,6 @@ from engine_core.draft_batch import DraftBatch
 from engine_core.draft_width import DraftWidth
 from engine_core.iteration_quota import IDS_PER_UNIT, UNITS_PER_ADMISSION
 from engine_core.kv_cache_manager import KVCacheManager
-from engine_core.kv_plan import holds_states
 from engine_core.request import Request, State
 from engine_core.request_queue import RequestQueue
 from engine_core.request_states import RequestStates
@@ -90,7 +89,7 @@ class Scheduler:
         if limits.max_num_seqs < 1 or limits.max_num_batched_tokens < 1 or limits.num_drafts < 0:
             raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
         if limits.num_drafts:
-            _check_drafts(limits, kv)
+            _check_drafts(limits)
         check_frames(
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
@@ -222,7 +221,8 @@ class Scheduler:
             # The blocks before `start` can be hashed: at most one step is in flight, so their ids have
             # arrived, while that of `start` itself may still be on the device.
             self._kv.cache(request.blocks, start, last_step)
-            self._kv.save_decode_state(request.blocks, start)
+            if not self._limits.num_drafts:  # with drafts, the steps in flight may go beyond this position
+                self._kv.save_decode_state(request.blocks, start)
             if not self._extend(request, start, end, plan) and request.state is State.DECODING:
                 self._preempt(request, plan)
 
@@ -430,14 +430,12 @@ class Scheduler:
         self.counters.overlapped_steps += bool(self._states.in_flight)
 
 
-def _check_drafts(limits: Limits, kv: KVCacheManager) -> None:
+def _check_drafts(limits: Limits) -> None:
     if limits.max_num_seqs * (1 + limits.num_drafts) > limits.max_num_batched_tokens:
         raise ValueError(
             f"max_num_batched_tokens={limits.max_num_batched_tokens} has no room for {limits.num_drafts} "
             f"draft tokens of each of {limits.max_num_seqs} sequences"
         )
-    if holds_states(kv.specs):
-        raise ValueError("recurrent states cannot be restored after rejected drafts")
 
 
 def _new_row(request: Request) -> NewRow:
@@ -457,4 +455,5 @@ def _new_row(request: Request) -> NewRow:
         settings.prediction_ids,
         settings.grammar,
         0 if settings.grammar is None else request.request_id,
+        bool(tokens.prompt.root),
     )

@@ -152,7 +152,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         tokenizer,
         max_model_len,
         launch.config.scheduler.scheduling_policy,
-        launch.config.speculative.method == "ngram",
+        launch.config.speculative,
     )
     settings = _client_settings(launch, limits)
     is_alone = launch.num_frontends == 1 or not launch.control
@@ -170,7 +170,12 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         ),
     )
     formats = _chat_formats(launch, inputs)
-    models_service = ModelService(config.names, inputs, None if formats is None else formats.tool_form)
+    models_service = ModelService(
+        config.names,
+        inputs,
+        None if formats is None else formats.tool_form,
+        launch.config.speculative.forced_length,
+    )
     options = ServingOptions(
         checkpoint.default_sampling,
         has_tokenizer=tokenizer is not None,

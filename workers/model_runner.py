@@ -4,7 +4,7 @@ T tokens of the step, R sampled rows, P tokens with prompt log probabilities, D 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -243,7 +243,7 @@ class ModelRunner:
             ids_S, verified = graphs.sample(settings)
             if verified is None and sampling.drafts is not None:  # the host verifies and proposes
                 verified = self._inputs.store_sampled(sampling, self._draws(forward, sampling, ids_S))
-            return SamplerOutput(ids_S), verified
+            return SamplerOutput(ids_S if verified is None else verified.ids_S), verified
         hidden_RD = forward.hidden_TD.index_select(0, sampling.tokens_R)
         if settings is not None:
             sampled = SamplerOutput(self._model.sample(hidden_RD, settings, sampling.positions_R))
@@ -253,6 +253,7 @@ class ModelRunner:
         verified = self._inputs.store_sampled(sampling, draws)
         if verified is not None and self._inputs.speculation is not None:
             self._sampler.propose(self._inputs.speculation.state.drafts_NK)
+            sampled = replace(sampled, ids_R=verified.ids_S)
         return sampled, verified
 
     def _draws(self, forward: _Forward, sampling: SamplingRows, ids_S: torch.Tensor) -> Draws:

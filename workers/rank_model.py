@@ -14,12 +14,14 @@ from atom.shared.utils import envs
 from parallel.expert import ExpertDispatch, LocalDispatch, expert_dispatch
 from parallel.mesh import Mesh
 from workers.checkpoint.draft import draft_checkpoint
-from workers.layers.attention.cache_groups import LatentGroup
+from workers.layers.attention.cache_groups import CacheGroup, LatentGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
+from workers.layers.moe.moe import MoE
 from workers.layers.moe.second_stream import SecondStream
 from workers.memory.kv_cache import kv_dtype, kv_specs
 from workers.models.registry import build_model
+from workers.spec_decode.dflash import build_block_drafter
 from workers.spec_decode.draft_model import attach
 from workers.spec_decode.eagle3 import build_head
 from workers.spec_decode.methods import method_of
@@ -45,7 +47,7 @@ def build_rank(
     Raises ValueError for a model, or a split of one, that is not supported.
     """
     dtype = compute_dtype(config)
-    in_one_part = config.device.level in COMPILERS or config.speculative.method == "eagle3"
+    in_one_part = config.device.level in COMPILERS or config.speculative.reads_hidden_states
     build = BuildContext(
         dtype,
         mesh.device,
@@ -66,9 +68,15 @@ def build_rank(
             f"--decode-context-parallel-size {mesh.dcp.size}: {checkpoint.model_type} has layers without "
             "MLA, whose cache is not split by tokens; omit the flag"
         )
+    if (drafts := config.speculative.num_speculative_tokens) > 0:
+        model.kv_groups = [_with_places(group, 1 + drafts) for group in model.kv_groups]
     if (path := config.speculative.draft_model) is not None:
         _attach_draft(model, draft_checkpoint(path), checkpoint, build, config)
     return model
+
+
+def _with_places(group: CacheGroup, places: int) -> CacheGroup:
+    return replace(group, places=places) if isinstance(group, StateGroup) else group
 
 
 def _attach_draft(
@@ -81,12 +89,22 @@ def _attach_draft(
             f"{target.vocab_size}: a draft model needs the same tokenizer"
         )
     build = replace(build, overlap_tokens=0, mtp=False)
+    most_tokens = config.scheduler.max_num_batched_tokens
+    assert most_tokens is not None, "resolved before any worker starts"
     if config.speculative.method == "eagle3":
-        most_tokens = config.scheduler.max_num_batched_tokens
-        assert most_tokens is not None, "resolved before any worker starts"
         attach(model, build_head(own, model, build, most_tokens, not config.model.load_dummy), own)
+    elif config.speculative.method == "dflash":
+        drafts = config.speculative.num_speculative_tokens
+        attach(model, build_block_drafter(own, model, build, most_tokens, drafts), own)
     else:
         attach(model, build_model(own, build), own)
+    assert model.draft is not None, "it is attached"
+    has_experts = any(isinstance(module, MoE) for module in model.draft.model.modules())
+    if config.parallel.lockstep and has_experts:
+        raise ValueError(
+            f"--draft-model {own.directory} has experts: engines that share their experts draft with a model "
+            "without any; use another one, or omit --enable-expert-parallel or --enable-dp-attention"
+        )
 
 
 def rank_dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:

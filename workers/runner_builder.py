@@ -113,8 +113,16 @@ class RunnerBuilder:
         split_tokens = BATCH_INVARIANT_SPLIT if self.config.device.batch_invariant else 0
         method = method_of(self.config.speculative, self.model)
         proposer = None if method is None else method.proposer(limits, tables, num_blocks, self.device)
-        adaptive = self.config.speculative.spec_decode_adaptive
-        return InputBatch(limits, tables, self.device, split_tokens, proposer, adaptive=adaptive)
+        speculative = self.config.speculative
+        return InputBatch(
+            limits,
+            tables,
+            self.device,
+            split_tokens,
+            proposer,
+            adaptive=speculative.spec_decode_adaptive,
+            forced_length=speculative.forced_length,
+        )
 
     def runner(
         self, kv_layers: list[CacheLayer], inputs: InputBatch, capture_sizes: list[int]

@@ -35,6 +35,7 @@ class ClientParts:
             Tokenizer.from_checkpoint(checkpoint),
             checkpoint.max_model_len,
             config.scheduler.scheduling_policy,
+            config.speculative,
         )
         router = router_for(config, config.parallel.data_parallel_size)
         return cls(inputs, router, GrammarProcess(checkpoint))

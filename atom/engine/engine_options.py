@@ -71,9 +71,11 @@ class EngineOptions(TypedDict, total=False):
     max_replays: int
     orphan_grace: float
     # SpeculativeConfig
-    method: Literal["ngram", "mtp", "draft_model", "eagle3"] | None
+    method: Literal["ngram", "suffix", "mtp", "draft_model", "eagle3", "dflash"] | None
     num_speculative_tokens: int
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None
     spec_decode_adaptive: bool
     draft_model: str | None
+    spec_decode_acceptance_length: float | None
+    spec_decode_acceptance_rate: float | None

@@ -228,6 +228,7 @@ class Launcher:
         url = self._url(port)
         name = config.model.names[0]
         changes = config.model.hf_overrides
+        forced = config.speculative.forced_length
         each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
         rows = [
             ("model", f"{name} ({config.model.dtype})"),
@@ -244,6 +245,7 @@ class Launcher:
                 f"{config.scheduler.max_num_seqs} requests{each}, "
                 f"{config.scheduler.max_num_batched_tokens} tokens a step",
             ),
+            *([("drafts", f"forced: {forced:g} tokens a step, text is not the model's")] if forced else []),
             *([("admin", admin.address)] if admin is not None else []),
             ("ready", f"after {time.monotonic() - self.started:.1f} s at {url}"),
         ]

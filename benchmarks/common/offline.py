@@ -18,6 +18,7 @@ __all__ = [
     "Run",
     "benchmark_parser",
     "fixed_length",
+    "forced_acceptance",
     "random_prompts",
     "running_engine",
     "timed",
@@ -63,6 +64,16 @@ def running_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(str(error))
     with given.create_engine() as engine:
         yield engine
+
+
+def forced_acceptance(args: argparse.Namespace) -> dict[str, float]:
+    """What a result says of acceptance that the engine's flags force; empty if they do not."""
+    given = vars(args)  # a flag that was not given may be missing
+    flags = {
+        "forced_acceptance_length": given.get("spec_decode_acceptance_length"),
+        "forced_acceptance_rate": given.get("spec_decode_acceptance_rate"),
+    }
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def random_prompts(engine: LLMEngine, rng: np.random.Generator, count: int, length: int) -> list[Ids]:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
-from atom.shared.messages.engine import Sampling, pack_ids
+from atom.shared.messages.engine import Sampling, pack_ids, unpack_ids
 from atom.shared.messages.launch import Rendezvous
 from atom.shared.messages.worker import AllocateKV, NewRow, RecurrentStateSpec, ScheduledBatch
 from atom.shared.utils.process import read_launch
@@ -61,6 +61,8 @@ class Row:
     """The figures of one number of rows."""
 
     rows: int
+    tokens: float
+    """Tokens by which a row advances in a step: 1 without drafts."""
     device_ms: float
     ahead_ms: float
     launch_ms: float
@@ -76,6 +78,7 @@ class Steps:
         self._config = config = launch.config
         self._checkpoint = checkpoint = launch.checkpoint
         self.layers = int(checkpoint.hf_config["num_hidden_layers"])
+        self._drafts = config.speculative.num_speculative_tokens
         parallel = config.parallel
         device = worker_device(config, launch.rank)
         shape = MeshShape(tp=parallel.tensor_parallel_size, dcp=parallel.decode_context_parallel_size)
@@ -93,6 +96,7 @@ class Steps:
         A step computes as many prompts as --max-num-batched-tokens allows, one at least.
         """
         size = self._config.block_tokens
+        steps *= 1 + self._drafts
         # A recurrent layer has one slot for a row.
         each = [1 if is_state else -(-(context + steps) // size) for is_state in self._is_state]
         if any(rows * wanted > blocks for wanted, blocks in zip(each, self._blocks, strict=True)):
@@ -123,7 +127,7 @@ class Steps:
 
     def launch(self) -> PendingStep:
         """Launch one decode step."""
-        return self._worker.execute(ScheduledBatch(1, self._names))
+        return self._worker.execute(ScheduledBatch(1, self._names, num_drafts=self._drafts))
 
     def device_ms(self, steps: int) -> float:
         """Milliseconds from step to step while the device always has work."""
@@ -138,20 +142,21 @@ class Steps:
         torch.cuda.synchronize()
         return float(first.elapsed_time(last)) / steps
 
-    def ahead_ms(self, steps: int) -> tuple[float, float]:
-        """Milliseconds of a step and of its launch."""
+    def ahead_ms(self, steps: int) -> tuple[float, float, float]:
+        """Milliseconds of a step and of its launch, and tokens by which a row advances."""
         launches = []
+        tokens = 0
         earlier = self.launch()
         started = time.perf_counter()
         for _ in range(steps):
             before = time.perf_counter()
             later = self.launch()
             launches.append(time.perf_counter() - before)
-            earlier.result()
+            tokens += len(unpack_ids(earlier.token_ids()))
             earlier = later
         whole = time.perf_counter() - started
         earlier.result()
-        return whole / steps * 1e3, statistics.median(launches) * 1e3
+        return whole / steps * 1e3, statistics.median(launches) * 1e3, tokens / steps / len(self._names)
 
     def kernels(self) -> list[Kernel]:
         """The kernels of a step, longest first."""
@@ -191,12 +196,13 @@ def measure(steps: Steps, rows: int, context: int, count: int) -> tuple[Row, lis
     for _ in range(8):
         last = steps.launch()
     last.result()  # else the first figure has these steps in it
-    ahead, launch = steps.ahead_ms(count)
+    ahead, launch, tokens = steps.ahead_ms(count)
     device = steps.device_ms(count)
     kernels = steps.kernels()
     total = sum(kernel.runs for kernel in kernels)
     per_layer = round(total / steps.layers, 2)
-    return Row(rows, round(device, 4), round(ahead, 4), round(launch, 4), total, per_layer), kernels
+    tokens, device, ahead, launch = (round(each, 4) for each in (tokens, device, ahead, launch))
+    return Row(rows, tokens, device, ahead, launch, total, per_layer), kernels
 
 
 def measure_all(launch: DecodeStepLaunch) -> list[tuple[Row, list[Kernel]]]:

@@ -47,6 +47,8 @@ class Snapshot:
     """Unfinished sequences of all frontends."""
     block_size: int = 0
     """Tokens of a KV block; 0: unknown."""
+    forced_length: float | None = None
+    """Mean tokens of a step whose acceptance is forced; None: drafts are verified."""
     frontend: int | None = None
     """The number of this frontend, where there are several: the label of its process's metrics."""
 
@@ -241,6 +243,10 @@ class _Collector(Collector):
         yield from self._counter("spec_decode_num_drafts", "Verified drafts", drafts)
         yield from self._counter("spec_decode_num_draft_tokens", "Verified draft tokens", tokens)
         yield from self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens", accepted)
+        if (forced := self._snapshot.forced_length) is not None:
+            text = "Mean tokens of a step whose acceptance is forced: figures of a benchmark"
+            lengths = dict.fromkeys(engines, forced)
+            yield self._family(GaugeMetricFamily, "atom:spec_decode_forced_length", text, lengths)
         text = "Accepted draft tokens by their place in the draft"
         for name in _both("spec_decode_num_accepted_tokens_per_pos"):
             family = CounterMetricFamily(name, text, labels=[*_LABELS, "position"])

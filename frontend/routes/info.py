@@ -66,6 +66,7 @@ async def metrics(request: web.Request) -> web.Response:
         engine_restarts=dict(client.engines.restarts),
         live=totals.live,
         block_size=launch.config.block_tokens,
+        forced_length=launch.config.speculative.forced_length,
         frontend=launch.index if launch.num_frontends > 1 else None,
     )
     body = await asyncio.to_thread(expose, snapshot)  # about 3 ms for each engine

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import (
     MAX_ADD_REQUEST_BYTES,
@@ -29,6 +30,7 @@ __all__ = ["MAX_EXCESS_TOKENS", "CheckedParams", "InputProcessor"]
 MAX_EXCESS_TOKENS = 1 << 18
 
 _NEUTRAL = LogitsProcessors()
+_NO_DRAFTS = SpeculativeConfig()
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class InputProcessor:
     """Checks and encodes requests for one model.
 
     `max_model_len` is in tokens. `scheduling_policy` is the engine core's: only "priority" reads priorities.
-    `speculates` tells whether predictions are used.
+    `speculative` tells whether predictions are used, and whether acceptance is forced.
     """
 
     def __init__(
@@ -54,12 +56,13 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         max_model_len: int,
         scheduling_policy: str,
-        speculates: bool = False,
+        speculative: SpeculativeConfig = _NO_DRAFTS,
     ):
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
         self._scheduling_policy = scheduling_policy
-        self._speculates = speculates
+        self._uses_predictions = speculative.reads_text
+        self._forces_acceptance = speculative.forced_length is not None
         self._vocab_size = checkpoint.vocab_size
         self._eos_token_ids = list(checkpoint.eos_token_ids)
 
@@ -101,7 +104,7 @@ class InputProcessor:
         Raises RequestError for a model without a tokenizer, and for a text with more tokens than the
         context.
         """
-        if not self._speculates or not text:
+        if not self._uses_predictions or not text:
             return []
         if self.tokenizer is None:
             raise RequestError(
@@ -185,6 +188,8 @@ class InputProcessor:
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
         stop_token_ids = list(params.stop_token_ids or ())
         processors = self._logits_processors(params, [*eos_token_ids, *stop_token_ids])
+        if self._forces_acceptance:
+            _check_unprocessed(params, processors, grammar)
         return CheckedParams(eos_token_ids, stop_token_ids, processors, grammar)
 
     def request(
@@ -299,6 +304,24 @@ class InputProcessor:
                 f"{max_tokens} to generate; lower max_tokens or shorten the prompt",
                 param="max_tokens",
                 code="context_length_exceeded",
+            )
+
+
+def _check_unprocessed(
+    params: SamplingParams, processors: LogitsProcessors | None, grammar: Grammar | None
+) -> None:
+    """Raises RequestError for what reads or rules the tokens that are sampled: others are the text."""
+    asked = {
+        "structured output": grammar is not None,
+        "penalties, logit_bias, bad_words, allowed_token_ids and min_tokens": processors is not None,
+        "logprobs": params.logprobs is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise RequestError(
+                f"{name}: not supported while the server forces the acceptance of drafts "
+                "(--spec-decode-acceptance-length or -rate, for benchmarks)",
+                code="unsupported_parameter",
             )
 
 

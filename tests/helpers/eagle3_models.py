@@ -64,9 +64,7 @@ class Eagle3Model:
     def _attended(self, x_T2D: Tensor) -> Tensor:
         q, k, v, o = (self.tensors[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkvo")
         q_HTE, k_HTE, v_HTE = ((x_T2D @ w.T).unflatten(1, (HEADS, WIDTH)).transpose(0, 1) for w in (q, k, v))
-        out_HTE = functional.scaled_dot_product_attention(
-            _turned(q_HTE), _turned(k_HTE), v_HTE, is_causal=True
-        )
+        out_HTE = functional.scaled_dot_product_attention(turned(q_HTE), turned(k_HTE), v_HTE, is_causal=True)
         return out_HTE.transpose(0, 1).flatten(1) @ o.T
 
     def _norm(self, name: str, x_TD: Tensor) -> Tensor:
@@ -138,8 +136,9 @@ def save_eagle3_model(
     return Eagle3Model(checkpoint_of(directory), built, head, tensors, settings)
 
 
-def _turned(x_HTE: Tensor) -> Tensor:
+def turned(x_HTE: Tensor, first: int = 0) -> Tensor:
+    """RoPE of tokens from position `first` on."""
     frequencies = _BASE ** (-torch.arange(0, WIDTH, 2) / WIDTH)
-    angles = torch.outer(torch.arange(x_HTE.shape[1]), frequencies)
+    angles = torch.outer(torch.arange(first, first + x_HTE.shape[1]), frequencies)
     one, two = x_HTE.chunk(2, -1)
     return torch.cat((one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()), -1)

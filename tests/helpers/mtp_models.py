@@ -79,7 +79,7 @@ def save_mtp_model(model: Tiny, directory: Path) -> MtpModel:
     built: Any = build_tiny(replace(model, config=model.config | {"num_hidden_layers": layers + 1}))
     hidden = built.config.hidden_size
     generator = torch.Generator().manual_seed(model.seed)
-    noise_D2D = torch.randn(hidden, 2 * hidden, generator=generator) * 0.03 * (2 * hidden) ** -0.5
+    passing_on_D2D = _passing_on(hidden, generator)
     with torch.no_grad():
         for name, weight in built.named_parameters():
             if "o_proj" in name or "down_proj" in name:
@@ -87,7 +87,7 @@ def save_mtp_model(model: Tiny, directory: Path) -> MtpModel:
     own = {
         "enorm.weight": 0.9 + 0.2 * torch.rand(hidden, generator=generator),
         "hnorm.weight": 0.9 + 0.2 * torch.rand(hidden, generator=generator),
-        "eh_proj.weight": noise_D2D + torch.eye(hidden, 2 * hidden),
+        "eh_proj.weight": passing_on_D2D,
         "shared_head.norm.weight": built.model.norm.weight.detach().clone(),
     }
     built.save_pretrained(directory)
@@ -100,3 +100,68 @@ def save_mtp_model(model: Tiny, directory: Path) -> MtpModel:
     config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps(config))
     return MtpModel(checkpoint_of(directory), built, own)
+
+
+@dataclass(frozen=True)
+class DeltaMtpModel(MtpModel):
+    """A model with recurrent layers; the one for multi-token prediction has full attention."""
+
+    def _hidden(self, ids: list[int]) -> Tensor:
+        model = self.built.model
+        layers = model.layers
+        model.layers = layers[:-1]
+        try:
+            found: Tensor = model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        finally:
+            model.layers = layers
+        return found
+
+    def _norm(self, name: str, x_TD: Tensor) -> Tensor:
+        eps = self.built.config.rms_norm_eps
+        return x_TD * (x_TD.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + self.own[f"{name}.weight"])
+
+
+_DELTA_NAMES = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "shared_head.norm": "mtp.norm",
+}
+
+
+def save_delta_mtp_model(model: Tiny, directory: Path) -> DeltaMtpModel:
+    """Saves a row of the Qwen3-Next families, with one more layer, as published checkpoints name it."""
+    layers = model.config["num_hidden_layers"]
+    kinds = ["linear_attention" if (layer + 1) % 4 else "full_attention" for layer in range(layers)]
+    more = {"num_hidden_layers": layers + 1, "layer_types": [*kinds, "full_attention"]}
+    built: Any = build_tiny(replace(model, config=model.config | more))
+    hidden = built.config.hidden_size
+    generator = torch.Generator().manual_seed(model.seed)
+    with torch.no_grad():
+        for name, weight in built.named_parameters():
+            if any(part in name for part in ("o_proj", "down_proj", "out_proj")):
+                weight.mul_(_SMALL)
+    own = {
+        "enorm.weight": 0.2 * torch.rand(hidden, generator=generator) - 0.1,
+        "hnorm.weight": 0.2 * torch.rand(hidden, generator=generator) - 0.1,
+        "eh_proj.weight": _passing_on(hidden, generator),
+        "shared_head.norm.weight": built.model.norm.weight.detach().clone(),
+    }
+    built.save_pretrained(directory)
+    last = f"model.layers.{layers}."
+    saved = load_file(directory / "model.safetensors")
+    tensors = {name.replace(last, "mtp.layers.0."): tensor for name, tensor in saved.items()}
+    for name, tensor in own.items():
+        module = name.removesuffix(".weight")
+        tensors[f"{_DELTA_NAMES[module]}.weight"] = tensor
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "layer_types": kinds, "mtp_num_hidden_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    return DeltaMtpModel(checkpoint_of(directory), built, own)
+
+
+def _passing_on(hidden: int, generator: torch.Generator) -> Tensor:
+    """A projection of pairs that nearly passes the embedding on."""
+    noise_D2D = torch.randn(hidden, 2 * hidden, generator=generator) * 0.03 * (2 * hidden) ** -0.5
+    return noise_D2D + torch.eye(hidden, 2 * hidden)

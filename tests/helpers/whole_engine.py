@@ -14,6 +14,7 @@ from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.core_driver import GREEDY, counts_of
 from tests.helpers.tiny_models import MAX_MODEL_LEN
+from workers.layers.attention.cache_groups import StateGroup
 from workers.worker import Worker
 
 
@@ -108,6 +109,8 @@ class WholeEngine:
                 for block in range(pool.num_blocks)
                 if not pool._ref_counts[block] and not pool._digests[block] and (number, block) not in kept
             ]
+            if isinstance(group, StateGroup):  # the states after drafts
+                unused = [slot * group.places + place for slot in unused for place in range(group.places)]
             for layer in group.layers:
                 for tensor in _tensors(self._worker._runner._kv_layers[layer]):
                     tensor[unused] = torch.nan

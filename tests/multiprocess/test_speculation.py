@@ -1,4 +1,4 @@
-"""N-gram speculation in the real engine, on one rank and on several: the tokens of the plain run."""
+"""Speculation in the real engine, on one rank and on several: the tokens of the plain run."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from atom import LLMEngine, SamplingParams
+from atom.supervisor.failure import StartError
 from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
 
 OPTIONS: dict[str, Any] = {
@@ -71,3 +72,26 @@ def test_drafts_change_no_token(model: Path, wanted: list[Any], layout: dict[str
     assert found == wanted
     assert sum(stats.num_accepted_tokens_per_pos) > 5
     assert stats.preemptions > 0 or "num_kv_blocks" not in layout
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("drafter")
+    save_tiny(tiny("llama-gqa"), directory)
+    return directory
+
+
+def test_engines_in_lockstep_draft_with_a_model(model: Path, drafter: Path, wanted: list[Any]) -> None:
+    """Each engine drafts for its own requests: a model without experts waits for no other engine."""
+    layout = {"tensor_parallel_size": 2, "enable_dp_attention": True, "num_kv_blocks": 24}
+    drafts = {"method": "draft_model", "num_speculative_tokens": 3, "draft_model": str(drafter)}
+    found, stats = run(model, **drafts, **layout, spec_decode_adaptive=False)
+    assert found == wanted
+    assert stats.num_draft_tokens > 50
+
+
+def test_engines_in_lockstep_need_a_drafter_without_experts(model: Path) -> None:
+    layout = {"tensor_parallel_size": 2, "enable_dp_attention": True}
+    drafts = {"method": "draft_model", "num_speculative_tokens": 3, "draft_model": str(model)}
+    with pytest.raises(StartError, match="has experts"):
+        run(model, **drafts, **layout)

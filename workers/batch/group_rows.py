@@ -23,6 +23,8 @@ class StepRows:
     """Tokens that each row computes."""
     ends: Rows
     """Tokens of each row after the step."""
+    decodes: NDArray[np.bool_]
+    """Whether each row decodes: it computes its last id, and drafts."""
     device: torch.device
     split_tokens: int
     """For the attention plan."""

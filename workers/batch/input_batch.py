@@ -19,6 +19,7 @@ from atom.shared.messages.worker import NewRow, ScheduledBatch
 from atom_ops import NO_DRAFT, StatePlan, draft_inputs, to_device
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows, Rows, StepRows
+from workers.batch.state_slots import StateSlots
 from workers.batch.step_inputs import (
     AppliedBatch,
     PromptChunk,
@@ -62,11 +63,12 @@ class InputBatch:
         proposer: Proposer | None = None,
         exact: bool | None = None,
         adaptive: bool = False,
+        forced_length: float | None = None,
     ):
         """`tables` of the KV groups are empty; `split_tokens` is passed to every AttentionPlan.
 
-        With a `proposer`, rows have drafts. `exact` and `adaptive`: see `Speculation`; None: as the device
-        requires.
+        With a `proposer`, rows have drafts. `exact`, `adaptive`, `forced_length`: see `Speculation`; `exact`
+        None: as the device requires.
         """
         self.limits = limits
         self.device_rows = DeviceRows(limits, device)
@@ -74,9 +76,11 @@ class InputBatch:
         if proposer is not None:
             last_N = self.device_rows.ids_N, self.device_rows.positions_N
             is_exact = device.type == "cpu" if exact is None else exact
-            self.speculation = Speculation(proposer, limits, last_N, is_exact, adaptive)
+            self.speculation = Speculation(proposer, limits, last_N, is_exact, adaptive, forced_length)
             for table in tables:
                 table.device_table(device)
+                if isinstance(table, StateSlots):
+                    table.accepted_N = self.speculation.track_accepted()
         self.tables = list(tables)
         self._next_ids = proposer is not None and proposer.reads_next_ids
         self._device = device
@@ -272,7 +276,9 @@ class InputBatch:
         sampling = SamplingRows(
             uniform.token_rows, uniform.rows_R, uniform.tokens_S, context_lens, positions_T + 1
         )
-        step = StepRows(applied.rows, applied.counts, context_lens, self._device, self.split_tokens)
+        step = StepRows(
+            applied.rows, applied.counts, context_lens, applied.decodes, self._device, self.split_tokens
+        )
         groups = self._contexts(columns, columns_T, step)
         ids_T = self.device_rows.ids_N.index_select(0, uniform.rows_R)
         return StepInputs(ids_T, positions_T, groups, sampling)
@@ -302,7 +308,7 @@ class InputBatch:
         ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns), *shifted)
         next_ids_T = columns_T.pop() if shifted else None
         self._uniform = None  # rows of the last decode may have new requests, which prefill
-        step = StepRows(rows, counts, ends, self._device, self.split_tokens)
+        step = StepRows(rows, counts, ends, decodes, self._device, self.split_tokens)
         groups = self._contexts(columns, columns_T, step)
         if draft_ids is None and decodes.any():
             self._add_decodes(rows, past_tokens, decodes, num_drafts, (ids_T, positions_T, groups))
@@ -353,7 +359,8 @@ class InputBatch:
         tokens = past_tokens[decodes][:, None] + np.arange(1 + num_drafts)
         (tokens_T,) = self._upload(tokens.ravel())
         for number, (table, group) in enumerate(zip(self.tables, groups, strict=True)):
-            assert isinstance(group, GroupContext), "states have no drafts"
+            if isinstance(group, StatePlan):
+                continue  # its plan has the rows' states
             exact = draft_inputs(
                 rows_D,
                 self.speculation.state,

@@ -8,17 +8,25 @@ import torch
 from atom.shared.messages.worker import StateCopy
 from atom_ops import StateLayer, StatePlan, empty_states, plan_states, to_device
 from workers.batch.block_table import BatchLimits
+from workers.batch.draft_states import draft_states
 from workers.batch.group_rows import GroupRows, Rows, StepRows
-from workers.layers.attention.cache_groups import CacheGroup
+from workers.layers.attention.cache_groups import CacheGroup, StateGroup
 from workers.layers.context import CacheLayer
 
 NO_SLOT = -1
 
 
 class StateSlots(GroupRows):
-    """Each row has one slot for its state, from its first token on."""
+    """Each row has one slot for its state, from its first token on.
+
+    With drafts a slot has room for 1 + K states, see `workers.batch.draft_states`.
+    """
+
+    accepted_N: torch.Tensor | None = None
+    """int64: accepted drafts of each row's last step; None without drafts."""
 
     def __init__(self, limits: BatchLimits):
+        self.places = 1 + limits.num_drafts
         self._slots = np.full(limits.max_rows, NO_SLOT, np.int64)
         self._device_table: torch.Tensor | None = None
         self._changed: set[int] = set()  # rows whose slot differs on the device
@@ -40,6 +48,8 @@ class StateSlots(GroupRows):
         return []
 
     def context(self, columns: Sequence[torch.Tensor], step: StepRows) -> StatePlan:
+        if self.accepted_N is not None:
+            return draft_states(step, self._slots[step.rows], self.places, self.accepted_N)
         is_fresh = step.ends == step.counts
         return plan_states(step.counts.astype(np.int32), self._slots[step.rows], is_fresh, step.device)
 
@@ -70,7 +80,11 @@ def copy_states(
     `layers` are the caches by layer index.
     """
     for number, group in enumerate(groups):
-        slots = [(copy.source, copy.target) for copy in copies if copy.group == number]
+        if not isinstance(group, StateGroup):
+            continue
+        # States are copied after prompt chunks and before the first token, when they are at the first place.
+        pairs = ((copy.source, copy.target) for copy in copies if copy.group == number)
+        slots = [(source * group.places, target * group.places) for source, target in pairs]
         if not slots:
             continue
         caches = [layers[layer] for layer in group.layers]

@@ -28,6 +28,7 @@ from atom_ops import (
     sample,
 )
 from atom_ops.op import REFERENCE
+from workers.batch.draft_states import captured_draft_states
 from workers.batch.group_rows import Rows
 from workers.batch.input_batch import InputBatch
 from workers.batch.state_slots import StateSlots
@@ -210,7 +211,7 @@ class DecodeGraphs:
         ids_S = sampled.ids_S[: rows * self.tokens_per_row]
         if sampled.counts_R is None or sampled.proposed_R is None:
             return ids_S, None
-        return ids_S, Verified(sampled.counts_R[:rows], sampled.proposed_R[:rows])
+        return ids_S, Verified(sampled.counts_R[:rows], sampled.proposed_R[:rows], ids_S)
 
     def _capture_size(self, size: int) -> _SizeGraphs:
         rows_R = torch.full_like(self._starts[:size], self._inputs.limits.padding_row, dtype=torch.int64)
@@ -255,7 +256,16 @@ class DecodeGraphs:
         block_size = self._inputs.limits.block_size
         per_group = []
         groups: list[GroupContext | StatePlan] = []
-        for device_table in self._device_tables:
+        for table, device_table in zip(self._inputs.tables, self._device_tables, strict=True):
+            if isinstance(table, StateSlots):
+                assert table.accepted_N is not None, "it is tracked with drafts"
+                slots_R = device_table.index_select(0, rows_R)
+                accepted_R = table.accepted_N.index_select(0, rows_R)
+                starts_R1 = torch.arange(len(rows_R) + 1, dtype=torch.int32, device=rows_R.device)
+                groups.append(
+                    captured_draft_states(slots_R, accepted_R, table.places, self.tokens_per_row, starts_R1)
+                )
+                continue
             inputs = draft_inputs(rows_R, speculation.state, device_table, block_size, self._num_drafts)
             per_group.append(inputs)
             plan = self._attention_plan(inputs.table_RW, inputs.contexts_R)
@@ -300,7 +310,7 @@ class DecodeGraphs:
         tokens_S = torch.arange(len(ids_S), device=ids_S.device)
         draws = Draws(output.computed, ids_S, tokens_S, of_rows)
         verified = speculation.verify(output.captured_rows(rows_R), draws)
-        return _Sampled(ids_S, verified.counts_R, verified.proposed_R)
+        return _Sampled(verified.ids_S, verified.counts_R, verified.proposed_R)
 
 
 def _sampling_kinds() -> list[SamplingKind]:

@@ -25,11 +25,13 @@ _LINEAR = "linear_attention"
 _FULL = "full_attention"
 
 
-def delta_decoder_args(config: Mapping[str, Any]) -> DecoderArgs:
+def delta_decoder_args(config: Mapping[str, Any], build: BuildContext) -> DecoderArgs:
     """The decoder's arguments from a config with `DELTA_DEFAULTS`."""
     bias = config["attention_bias"]
     fields = common_fields(config, partial_rotary=True)
-    return DecoderArgs(**fields, qkv_bias=bias, o_bias=bias, zero_centred_norms=True)
+    return DecoderArgs(
+        **fields, qkv_bias=bias, o_bias=bias, zero_centred_norms=True, mtp_layers=int(build.mtp)
+    )
 
 
 def delta_token_mixers(
@@ -41,6 +43,7 @@ def delta_token_mixers(
     """
     kinds = _layer_types(config)
     full = [layer for layer, kind in enumerate(kinds) if kind == _FULL]
+    full += range(len(kinds), args.cached_layers)
     linear = [layer for layer, kind in enumerate(kinds) if kind == _LINEAR]
     delta = _delta_args(config, by_kind)
     attention_group = kv_group(args, full, build)

@@ -10,6 +10,7 @@ takes the place of the hidden state where it predicts several tokens, one after 
 T tokens, D hidden.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,7 +55,27 @@ class PredictionLayer(DecoderLayer):
         self.shared_head = SharedHead(args, build)
 
 
-class PredictingDecoderLM(DecoderLM):
+class PredictingLM(DecoderLM, ABC):
+    """A decoder that can predict more tokens after the next one."""
+
+    mtp: nn.Module | None
+    """What predicts, without embedding and LM head; None unless `BuildContext.mtp` requests it."""
+
+    @abstractmethod
+    def predict(
+        self,
+        next_ids_T: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        ctx: ForwardContext,
+    ) -> torch.Tensor:
+        """Normalised hidden states [T, D] that `sample` takes, for the tokens after the next ones.
+
+        `hidden_TD` are the model's of the tokens at `positions_T`, or earlier results of this method.
+        """
+
+
+class PredictingDecoderLM(PredictingLM):
     """A decoder whose checkpoints have layers for multi-token prediction; the first is built on request.
 
     `num_nextn_predict_layers` of config.json counts them; their numbers follow the last layer's.
@@ -97,10 +118,6 @@ class PredictingDecoderLM(DecoderLM):
         positions_T: torch.Tensor,
         ctx: ForwardContext,
     ) -> torch.Tensor:
-        """Normalised hidden states [T, D] that `sample` takes, for the tokens after the next ones.
-
-        `hidden_TD` are the model's of the tokens at `positions_T`, or earlier results of this method.
-        """
         layer = self.mtp
         assert layer is not None, "the layer was not requested"
         pair_T2D = torch.cat((layer.enorm(self.model.embed_tokens(next_ids_T)), layer.hnorm(hidden_TD)), -1)

@@ -48,7 +48,7 @@ def kv_specs(groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) 
 
 def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
     if isinstance(group, StateGroup):
-        return RecurrentStateSpec(len(group.layers) * group.shape.bytes)
+        return RecurrentStateSpec(len(group.layers) * group.places * group.shape.bytes)
     if isinstance(group, LatentGroup):
         layer_bytes = latent_bytes_per_block(block_size, group.latent_width, group.rope_width, dtype)
         index_bytes = index_bytes_per_block(block_size, group.index_width, dtype)
@@ -65,7 +65,8 @@ def _make_layer(
     layer: int, group: CacheGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> CacheLayer:
     if isinstance(group, StateGroup):
-        return make_state_layer(num_blocks, group.shape, device)
+        spare = group.places > 1  # to which captured steps copy the states of padding rows
+        return make_state_layer(num_blocks * group.places + spare, group.shape, device)
     if isinstance(group, LatentGroup):
         widths = group.latent_width, group.rope_width
         made = write_latent.pack(

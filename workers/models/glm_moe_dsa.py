@@ -41,4 +41,5 @@ def indexer_kinds(config: Mapping[str, Any]) -> list[str]:
     return ["shared" if max(layer - first + 1, 0) % every else "full" for layer in layers]
 
 
+MTP_FIELD = "num_nextn_predict_layers"
 ARCHITECTURES = {"GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM}

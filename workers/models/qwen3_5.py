@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderLM
+from workers.layers.decoder import DecoderLM, GatedMLP
 from workers.layers.delta_decoder import DELTA_DEFAULTS, delta_decoder_args, delta_token_mixers
+from workers.layers.delta_mtp import PredictingDeltaLM
 from workers.layers.gated_delta_net import DELTA_MODULES_BY_KIND
 
 KEEPS_STATES = True
+MTP_FIELD = "mtp_num_hidden_layers"
 
 
-class Qwen3_5ForCausalLM(DecoderLM):
-    """The tensors for multi-token prediction (mtp.*) are not loaded."""
+class Qwen3_5ForCausalLM(PredictingDeltaLM):
+    """The tensors for multi-token prediction (mtp.*) are loaded on request."""
 
     packed_modules_mapping: ClassVar = {**DecoderLM.packed_modules_mapping, **DELTA_MODULES_BY_KIND}
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         config = {**DELTA_DEFAULTS, **config}
-        args = delta_decoder_args(config)
-        super().__init__(
-            config, args, build, token_mixers=delta_token_mixers(config, args, build, by_kind=True)
-        )
-        self.unused_on_disk += ("mtp.*",)
+        args = delta_decoder_args(config, build)
+        mixers = delta_token_mixers(config, args, build, by_kind=True)
+        super().__init__(config, args, build, lambda layer, at: GatedMLP(args, at), mixers)
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):

@@ -10,15 +10,17 @@ from atom_ops import RoutingRule
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderLM
 from workers.layers.delta_decoder import DELTA_DEFAULTS, delta_decoder_args, delta_token_mixers
+from workers.layers.delta_mtp import PredictingDeltaLM
 from workers.layers.gated_delta_net import DELTA_MODULES_BY_KIND
 from workers.layers.moe.expert_layouts import PER_EXPERT_OR_STACKED
 from workers.layers.moe.moe import MoE, MoEArgs
 
 KEEPS_STATES = True
+MTP_FIELD = "mtp_num_hidden_layers"
 
 
-class Qwen3_5MoeForCausalLM(DecoderLM):
-    """The tensors for multi-token prediction (mtp.*) are not loaded."""
+class Qwen3_5MoeForCausalLM(PredictingDeltaLM):
+    """The tensors for multi-token prediction (mtp.*) are loaded on request."""
 
     packed_modules_mapping: ClassVar = {**DecoderLM.packed_modules_mapping, **DELTA_MODULES_BY_KIND}
     renamed_on_disk: ClassVar = {"shared_experts": "shared_expert"}
@@ -26,11 +28,10 @@ class Qwen3_5MoeForCausalLM(DecoderLM):
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         # No layer is dense, so the config has no intermediate_size.
         config = {**DELTA_DEFAULTS, **config, "intermediate_size": config["moe_intermediate_size"]}
-        args = delta_decoder_args(config)
+        args = delta_decoder_args(config, build)
         moe = _moe_args(config)
         mixers = delta_token_mixers(config, args, build, by_kind=True)
         super().__init__(config, args, build, lambda layer, at: MoE(moe, at), mixers)
-        self.unused_on_disk += ("mtp.*",)
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):

@@ -3,5 +3,6 @@
 from workers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM
 
 KEEPS_STATES = True
+MTP_FIELD = "mtp_num_hidden_layers"
 
 ARCHITECTURES = {"Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM}

@@ -7,23 +7,26 @@ from atom_ops import RoutingRule
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderLM, FeedForward, GatedMLP
 from workers.layers.delta_decoder import DELTA_DEFAULTS, delta_decoder_args, delta_token_mixers
+from workers.layers.delta_mtp import PredictingDeltaLM
 from workers.layers.gated_delta_net import DELTA_MODULES
 from workers.layers.moe.moe import MoE, MoEArgs
 
 KEEPS_STATES = True
+MTP_FIELD = "num_nextn_predict_layers"
+CONFIG_DEFAULTS = {"num_nextn_predict_layers": 1}
 
 _DEFAULTS = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True}
 
 
-class Qwen3NextForCausalLM(DecoderLM):
-    """The tensors for multi-token prediction (mtp.*) are not loaded."""
+class Qwen3NextForCausalLM(PredictingDeltaLM):
+    """The tensors for multi-token prediction (mtp.*) are loaded on request."""
 
     packed_modules_mapping: ClassVar = {**DecoderLM.packed_modules_mapping, **DELTA_MODULES}
     renamed_on_disk: ClassVar = {"shared_experts": "shared_expert"}
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         config = {**DELTA_DEFAULTS, **_DEFAULTS, **config}
-        args = delta_decoder_args(config)
+        args = delta_decoder_args(config, build)
         moe = _moe_args(config)
         dense = config["mlp_only_layers"] or []
         every = config["decoder_sparse_step"]
@@ -33,7 +36,6 @@ class Qwen3NextForCausalLM(DecoderLM):
             return MoE(moe, at) if sparse else GatedMLP(args, at)
 
         super().__init__(config, args, build, mlp, delta_token_mixers(config, args, build))
-        self.unused_on_disk += ("mtp.*",)
 
 
 def _moe_args(config: Mapping[str, Any]) -> MoEArgs:

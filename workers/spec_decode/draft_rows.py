@@ -104,3 +104,5 @@ class Verified:
     """int64: sampled tokens that are the row's, 1 to 1 + K."""
     proposed_R: torch.Tensor
     """int64: drafts that were verified."""
+    ids_S: torch.Tensor
+    """int64: the rows' tokens, up to their counts: the sampled ones, unless acceptance is forced."""

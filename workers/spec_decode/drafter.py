@@ -79,6 +79,31 @@ class Drafter(ABC):
         """Ids of the target's vocabulary, int64 [R], sampled at these positions."""
 
 
+class BlockDrafter(ABC):
+    """A model that drafts a whole block in one pass. T tokens, S drafts, D hidden."""
+
+    groups: Sequence[int]
+    """Numbers of the KV groups, among all of the step's, that it caches in."""
+    mask_id: int
+    """The id in place of the drafts."""
+    block_cost: float
+    """Time of one `predict` and `sample`, as a fraction of a step without drafts."""
+
+    @abstractmethod
+    def follow(self, computed: Computed) -> None:
+        """Cache what the tokens of a step are to blocks after them."""
+
+    @abstractmethod
+    def predict(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """Hidden states [T, D] of the tokens of blocks."""
+
+    @abstractmethod
+    def sample(
+        self, hidden_SD: torch.Tensor, settings: SamplingBatch, positions_S: torch.Tensor
+    ) -> torch.Tensor:
+        """Ids of the target's vocabulary, int64 [S], sampled at these positions."""
+
+
 def relative_cost(draft: Sequence[nn.Module], model: Sequence[nn.Module]) -> float:
     """The time of a pass of `draft` as a fraction of one of `model`, by the weights that they read."""
     return _bytes_read(draft) / max(_bytes_read(model), 1)
@@ -178,7 +203,7 @@ class ModelProposer(Proposer):
         drafter = self._drafter
         start = self._start
         self._start = None
-        room_R = self._room(rows_R, state)
+        room_R = rooms(rows_R, state)
         if allowed_R is not None:
             drafting = allowed_R.nonzero()[:, 0]
             room_R = torch.minimum(room_R, allowed_R)[drafting]
@@ -200,12 +225,6 @@ class ModelProposer(Proposer):
             ids_R = drafter.sample(hidden_RD, start.settings, (last_R + number + 1).clamp(min=0))
             drafts_RK[:, number] = ids_R.masked_fill(room_R <= number, NO_DRAFT)
         state.drafts_NK.index_copy_(0, rows_R, drafts_RK)
-
-    def _room(self, rows_R: torch.Tensor, state: RowState) -> torch.Tensor:
-        """How many drafts each row may have before its limit, int64 [R]."""
-        last_R = state.positions_N.index_select(0, rows_R)
-        # The last token that a row may sample is no draft: nothing is computed after it.
-        return (state.limits_N.index_select(0, rows_R) - 2 - last_R).masked_fill(last_R < 0, 0)
 
     def _predict(
         self,
@@ -252,30 +271,10 @@ class ModelProposer(Proposer):
             inputs = draft_inputs(all_R, rows, table_NW.index_select(0, rows_R), block_size, 0)
             positions_R = inputs.positions_T
             table_RW = inputs.table_RW[:, : -(-longest // block_size)].contiguous()
-            plan = self._plan(inputs.contexts_R, table_RW, longest, of_step.plan.split_tokens)
+            split_tokens = of_step.plan.split_tokens
+            plan = one_token_plan(inputs.contexts_R, table_RW, longest, split_tokens, self._exact)
             groups[group] = GroupContext(inputs.slots_T, plan)
         return positions_R, replace(step, groups=groups, splitter=None)
-
-    def _plan(
-        self, contexts_R: torch.Tensor, table_RW: torch.Tensor, longest: int, split_tokens: int
-    ) -> AttentionPlan:
-        """The attention of one token of each row; with the rows on the host, where it may read them."""
-        rows = len(contexts_R)
-        device = contexts_R.device
-        if self._exact:
-            ones = np.ones(rows, np.int32)
-            return plan_attention(ones, contexts_R.numpy(), table_RW.numpy(), device, split_tokens)
-        starts_R1 = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        return AttentionPlan(
-            table_RW,
-            contexts_R,
-            starts_R1,
-            num_tokens=rows,
-            min_query_len=1,
-            max_query_len=1,
-            max_context_len=longest,
-            split_tokens=split_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,3 +310,35 @@ def _last_tokens(sampled: Sampled) -> torch.Tensor:
     """The computed token before each row's last sampled id, int64 [R]."""
     tokens_RJ = sampled.drafts.by_row(sampled.tokens_S)
     return tokens_RJ.gather(1, sampled.counts_R[:, None] - 1)[:, 0]
+
+
+def rooms(rows_R: torch.Tensor, state: RowState) -> torch.Tensor:
+    """How many drafts each row may have before its limit, int64 [R]."""
+    last_R = state.positions_N.index_select(0, rows_R)
+    # The last token that a row may sample is no draft: nothing is computed after it.
+    return (state.limits_N.index_select(0, rows_R) - 2 - last_R).masked_fill(last_R < 0, 0)
+
+
+def one_token_plan(
+    contexts_R: torch.Tensor, table_RW: torch.Tensor, longest: int, split_tokens: int, on_host: bool
+) -> AttentionPlan:
+    """The attention of one token of each row, with no context longer than `longest`.
+
+    `on_host`: whether the rows are on the host, where attention may read them.
+    """
+    rows = len(contexts_R)
+    device = contexts_R.device
+    if on_host:
+        ones = np.ones(rows, np.int32)
+        return plan_attention(ones, contexts_R.numpy(), table_RW.numpy(), device, split_tokens)
+    starts_R1 = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    return AttentionPlan(
+        table_RW,
+        contexts_R,
+        starts_R1,
+        num_tokens=rows,
+        min_query_len=1,
+        max_query_len=1,
+        max_context_len=longest,
+        split_tokens=split_tokens,
+    )

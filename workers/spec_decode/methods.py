@@ -5,14 +5,20 @@ from collections.abc import Callable, Sequence
 from atom.shared.config.speculative import SpeculativeConfig
 from workers.layers.attention.cache_groups import CacheGroup
 from workers.layers.causal_lm import CausalLM
+from workers.spec_decode.block_proposer import BlockMethod
+from workers.spec_decode.dflash import dflash_drafter
 from workers.spec_decode.draft_model import draft_model_drafter
 from workers.spec_decode.drafter import Drafter, ModelMethod
 from workers.spec_decode.eagle3 import eagle3_drafter
 from workers.spec_decode.mtp import mtp_drafter
 from workers.spec_decode.ngram import Ngram
 from workers.spec_decode.proposer import Method
+from workers.spec_decode.suffix import Suffix
 
-_OF_TEXT: dict[str, Callable[[SpeculativeConfig, Sequence[CacheGroup]], Method]] = {"ngram": Ngram}
+_OF_TEXT: dict[str, Callable[[SpeculativeConfig, Sequence[CacheGroup]], Method]] = {
+    "ngram": Ngram,
+    "suffix": Suffix,
+}
 _OF_MODELS: dict[str, Callable[[CausalLM], Drafter]] = {
     "mtp": mtp_drafter,
     "draft_model": draft_model_drafter,
@@ -27,6 +33,8 @@ def method_of(config: SpeculativeConfig, model: CausalLM) -> Method | None:
     """
     if config.method is None:
         return None
+    if config.method == "dflash":
+        return BlockMethod(dflash_drafter(model))
     if config.runs_model:
         return ModelMethod(_OF_MODELS[config.method](model))
     return _OF_TEXT[config.method](config, model.kv_groups)

@@ -5,14 +5,14 @@ import torch
 from atom_ops import SamplingBatch
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext
-from workers.layers.mtp import PredictingDecoderLM
+from workers.layers.mtp import PredictingLM
 from workers.spec_decode.draft_rows import Computed
 from workers.spec_decode.drafter import Drafter, relative_cost
 
 
 def mtp_drafter(model: CausalLM) -> Drafter:
     """The drafter of a model that was built with `BuildContext.mtp`. Raises ValueError for other models."""
-    if not isinstance(model, PredictingDecoderLM) or model.mtp is None:
+    if not isinstance(model, PredictingLM) or model.mtp is None:
         raise ValueError("--method mtp: the model has no layer for multi-token prediction; omit the flag")
     return MtpDrafter(model)
 
@@ -22,7 +22,7 @@ class MtpDrafter(Drafter):
 
     reads_pairs = True
 
-    def __init__(self, model: PredictingDecoderLM):
+    def __init__(self, model: PredictingLM):
         self._model = model
         assert model.mtp is not None, "the layer was requested"
         self.cost = relative_cost([model.mtp, model.lm_head], [model.model, model.lm_head])

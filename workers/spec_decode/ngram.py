@@ -1,73 +1,34 @@
-"""N-gram speculation (prompt lookup): drafts are what followed the last tokens earlier in the text.
-
-The id of each token is kept in the same slot as its KV, for one KV group. So a row's text is found
-through its block table, also where its prompt came from the prefix cache.
-"""
+"""N-gram speculation (prompt lookup): drafts are what followed the last tokens earlier in the text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from atom.shared.config.speculative import SpeculativeConfig
-from atom.shared.messages.worker import KVSpec, NewRow, RecurrentStateSpec
-from atom_ops import NO_DRAFT, NgramRule, RowState, StatePlan, TokenHistory, propose_ngrams, to_device
+from atom_ops import NO_DRAFT, NgramRule, RowState, TokenHistory, propose_ngrams
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows
-from workers.layers.attention.attention import KVGroup
 from workers.layers.attention.cache_groups import CacheGroup
-from workers.layers.context import GroupContext
-from workers.spec_decode.proposer import Method, Proposer
+from workers.spec_decode.proposer import Proposer
+from workers.spec_decode.text_history import TextGroup, TextMethod, TextProposer, row_text
 
-_ID_BYTES = 4
 _NONE = np.empty(0, np.int32)
 _FEW_ROWS = 8
 """Up to so many rows, looking up each of them on the host takes less time than the operators of all."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextGroup:
-    """The KV group whose slots have the token ids: one that keeps all tokens, if the model has one."""
-
-    number: int
-    reach: int
-    """Last tokens of a sequence that the group keeps (its sliding window); 0: all."""
-
-
-def text_group(groups: Sequence[CacheGroup]) -> TextGroup:
-    """The group of a model; every model has a group of blocks. A full one, or the longest window."""
-    reaches = [
-        (group.window if isinstance(group, KVGroup) else 0, number) for number, group in enumerate(groups)
-    ]
-    full = [number for reach, number in reaches if reach == 0]
-    if full:
-        return TextGroup(full[0], 0)
-    reach, number = max(reaches)
-    return TextGroup(number, reach)
-
-
-class Ngram(Method):
+class Ngram(TextMethod):
     """`--method ngram`."""
 
     def __init__(self, config: SpeculativeConfig, groups: Sequence[CacheGroup]):
+        super().__init__(groups)
         longest = config.prompt_lookup_max
         shortest = config.prompt_lookup_min
         assert longest is not None and shortest is not None, "resolved before any worker starts"
         self._rule = NgramRule(longest, shortest)
-        self._group = text_group(groups)
-
-    def kv_specs(self, specs: Sequence[KVSpec]) -> list[KVSpec]:
-        changed = list(specs)
-        spec = changed[self._group.number]
-        assert not isinstance(spec, RecurrentStateSpec), "the text is in a group of blocks"
-        more = spec.block_size * _ID_BYTES
-        changed[self._group.number] = msgspec.structs.replace(
-            spec, bytes_per_block=spec.bytes_per_block + more
-        )
-        return changed
 
     def proposer(
         self,
@@ -82,8 +43,8 @@ class Ngram(Method):
         return NgramProposer(self._rule, group, table, blocks, limits, device)
 
 
-class NgramProposer(Proposer):
-    """Looks up n-grams in the text of each row: prediction, prompt and output."""
+class NgramProposer(TextProposer):
+    """Looks up n-grams in the text of each row."""
 
     def __init__(
         self,
@@ -95,40 +56,8 @@ class NgramProposer(Proposer):
         device: torch.device,
     ):
         """`num_blocks` and `table` are of the KV group `group`."""
+        super().__init__(group, table, num_blocks, limits, device)
         self._rule = rule
-        self._group = group.number
-        self._device = device
-        rows = limits.max_rows + 1
-        self._lens = np.zeros(rows, np.int64)
-        self._history = TokenHistory(
-            # One more entry, for tokens without a slot.
-            ids_S=torch.zeros(num_blocks * limits.block_size + 1, dtype=torch.int32, device=device),
-            table_NW=table.device_table(device),
-            predictions_NP=torch.empty(rows, limits.max_model_len, dtype=torch.int32, device=device),
-            prediction_lens_N=torch.zeros(rows, dtype=torch.int64, device=device),
-            block_size=limits.block_size,
-            reach=group.reach,
-        )
-
-    def add_rows(self, new_rows: Sequence[NewRow]) -> None:
-        predictions = self._history.predictions_NP
-        changed = []
-        for new in new_rows:
-            ids = np.frombuffer(new.prediction_ids, np.dtype("<i4"))[: predictions.shape[1]]
-            if len(ids):
-                predictions[new.row, : len(ids)] = to_device(ids.astype(np.int32), self._device)
-            if len(ids) != self._lens[new.row]:
-                self._lens[new.row] = len(ids)
-                changed.append((new.row, len(ids)))
-        if changed:
-            rows, lens = to_device(np.array(changed, np.int64).T.copy(), self._device)
-            self._history.prediction_lens_N.index_copy_(0, rows, lens)
-
-    def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
-        group = groups[self._group]
-        assert isinstance(group, GroupContext)
-        # A slot of -1 is the last entry.
-        self._history.ids_S[group.slots_T] = ids_T.int()
 
     def propose(
         self,
@@ -158,7 +87,7 @@ def row_drafts(row: int, state: RowState, history: TokenHistory, rule: NgramRule
     most = min(int(state.limits_N[row]) - 2 - last, state.drafts_NK.shape[1])
     if last < 0 or most <= 0:
         return _NONE
-    text = _row_text(row, last, int(state.ids_N[row]), history)
+    text = row_text(row, last, int(state.ids_N[row]), history)
     end = len(text) - 1
     found = np.flatnonzero(text[:end] == text[end])
     length = min(len(found), 1)
@@ -174,14 +103,3 @@ def row_drafts(row: int, state: RowState, history: TokenHistory, rule: NgramRule
     drafts = text[found[0] + 1 : found[0] + 1 + most]
     unknown = np.flatnonzero(drafts < 0)
     return drafts[: unknown[0]] if len(unknown) else drafts
-
-
-def _row_text(row: int, last: int, last_id: int, history: TokenHistory) -> NDArray[np.int32]:
-    """The prediction, the tokens up to position `last`, and -1 between them if the first are not kept."""
-    begin = max(last - history.reach + 1, 0) if history.reach else 0
-    at = np.arange(begin, last)
-    blocks = history.table_NW.numpy()[row, at // history.block_size].astype(np.int64)
-    ids = history.ids_S.numpy()[blocks * history.block_size + at % history.block_size]
-    predicted = history.predictions_NP.numpy()[row, : int(history.prediction_lens_N[row])]
-    gap = np.full(int(begin > 0), -1, np.int32)
-    return np.concatenate((predicted, gap, ids, np.array([last_id], np.int32)))

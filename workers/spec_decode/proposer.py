@@ -8,7 +8,7 @@ import torch
 from atom.shared.messages.worker import KVSpec, NewRow
 from atom_ops import RowState, StatePlan
 from workers.batch.block_table import BatchLimits
-from workers.batch.group_rows import GroupRows
+from workers.batch.group_rows import GroupRows, Rows
 from workers.layers.context import GroupContext
 from workers.spec_decode.draft_rows import Computed, Sampled
 
@@ -41,6 +41,8 @@ class Proposer(ABC):
     """Whether a model drafts: `observe` needs the sampling settings of the rows."""
     cost: float = 0.0
     """Time to propose one more draft of all rows, as a fraction of the time of a step without drafts."""
+    records_outputs: bool = False
+    """Whether `record_outputs` is called; on a CPU alone, where the host has the tokens."""
     reads_next_ids: bool = False
     """Whether every batch has the id after each prompt chunk."""
 
@@ -59,6 +61,11 @@ class Proposer(ABC):
 
         The rows are at their last sampled tokens by now.
         """
+
+    def record_outputs(  # noqa: B027 - most methods need nothing of it
+        self, rows: Rows, ids_RJ: torch.Tensor, counts_R: torch.Tensor
+    ) -> None:
+        """What the rows have sampled in a step: the first `counts_R` (int64) of their `ids_RJ` (int64)."""
 
     @abstractmethod
     def propose(

@@ -19,6 +19,7 @@ from workers.batch.group_rows import Rows
 from workers.layers.context import GroupContext
 from workers.spec_decode.adaptive import AdaptiveDrafts
 from workers.spec_decode.draft_rows import Computed, DraftRows, Draws, Sampled, Verified
+from workers.spec_decode.forced_acceptance import ForcedAcceptance
 from workers.spec_decode.proposer import Proposer
 
 
@@ -32,10 +33,12 @@ class Speculation:
         last_N: tuple[torch.Tensor, torch.Tensor],
         exact: bool,
         adaptive: bool = False,
+        forced_length: float | None = None,
     ):
         """`last_N` are ids and positions of the tokens that the rows sampled last.
 
         `adaptive`: rows have fewer drafts where these fail; without `exact` it is the core that sees to it.
+        `forced_length`: mean tokens of a step, see `ForcedAcceptance`; None: drafts are verified.
         """
         ids_N, positions_N = last_N
         self.exact = exact
@@ -45,10 +48,12 @@ class Speculation:
             limits_N=torch.zeros_like(ids_N),
             drafts_NK=ids_N.new_full((len(ids_N), limits.num_drafts), NO_DRAFT),
         )
+        self._accepted_N: torch.Tensor | None = None
         self._proposer = proposer
         self._max_model_len = limits.max_model_len
         self._limits = np.zeros(limits.max_rows, np.int64)
         self._admissions = np.zeros(limits.max_rows, np.int64)
+        self._forced = None if forced_length is None else ForcedAcceptance(forced_length, ids_N.device)
         self._adaptive: AdaptiveDrafts | None = None
         if adaptive and exact:
             self._adaptive = AdaptiveDrafts(limits.max_rows, limits.num_drafts, proposer.cost)
@@ -66,6 +71,12 @@ class Speculation:
         rows_R, limits_R = to_device(np.stack((rows, limits)), self.state.limits_N.device)
         self.state.limits_N.index_copy_(0, rows_R, limits_R)
         self._proposer.add_rows(new_rows)
+
+    def track_accepted(self) -> torch.Tensor:
+        """Accepted drafts of each row's last step, int64 [N], from now on."""
+        if self._accepted_N is None:
+            self._accepted_N = torch.zeros_like(self.state.ids_N)
+        return self._accepted_N
 
     @property
     def runs_model(self) -> bool:
@@ -114,12 +125,21 @@ class Speculation:
 
         Changes the state on the device; a graph may capture it.
         """
+        kept, ids_S = drafts, draws.ids_S
+        if self._forced is not None:
+            kept, ids_S = self._forced.apply(drafts, ids_S)
         counts_R = verify_drafts(
-            drafts.by_row(draws.ids_S), drafts.drafts_RK, drafts.rows_R, drafts.first_positions_R, self.state
+            kept.by_row(ids_S), kept.drafts_RK, drafts.rows_R, drafts.first_positions_R, self.state
         )
+        if self._accepted_N is not None:
+            self._accepted_N.index_copy_(0, drafts.rows_R, counts_R - 1)
         if draws.settings is not None:
-            sampled = Sampled(drafts, draws.ids_S, draws.tokens_S, counts_R, draws.settings)
+            sampled = Sampled(drafts, ids_S, draws.tokens_S, counts_R, draws.settings)
             self._proposer.observe(draws.computed, sampled)
+        if self._proposer.records_outputs:
+            # A row at its limit has sampled a token that is not its own.
+            counts = counts_R.masked_fill(drafts.first_positions_R < 0, 0)
+            self._proposer.record_outputs(drafts.rows, kept.by_row(ids_S), counts)
         proposed_R = (drafts.drafts_RK != NO_DRAFT).sum(1)
         if self._adaptive is not None:
             allowed = self._adaptive.update(drafts.rows, counts_R.numpy(), proposed_R.numpy())
@@ -128,7 +148,7 @@ class Speculation:
             self.state.drafts_NK.index_fill_(0, drafts.rows_R, NO_DRAFT)
         else:
             self._propose(drafts.rows_R)
-        return Verified(counts_R, proposed_R)
+        return Verified(counts_R, proposed_R, ids_S)
 
     def _is_pausing(self, drafts: DraftRows) -> bool:
         """Whether the core has steps without drafts, in which a model need not draft.

@@ -77,6 +77,7 @@ def make_result(
         **_figures(args, metrics),
         "accept_length": speculation.accept_length if speculation else None,
         "acceptance_rate": speculation.acceptance_rate if speculation else None,
+        "forced_acceptance_length": speculation.forced_length if speculation else None,
     }
     return result | _details(outputs) if args.save_detailed else result
 

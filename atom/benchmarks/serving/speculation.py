@@ -22,10 +22,15 @@ class Speculation:
     drafts: float
     drafted: float
     accepted: float
+    forced_length: float | None = None
+    """Mean tokens of a step on a server that forces acceptance; None: it verifies the drafts."""
 
     def __sub__(self, earlier: "Speculation") -> "Speculation":
         return Speculation(
-            self.drafts - earlier.drafts, self.drafted - earlier.drafted, self.accepted - earlier.accepted
+            self.drafts - earlier.drafts,
+            self.drafted - earlier.drafted,
+            self.accepted - earlier.accepted,
+            self.forced_length,
         )
 
     @property
@@ -47,7 +52,8 @@ class Speculation:
             if not values:
                 return None
             sums[field] = sum(map(float, values))
-        return cls(**sums)
+        forced = re.search(r"^atom:spec_decode_forced_length(?:\{.*\})? (\S+)", exposition, re.MULTILINE)
+        return cls(**sums, forced_length=float(forced[1]) if forced else None)
 
 
 async def read_speculation(session: aiohttp.ClientSession, base_url: str) -> Speculation | None:

@@ -77,8 +77,10 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 _LOOKUP_FLAGS = ("prompt_lookup_max", "prompt_lookup_min")
+_FORCED_FLAGS = ("spec_decode_acceptance_length", "spec_decode_acceptance_rate")
 _DRAFT_FLAGS = ("num_speculative_tokens", "draft_model", *_LOOKUP_FLAGS)
 _MOST_OF_MODEL = 8
+_MOST_OF_BLOCK = 31
 _NGRAM = 5
 
 _CPU_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -119,9 +121,21 @@ def resolve(
         notes.append(f"generation_config.json also sets {names}: not supported, ignored")
     notes += [*checkpoint.warnings, *_rope_notes(config.model, checkpoint)]
     speculative = _speculative(config.speculative, config.parallel, checkpoint)
-    if speculative.method == "eagle3" and config.device.level in COMPILERS:
+    notes += _forced_notes(speculative)
+    if speculative.method is not None and checkpoint.keeps_states and device != "cpu":
         raise ConfigError(
-            f"--method eagle3 with --level {config.device.level} is not supported; use --level 0"
+            f"--method {speculative.method}: {checkpoint.model_type} has recurrent layers, whose states are "
+            "restored after rejected tokens on CPUs alone; omit the flag"
+        )
+    if speculative.method == "suffix" and device != "cpu":
+        raise ConfigError(
+            "--method suffix: drafts are looked up on the host, which does not know the last tokens when it "
+            "launches a step on a GPU; use --method ngram"
+        )
+    if speculative.reads_hidden_states and config.device.level in COMPILERS:
+        raise ConfigError(
+            f"--method {speculative.method} with --level {config.device.level} is not supported; "
+            "use --level 0"
         )
     scheduler = _scheduler(config.scheduler, _DEFAULTS[device], speculative.num_speculative_tokens)
     resolved = replace(
@@ -340,24 +354,53 @@ def _speculative(
                 raise ConfigError(f"--{name.replace('_', '-')} needs --method")
         if not speculative.spec_decode_adaptive:
             raise ConfigError("--no-spec-decode-adaptive needs --method")
+        for name in _FORCED_FLAGS:
+            if getattr(speculative, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --method")
         return speculative
-    if checkpoint.keeps_states:
-        raise ConfigError(
-            f"--method {speculative.method}: {checkpoint.model_type} has recurrent layers, whose states "
-            "cannot be restored after rejected tokens; omit the flag"
-        )
     if speculative.num_speculative_tokens == 0:
         raise ConfigError(f"--method {speculative.method} needs --num-speculative-tokens of at least 1")
-    if speculative.draft_model is not None and speculative.method in ("ngram", "mtp"):
+    _check_forced(speculative)
+    if speculative.draft_model is not None and speculative.method in ("ngram", "suffix", "mtp"):
         raise ConfigError(f"--draft-model: --method {speculative.method} has none; omit the flag")
+    if speculative.method != "ngram":
+        for name in _LOOKUP_FLAGS:
+            if getattr(speculative, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} is for --method ngram; omit it with --method {speculative.method}")
     if speculative.runs_model:
         _check_draft_model(speculative, parallel, checkpoint)
+    if speculative.method != "ngram":
         return speculative
     longest = speculative.prompt_lookup_max or speculative.prompt_lookup_min or _NGRAM
     shortest = speculative.prompt_lookup_min or longest
     if shortest > longest:
         raise ConfigError(f"--prompt-lookup-min {shortest} is greater than --prompt-lookup-max {longest}")
     return replace(speculative, prompt_lookup_max=longest, prompt_lookup_min=shortest)
+
+
+def _check_forced(speculative: SpeculativeConfig) -> None:
+    length = speculative.spec_decode_acceptance_length
+    most = 1 + speculative.num_speculative_tokens
+    if length is not None and speculative.spec_decode_acceptance_rate is not None:
+        raise ConfigError(
+            "--spec-decode-acceptance-length and --spec-decode-acceptance-rate say the same: omit one of them"
+        )
+    if length is not None and length > most:
+        raise ConfigError(
+            f"--spec-decode-acceptance-length {length:g}: a step has at most {most} tokens with "
+            f"--num-speculative-tokens {most - 1}"
+        )
+
+
+def _forced_notes(speculative: SpeculativeConfig) -> list[str]:
+    length = speculative.forced_length
+    if length is None:
+        return []
+    return [
+        f"drafts are accepted without verification, {length:g} tokens a step on average: the text is not the "
+        "model's, and the figures are those of a benchmark"
+    ]
 
 
 def _check_draft_model(
@@ -367,20 +410,18 @@ def _check_draft_model(
     needs_draft = speculative.method != "mtp"
     if needs_draft and speculative.draft_model is None:
         raise ConfigError(f"{flag} needs --draft-model")
-    for name in _LOOKUP_FLAGS:
-        if getattr(speculative, name):
-            raise ConfigError(f"--{name.replace('_', '-')} is for --method ngram; omit it with {flag}")
-    if speculative.num_speculative_tokens > _MOST_OF_MODEL:
-        raise ConfigError(f"{flag} drafts at most {_MOST_OF_MODEL} tokens: lower --num-speculative-tokens")
+    most = _MOST_OF_BLOCK if speculative.method == "dflash" else _MOST_OF_MODEL
+    if speculative.num_speculative_tokens > most:
+        raise ConfigError(f"{flag} drafts at most {most} tokens: lower --num-speculative-tokens")
     if speculative.method == "mtp" and checkpoint.mtp_layers != 1:
         raise ConfigError(
             f"{flag}: one layer for multi-token prediction is supported, for some families; this checkpoint "
             f"({checkpoint.model_type}) has {checkpoint.mtp_layers} that can be used; use --method ngram"
         )
-    if parallel.lockstep:
+    if parallel.lockstep and speculative.method == "mtp":
         raise ConfigError(
-            f"{flag}: engines that share their experts do not draft with a model; use --method ngram, or "
-            "omit --enable-expert-parallel or --enable-dp-attention"
+            f"{flag}: engines that share their experts do not draft with one more layer of them; use another "
+            "method, or omit --enable-expert-parallel or --enable-dp-attention"
         )
     if parallel.decode_context_parallel_size > 1:
         raise ConfigError(f"{flag} with --decode-context-parallel-size is not supported; omit one of them")

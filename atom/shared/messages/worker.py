@@ -86,6 +86,8 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What the output must be, with a grammar that this worker has loaded; None: any text."""
     request_id: int = 0
     """With a grammar the number of the request, which keeps it when it is resumed in another row; else 0."""
+    is_private: bool = False
+    """Whether the request has a cache salt: drafts of other requests do not come from its output."""
 
 
 class MoreBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):

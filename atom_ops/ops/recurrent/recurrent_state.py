@@ -9,7 +9,7 @@ S slots, W taps of the convolution, C channels, N value heads.
 in an `AttentionPlan`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,6 +79,8 @@ class StatePlan:
     max_query_len: int
     query_lens: NDArray[np.int32] | None = None
     """On the host, if known; 0 for padding rows."""
+    parts: "Sequence[StatePart] | None" = None
+    """The tokens that are computed one part after another; None: all together."""
 
     @cached_property
     def row_T(self) -> Tensor:
@@ -122,11 +124,32 @@ class StatePlan:
             num_tokens=num_tokens,
             max_query_len=self.max_query_len,
             query_lens=None if self.query_lens is None else np.pad(self.query_lens, (0, more)),
+            parts=self.parts,
         )
 
     @cached_property
     def _may_pad(self) -> bool:
         return self.query_lens is None or not self.query_lens.all()
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """P tokens of a step, of R rows, and the copies of states that come before them."""
+
+    tokens_P: Tensor
+    """int64: indices among the step's tokens."""
+    plan: StatePlan
+    sources_R: Tensor | None = None
+    """int64: the slots that are copied; -1 for padding, for which the last slot is kept free. None: none."""
+    targets_R: Tensor | None = None
+
+    def copy(self, states: StateLayer) -> None:
+        """Copy the states of a layer."""
+        if self.sources_R is None or self.targets_R is None:
+            return
+        for held in (states.conv, states.recurrent):
+            slots = len(held)
+            held.index_copy_(0, self.targets_R % slots, held.index_select(0, self.sources_R % slots))
 
 
 def plan_states(

@@ -103,6 +103,26 @@ class SamplingBatch:
             sequence_R=self.sequence_R[rows],
         )
 
+    def repeated(self, times: int) -> "SamplingBatch":
+        """The batch of `times` rows for each row, one after another; does not wait for the device."""
+
+        def of_each(indices: Tensor | None) -> Tensor | None:
+            if indices is None:
+                return None
+            return (indices[:, None] * times + torch.arange(times, device=indices.device)).flatten()
+
+        return replace(
+            self,
+            temperature_R=self.temperature_R.repeat_interleave(times),
+            top_k_R=self.top_k_R.repeat_interleave(times),
+            top_p_R=self.top_p_R.repeat_interleave(times),
+            min_p_R=self.min_p_R.repeat_interleave(times),
+            seed_R=self.seed_R.repeat_interleave(times),
+            sequence_R=self.sequence_R.repeat_interleave(times),
+            random_rows=of_each(self.random_rows),
+            filtered_rows=of_each(self.filtered_rows),
+        )
+
     def select(self, rows: Tensor) -> "SamplingBatch":
         """The batch of these rows (int64) alone. Waits for the device."""
         chosen = self.only(rows)

@@ -23,6 +23,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     parent: None = None
     tools: ToolForm | None = None
     """Null: tools are refused."""
+    forced_acceptance_length: float | msgspec.UnsetType = msgspec.UNSET
+    """Only on a server for benchmarks, whose drafts are not verified: mean tokens of a step."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,10 +25,17 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> str:
 class ModelService:
     """GET /v1/models and /v1/models/{id}."""
 
-    def __init__(self, names: Sequence[str], inputs: InputProcessor, tools: ToolForm | None):
-        """All `names` are the same model; no adapters are served."""
+    def __init__(
+        self,
+        names: Sequence[str],
+        inputs: InputProcessor,
+        tools: ToolForm | None,
+        forced_length: float | None = None,
+    ):
+        """All `names` are the same model; no adapters are served. `forced_length`: see `ModelCard`."""
         self._names = names
         self._tools = tools
+        self._forced_length = msgspec.UNSET if forced_length is None else forced_length
         self._inputs = inputs
         self._created = int(time.time())
 
@@ -62,4 +69,5 @@ class ModelService:
             max_model_len=self._inputs.max_model_len,
             root=self.name,
             tools=self._tools,
+            forced_acceptance_length=self._forced_length,
         )

@@ -8,7 +8,6 @@ from atom.shared.messages.engine import FinishReason, pack_ids, unpack_ids
 from atom.shared.messages.worker import (
     BatchResult,
     FullAttentionSpec,
-    RecurrentStateSpec,
     ScheduledBatch,
     SlidingWindowSpec,
 )
@@ -259,5 +258,3 @@ def test_a_result_with_one_token_each_needs_no_counts() -> None:
 def test_limits_without_room_for_drafts_are_refused() -> None:
     with pytest.raises(ValueError, match="has no room for 3 draft tokens of each of 8 sequences"):
         driver(0, max_num_batched_tokens=31)
-    with pytest.raises(ValueError, match="recurrent states cannot be restored"):
-        CoreDriver([RecurrentStateSpec(1), FULL], [4, 64], Limits(4, 40, num_drafts=1), 64, False)

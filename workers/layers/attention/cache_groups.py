@@ -28,6 +28,8 @@ class StateGroup:
     layers: Sequence[int]
     shape: StateShape
     """Shape of one layer's state on this rank."""
+    places: int = 1
+    """States of one request that are kept: with drafts one after each token of a step."""
 
 
 CacheGroup = KVGroup | LatentGroup | StateGroup

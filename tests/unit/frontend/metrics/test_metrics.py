@@ -154,6 +154,8 @@ def test_metrics_of_drafts_have_vllms_names() -> None:
     engines = {0: stats, 1: stats}
     page = expose(Snapshot("tiny", Metrics(), engines, {0: True, 1: True}, {0: 0, 1: 0}, live=0)).decode()
     assert Speculation.parse(page) == Speculation(40, 120, 60)
+    snapshot = Snapshot("tiny", Metrics(), engines, {0: True, 1: True}, {0: 0, 1: 0}, 0, forced_length=2.5)
+    assert Speculation.parse(expose(snapshot).decode()) == Speculation(40, 120, 60, 2.5)
 
 
 def test_the_balance_of_experts_is_shown_by_layer() -> None:

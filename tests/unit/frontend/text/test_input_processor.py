@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import LogitsProcessors, pack_ids, unpack_ids
 from atom.shared.sampling_params import SamplingParams
@@ -52,6 +53,22 @@ def test_seeds(inputs: InputProcessor) -> None:
     assert seed(5) == 5
     assert seed(-1) == (1 << 64) - 1
     assert seed(None) != seed(None)
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 0}, {"presence_penalty": 0.5}, {"min_tokens": 2}])
+def test_what_rules_the_text_is_refused_where_acceptance_is_forced(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    checkpoint = tiny_tokenizer.checkpoint(tmp_path)
+    for length, refused in ((None, False), (2.0, True)):
+        drafts = SpeculativeConfig("ngram", 3, spec_decode_acceptance_length=length)
+        inputs = InputProcessor(checkpoint, Tokenizer.from_checkpoint(checkpoint), 100, "fcfs", drafts)
+        assert inputs.request([3], SamplingParams(temperature=0.5), [1])
+        if refused:
+            with pytest.raises(RequestError, match="forces the acceptance of drafts"):
+                inputs.request([3], SamplingParams(**asked), [1])
+        else:
+            assert inputs.request([3], SamplingParams(**asked), [1])
 
 
 def test_an_exact_fit_is_taken_and_one_more_refused(inputs: InputProcessor) -> None:

@@ -2,13 +2,20 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
 
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import DeviceConfig
+from atom.shared.config.speculative import SpeculativeConfig
 from atom_ops import SamplingBatch
 from parallel.communicator import Communicator
+from tests.helpers.drafting import rarely
+from tests.helpers.drafting_steps import SIMULATED, DraftingSteps, check_pair, save_pair, simulate_gpu
+from tests.helpers.tiny_models import place
 from tests.unit.workers.spec_decode.test_speculation import (
     CPU,
     VOCAB,
@@ -78,7 +85,12 @@ def plain() -> Driver:
 
 
 def make(
-    way: str, drafter: Drafter, num_drafts: int, adapts: bool = False, captured: Sequence[int] = ()
+    way: str,
+    drafter: Drafter,
+    num_drafts: int,
+    adapts: bool = False,
+    captured: Sequence[int] = (),
+    forced_length: float | None = None,
 ) -> Driver:
     """Requests whose drafts `drafter` proposes."""
 
@@ -86,7 +98,7 @@ def make(
         return ModelProposer(drafter, limits, tables, CPU, exact)
 
     sizes = {"graphs": [1, 2, 4, 6], "some graphs": [3], "exact, recorded": [1, 2, 4, 6]}.get(way)
-    made = runner(num_drafts, way.startswith("exact"), sizes, captured, drafts, adapts)
+    made = runner(num_drafts, way.startswith("exact"), sizes, captured, drafts, adapts, forced_length)
     driver = Driver(made, num_drafts, 2, REQUESTS)
     driver.core.lookahead = num_drafts - drafter.reads_pairs
     driver.core.sends_next_ids = drafter.reads_pairs
@@ -149,6 +161,25 @@ def test_steps_without_drafts_only_follow(plain: Driver, way: str, reads_pairs: 
     driver.turns = random.Random(3)
     assert driver.run() == plain.outputs
     assert driver.num_accepted > 0.6 * driver.num_proposed > 50
+
+
+@pytest.mark.parametrize(
+    "name", [name if name.startswith(("eagle3", "dflash")) else rarely(name) for name in SIMULATED]
+)
+def test_models_that_draft_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `tests/gpu/test_speculation.py` does on a GPU."""
+    simulate_gpu(monkeypatch)
+
+    def make(checkpoint: Checkpoint, speculative: SpeculativeConfig, sizes: str) -> DraftingSteps:
+        device = DeviceConfig(
+            device="cpu",
+            cpu_threads=1,
+            cudagraph_capture_sizes=sizes,
+            cudagraph_mode="FULL_DECODE_ONLY",
+        )
+        return DraftingSteps(checkpoint, device, place(), speculative)
+
+    check_pair(save_pair(name, tmp_path), make, ["[1,2,4,8]"], [3], ["greedy", "limited"])
 
 
 def test_a_cost_counts_the_weights_of_a_pass() -> None:

@@ -16,13 +16,15 @@ from tests.helpers.drafting import (
     rarely,
     unchanging,
 )
-from tests.helpers.mtp_models import MtpModel, save_mtp_model
+from tests.helpers.mtp_models import MtpModel, save_delta_mtp_model, save_mtp_model
 from tests.helpers.tiny_models import engine_config, place, save_tiny, tiny
 from tests.unit.workers.spec_decode.test_ngram import check, run
 from workers.spec_decode import adaptive
 from workers.worker import Worker
 
-FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2", "glm-4.7-flash")
+FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2", "glm-4.7-flash", "glm-5")
+DELTA_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+GROUPS = dict.fromkeys(FAMILIES, 1) | dict.fromkeys(DELTA_FAMILIES, 2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,36 +38,43 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpModel]:
-    return {name: save_mtp_model(tiny(name), tmp_path_factory.mktemp(name)) for name in FAMILIES}
+    saves = dict.fromkeys(FAMILIES, save_mtp_model) | dict.fromkeys(DELTA_FAMILIES, save_delta_mtp_model)
+    return {name: save(tiny(name), tmp_path_factory.mktemp(name)) for name, save in saves.items()}
 
 
 def mtp(drafts: int) -> SpeculativeConfig:
     return SpeculativeConfig("mtp", drafts)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", rarely("glm4-moe"), "deepseek-v3.2", "glm-4.7-flash"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepseek-v3", rarely("glm4-moe"), "deepseek-v3.2", "glm-4.7-flash", rarely("glm-5")),
+        *("qwen3-next", rarely("qwen3.5"), rarely("qwen3.5-moe")),
+    ],
+)
 def test_drafts_are_those_of_the_definition(models: dict[str, MtpModel], name: str) -> None:
     model = models[name]
-    made = drafting_engine(model.checkpoint, unchanging(mtp(4)), max_tokens=16, max_rows=2)
+    made = drafting_engine(model.checkpoint, unchanging(mtp(4)), GROUPS[name], max_tokens=16, max_rows=2)
     steps = check_drafts(made, model.drafts, 4)
     assert steps < 18, "no draft was accepted"
 
 
-QUICK = {("deepseek-v3", 4), ("glm4-moe", 1), ("deepseek-v3.2", 3)}
+QUICK = {("deepseek-v3", 4), ("glm4-moe", 1), ("deepseek-v3.2", 3), ("qwen3-next", 3)}
 
 
 @pytest.mark.parametrize(
     ("name", "drafts"),
     [
         (name, drafts) if (name, drafts) in QUICK else rarely(name, drafts)
-        for name in FAMILIES
+        for name in GROUPS
         for drafts in (1, 2, 3, 4)
     ],
 )
 def test_the_output_is_the_plain_runs(models: dict[str, MtpModel], name: str, drafts: int) -> None:
     checkpoint = models[name].checkpoint
-    wanted = run(drafting_engine(checkpoint, PLAIN), REQUESTS)
-    made = drafting_engine(checkpoint, unchanging(mtp(drafts)))
+    wanted = run(drafting_engine(checkpoint, PLAIN, GROUPS[name]), REQUESTS)
+    made = drafting_engine(checkpoint, unchanging(mtp(drafts)), GROUPS[name])
     check(run(made, REQUESTS), wanted)
     assert accepted_share(made) > 0.05
 

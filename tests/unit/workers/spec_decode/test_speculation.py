@@ -23,8 +23,9 @@ from workers.layers.context import ForwardContext
 from workers.memory.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
 from workers.sampling.sampler import Sampler
-from workers.spec_decode.ngram import NgramProposer, TextGroup
+from workers.spec_decode.ngram import NgramProposer
 from workers.spec_decode.proposer import Proposer
+from workers.spec_decode.text_history import TextGroup
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS, LENGTH, ROWS, VOCAB = 4, 120, 60, 6, 11
@@ -79,13 +80,22 @@ def runner(
     captured: Sequence[int] = (),
     proposes: MakeProposer = looks_up,
     adaptive: bool = False,
+    forced_length: float | None = None,
 ) -> ModelRunner:
     """`captured`: the drafts of each row in decode graphs; empty: `num_drafts`."""
     model = cast(CausalLM, TwoTokensBack())
     limits = BatchLimits(ROWS, LENGTH, BLOCK, num_drafts)
     tables = [BlockTable(limits), BlockTable(limits)]
     proposer = proposes(limits, tables, exact) if num_drafts else None
-    inputs = InputBatch(limits, tables, CPU, proposer=proposer, exact=exact, adaptive=adaptive)
+    inputs = InputBatch(
+        limits,
+        tables,
+        CPU,
+        proposer=proposer,
+        exact=exact,
+        adaptive=adaptive,
+        forced_length=forced_length,
+    )
     memory = MemoryGuard(CPU, num_ranks=1)
     sampler = Sampler(limits, VOCAB, CPU, memory)
     graphs = None

@@ -111,3 +111,8 @@ def test_speculation_is_a_difference_of_counters() -> None:
     assert run.acceptance_rate == pytest.approx(25 / 30)
     assert (after - after).accept_length is None
     assert Speculation.parse("up 1\n") is None
+
+
+def test_forced_acceptance_is_a_part_of_the_result() -> None:
+    forced = Speculation.parse(METRICS_PAGE + 'atom:spec_decode_forced_length{engine="0"} 2.88\n')
+    assert forced is not None and (forced - forced).forced_length == 2.88

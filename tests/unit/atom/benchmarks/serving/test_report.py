@@ -23,6 +23,7 @@ KEYS = {
     *("burstiness", "max_concurrency", "duration", "completed", "total_input_tokens", "total_output_tokens"),
     *("request_throughput", "request_goodput", "request_goodput:", "output_throughput"),
     *("total_token_throughput", "concurrency", "accept_length", "acceptance_rate"),
+    "forced_acceptance_length",
 }
 DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors"}
 OUTPUTS = [

@@ -394,6 +394,25 @@ def test_the_ngram_lengths_default_to_one_another() -> None:
         ({"num_speculative_tokens": 3}, "--num-speculative-tokens needs --method"),
         ({"prompt_lookup_min": 3}, "--prompt-lookup-min needs --method"),
         ({"spec_decode_adaptive": False}, "--no-spec-decode-adaptive needs --method"),
+        (
+            {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+            "--prompt-lookup-max is for --method ngram; omit it with --method suffix",
+        ),
+        ({"spec_decode_acceptance_length": 2.0}, "--spec-decode-acceptance-length needs --method"),
+        ({"spec_decode_acceptance_rate": 0.0}, "--spec-decode-acceptance-rate needs --method"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3, "spec_decode_acceptance_length": 4.1},
+            "at most 4 tokens with --num-speculative-tokens 3",
+        ),
+        (
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "spec_decode_acceptance_length": 2.0,
+                "spec_decode_acceptance_rate": 0.5,
+            },
+            "say the same: omit one of them",
+        ),
         ({"method": "ngram"}, "needs --num-speculative-tokens of at least 1"),
         (
             {
@@ -409,6 +428,24 @@ def test_the_ngram_lengths_default_to_one_another() -> None:
 def test_incomplete_speculation_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolved(**options)
+
+
+def test_suffixes_are_looked_up_on_a_cpu_alone() -> None:
+    options: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 3}
+    assert resolved(CPU, **options).config.speculative.reads_text
+    with pytest.raises(ConfigError, match="--method suffix: .* on a GPU; use --method ngram"):
+        resolved(GPUS, **options)
+
+
+def test_forced_acceptance_is_a_note_at_start() -> None:
+    drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+    verified = resolved(**drafts)
+    assert verified.config.speculative.forced_length is None
+    assert not any("without verification" in note for note in verified.notes)
+    for options in ({"spec_decode_acceptance_length": 3.0}, {"spec_decode_acceptance_rate": 0.5}):
+        found = resolved(**drafts, **options)
+        assert found.config.speculative.forced_length == 3.0
+        assert any("without verification, 3 tokens a step" in note for note in found.notes)
 
 
 def test_the_width_of_steps_adapts_where_a_graph_computes_padding() -> None:
@@ -460,10 +497,12 @@ def test_a_model_that_drafts_needs_blocks_ahead() -> None:
     assert (found.lookahead, found.reads_next_ids) == (3, False)
 
 
-def test_recurrent_layers_rule_out_speculation() -> None:
+def test_recurrent_states_are_restored_on_a_cpu_alone() -> None:
     stateful = replace(CHECKPOINT, model_type="qwen3_next", keeps_states=True)
+    drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+    assert resolved(CPU, stateful, **drafts).config.speculative.method == "ngram"
     with pytest.raises(ConfigError, match="--method ngram: qwen3_next has recurrent layers"):
-        resolved(CPU, stateful, method="ngram", num_speculative_tokens=3)
+        resolved(GPUS, stateful, **drafts)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from atom.shared.config.server import ServerConfig
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.engine import pack_ids, unpack_ids
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
 from frontend.api.chat.schema import CHAT
@@ -32,6 +33,7 @@ from tests.helpers.rig import CALLS, ENDLESS, MINIMAL, TOKENIZER, TOOL, Ran, Rig
 SCHEMAS: dict[str, Schema[Any]] = {"chat": CHAT, "completions": COMPLETIONS}
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]
 NULL = ("json_schema", '{"type":"null"}')
+DRAFTS = SpeculativeConfig("ngram", 2)
 FOX = TOKENIZER.encode("fox", add_special_tokens=False)
 
 
@@ -474,9 +476,9 @@ def test_a_prediction_is_a_hint_where_nothing_is_drafted(tmp_path: Path) -> None
     checkpoint = tiny_tokenizer.checkpoint(tmp_path)
     inputs = InputProcessor(checkpoint, TOKENIZER, 100, "fcfs")
     assert inputs.prediction_ids("fox " * 1000) == []
-    assert InputProcessor(checkpoint, TOKENIZER, 100, "fcfs", True).prediction_ids("fox") == FOX
+    assert InputProcessor(checkpoint, TOKENIZER, 100, "fcfs", DRAFTS).prediction_ids("fox") == FOX
     with pytest.raises(RequestError, match="no tokenizer to read 'prediction' with"):
-        InputProcessor(checkpoint, None, 100, "fcfs", True).prediction_ids("fox")
+        InputProcessor(checkpoint, None, 100, "fcfs", DRAFTS).prediction_ids("fox")
 
 
 def test_usage_has_the_draft_tokens(tmp_path: Path) -> None:

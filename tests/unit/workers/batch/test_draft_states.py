@@ -1,0 +1,93 @@
+"""Recurrent layers with drafts: the states of rejected ones are forgotten; the output is the plain run's."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import DeviceConfig
+from atom.shared.config.speculative import SpeculativeConfig
+from tests.helpers.drafting import PLAIN, drafting_engine, rarely, unchanging
+from tests.helpers.drafting_steps import GREEDY, LIMITED, DraftingSteps, simulate_gpu
+from tests.helpers.tiny_models import place, save_tiny, tiny
+from tests.unit.workers.spec_decode.test_ngram import check, run
+from workers.batch.draft_states import captured_draft_states
+
+NGRAM = unchanging(SpeculativeConfig("ngram", 4, 3, 2))
+FAMILIES = ("qwen3-next", "qwen3.5")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: one thread is fastest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    return {name: save_tiny(tiny(name), tmp_path_factory.mktemp(name))[1] for name in FAMILIES}
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", rarely("qwen3.5")])
+def test_the_output_is_the_plain_runs(checkpoints: dict[str, Checkpoint], name: str) -> None:
+    plain = drafting_engine(checkpoints[name], PLAIN, 2)
+    made = drafting_engine(checkpoints[name], NGRAM, 2)
+    wanted = run(plain, 20)
+    check(run(made, 20, wanted), wanted)
+    stats = made.core.stats()
+    assert 0.9 * stats.num_draft_tokens > sum(stats.num_accepted_tokens_per_pos)
+    assert sum(stats.num_accepted_tokens_per_pos) > 0.1 * stats.num_draft_tokens > 10
+
+
+def test_preempted_and_cached_requests(checkpoints: dict[str, Checkpoint]) -> None:
+    """With few blocks, requests are preempted, and prompts continue from saved states."""
+    checkpoint = checkpoints["qwen3-next"]
+    wanted = run(drafting_engine(checkpoint, PLAIN, 2), 30)
+    made = drafting_engine(checkpoint, NGRAM, 2, blocks=30)
+    check(run(made, 30, wanted), wanted)
+    stats = made.core.stats()
+    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    assert sum(stats.num_accepted_tokens_per_pos) > 0
+
+
+def test_graphs_keep_a_state_after_each_draft(
+    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the host does not know how many drafts were accepted."""
+    checkpoint = checkpoints["qwen3-next"]
+    device = DeviceConfig("cpu", cpu_threads=1, cudagraph_capture_sizes="[]")
+    plain = DraftingSteps(checkpoint, device, place())
+    wanted = {name: plain.run(sampling) for name, sampling in (("greedy", GREEDY), ("limited", LIMITED))}
+    simulate_gpu(monkeypatch)
+    for sizes in ("[]", "[1,2,4,8]"):
+        device = dataclasses.replace(device, cudagraph_capture_sizes=sizes, cudagraph_mode="FULL_DECODE_ONLY")
+        made = DraftingSteps(
+            checkpoint, device, place(), dataclasses.replace(NGRAM, num_speculative_tokens=3)
+        )
+        for name, tokens in wanted.items():
+            predicted = [[token if at % 9 else 1 for at, token in enumerate(row)] for row in tokens]
+            sampling = {"greedy": GREEDY, "limited": LIMITED}[name]
+            for in_flight in (1, 2):
+                assert made.run(sampling, in_flight, predicted) == tokens, (sizes, name, in_flight)
+        assert made.accepted > 0.2 * made.verified > 10
+
+
+def test_padding_rows_copy_the_spare_state() -> None:
+    slots_R = torch.tensor([3, -1])
+    starts_R1 = torch.arange(3, dtype=torch.int32)
+    plan = captured_draft_states(slots_R, torch.tensor([2, 1]), 4, 3, starts_R1)
+    assert plan.num_tokens == 6 and plan.query_starts_R1.tolist() == [0, 3, 6]
+    parts = plan.parts
+    assert parts is not None
+    assert [part.tokens_P.tolist() for part in parts] == [[0, 3], [1, 4], [2, 5]]
+    assert [part.sources_R.tolist() for part in parts if part.sources_R is not None] == [
+        [14, -1],
+        [12, -1],
+        [13, -1],
+    ]
+    assert [part.plan.slots_R.tolist() for part in parts] == [[12, -1], [13, -1], [14, -1]]
