@@ -5,9 +5,9 @@
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult,
                              GetGrammar, Claimed, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
-                             GrammarLoaded
+                             GrammarLoaded, BlocksCopied
                         out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel,
-                             LoadGrammar, DropGrammar
+                             LoadGrammar, DropGrammar, CopyBlocks
     supervisor  PUSH    out: Ready, Dead, Heartbeat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
@@ -38,6 +38,7 @@ from atom.shared.messages.engine import (
     TokenDeltas,
 )
 from atom.shared.messages.grammar import GrammarBytes, GrammarLoaded
+from atom.shared.messages.kv_tiers import BlocksCopied
 from atom.shared.messages.launch import CoreLaunch
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.resume import Claim
@@ -194,10 +195,12 @@ class CoreProcess:
             lists_events=self._kv_events is not None,
             state_interval=config.cache.state_checkpoint_interval_tokens,
         )
+        if plan.tiers:
+            kv.offload_to(plan.tiers, config.cache.kv_offload_min_tokens, self._num_ranks)
         grace_s = config.reliability.orphan_grace
         max_queue_s = config.scheduler.max_queue_time
         core = EngineCore(limits, kv, plan.max_model_len, orphan_grace_s=grace_s, max_queue_s=max_queue_s)
-        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len))
+        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len, plan.tiers))
         if self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up") is None:
             return None
         self._report_ready(plan)
@@ -278,6 +281,8 @@ class CoreProcess:
                 self._last_batch = batch
                 self._trace.mark("sent", batch.step)
                 self._steps_sent = True
+            for copies in core.tier_messages():
+                self._workers.send(copies)
             # Workers that wait for a batch of this engine delay the other engines: none will come for now.
             if self._lockstep and self._steps_sent and not core.num_in_flight:
                 self._workers.send(StepsDone())
@@ -305,6 +310,9 @@ class CoreProcess:
             return {}
         if isinstance(message, GrammarLoaded):
             return core.grammar_loaded(message)
+        if isinstance(message, BlocksCopied):
+            core.blocks_copied(message)
+            return {}
         if not isinstance(message, BatchResult):
             raise _unexpected(message)
         self._trace.mark("result", message.step)

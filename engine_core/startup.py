@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.kv_tiers import HOST_MEMORY, TierSlots
 from atom.shared.messages.worker import KVSpec, Loaded, RecurrentStateSpec
 from atom.shared.utils.sizes import size_text
-from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, unit_bytes
+from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, plan_slots, unit_bytes
 from engine_core.scheduler import Limits
 
 _REMEDY = "--kv-cache-memory-bytes or --gpu-memory-utilization"
@@ -32,6 +33,8 @@ class CachePlan:
     max_model_len: int
     """Longest sequence that is accepted."""
     kv_tokens: int
+    tiers: list[TierSlots]
+    """Where blocks are kept after the cache has evicted them."""
 
 
 def limits_of(config: EngineConfig, loaded: Sequence[Loaded]) -> Limits:
@@ -102,7 +105,21 @@ def plan_cache(
                 f"lower --max-model-len, or give the cache more memory with {_REMEDY}"
             )
         max_model_len = longest
-    return CachePlan(list(specs), num_blocks, max_model_len, cache_tokens(specs, num_blocks))
+    tiers = _tiers(config.cache, num_blocks, loaded)
+    return CachePlan(list(specs), num_blocks, max_model_len, cache_tokens(specs, num_blocks), tiers)
+
+
+def _tiers(cache: CacheConfig, num_blocks: Sequence[int], loaded: Sequence[Loaded]) -> list[TierSlots]:
+    if cache.kv_offload_memory is None:
+        return []
+    plans = [plan_slots(one.kv_specs, num_blocks, cache.kv_offload_memory) for one in loaded]
+    slots = [min(counts) for counts in zip(*plans, strict=True)]
+    if not all(slots):
+        raise StartupError(
+            f"--kv-offload-memory {size_text(cache.kv_offload_memory)} is too small for the blocks of this "
+            "model: give it at least a fraction of the KV cache's size"
+        )
+    return [TierSlots(HOST_MEMORY, slots)]
 
 
 def _num_blocks(

@@ -169,6 +169,8 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
             LockstepLoop(worker, link, rank, trace, link.waves).run()
     finally:
         trace.close()
+        if worker.tiers is not None:
+            worker.tiers.close()
         if worker.traces is not None:
             worker.traces.close()
     mesh.close()

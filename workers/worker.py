@@ -1,7 +1,9 @@
 """A worker without its sockets: load the model, allocate the KV cache, execute steps."""
 
 import contextlib
+import operator
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from atom.shared.config.engine import EngineConfig
 from atom.shared.config.eplb import eplb_config
 from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, ScheduledBatch
 from atom.shared.utils.logger import get_logger
+from atom.shared.utils.sizes import size_text
 from atom_ops import backend
 from parallel.mesh import Mesh
 from workers.cpu_threads import CpuThreads
@@ -19,6 +22,9 @@ from workers.grammar.library import GrammarLibrary
 from workers.graphs.trace_ranges import add_module_ranges
 from workers.layers.attention.cache_groups import StateGroup
 from workers.layers.causal_lm import CausalLM
+from workers.layers.context import CacheLayer
+from workers.memory.block_rows import BlockRows
+from workers.memory.host_tier import HostTier
 from workers.memory.kv_cache import (
     attention_backends,
     available_memory,
@@ -28,6 +34,7 @@ from workers.memory.kv_cache import (
 )
 from workers.memory.memory_guard import SMALLER_CACHE, SMALLER_STEPS, explain_out_of_memory
 from workers.memory.peak import peak_bytes
+from workers.memory.tier_copier import TierCopier, block_bytes, staged_bytes
 from workers.model_runner import ModelRunner
 from workers.pending_step import PendingStep
 from workers.profiler import TraceRecorder
@@ -72,6 +79,8 @@ class Worker:
     """Set by `load`; None without --enable-eplb."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, progress: Progress):
+        self.tiers: TierCopier | None = None
+        """Set by `allocate`, if blocks are kept outside of the KV cache."""
         self.traces: TraceRecorder | None = None
         """None unless the configuration names a directory for traces."""
         self._config = config
@@ -194,11 +203,31 @@ class Worker:
         num_blocks = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
         capacity = num_blocks * self._config.block_tokens
         warm_up(self._builder, self._runner, min(capacity, allocate.max_model_len), self.idle_step)
+        if allocate.tiers:
+            self._open_tiers(allocate, kv_layers)
         if self.traces is not None:
             self.traces.prepare()
         if self._device.type != "cpu" and self._tp.rank == 0:
             names = ", ".join(backend.ran_in_torch()) or "none"
             get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
+
+    def _open_tiers(self, allocate: AllocateKV, kv_layers: Sequence[CacheLayer]) -> None:
+        specs = rank_specs(self._config, self._model)
+        sizes = list(map(block_bytes, specs))
+        groups = [
+            BlockRows([kv_layers[layer] for layer in group.layers], num_blocks, size)
+            for group, num_blocks, size in zip(self._model.kv_groups, allocate.num_blocks, sizes, strict=True)
+        ]
+        unused = sum(map(operator.mul, sizes, allocate.num_blocks)) if self._device.type == "cpu" else 0
+        needed = sum(sum(map(operator.mul, sizes, tier.num_slots)) for tier in allocate.tiers)
+        room = available_memory() // self._config.parallel.workers_per_node - unused
+        if needed > room:
+            raise MemoryError(
+                f"--kv-offload-memory: a worker needs {size_text(needed)} of host memory, and "
+                f"{size_text(max(room, 0))} are left: lower it"
+            )
+        tiers = [HostTier(tier.num_slots, sizes, self._device) for tier in allocate.tiers]
+        self.tiers = TierCopier(groups, tiers, self._tp.rank)
 
     def _build_model(self) -> CausalLM:
         model = build_rank(self._config, self._checkpoint, self._mesh, self._dispatch)
@@ -244,4 +273,6 @@ class Worker:
         if self._device.type == "cpu":
             return cpu_kv_bytes(self._config.cache, self._config.parallel.workers_per_node)
         peak = peak_bytes(self._builder)
+        if self._config.cache.kv_offload_memory is not None:
+            peak += staged_bytes(rank_specs(self._config, self._model))
         return cuda_kv_bytes(self._config.cache, self._device, peak, self._used_before)

@@ -24,5 +24,9 @@ class CacheConfig:
     """KV cache of each worker in bytes, or as 4G. If unset: what a GPU has left, on a CPU 4 GiB at most."""
     num_kv_blocks: Annotated[int, Meta(ge=1)] | None = None
     """Exact number of KV blocks; overrides the other memory settings."""
+    kv_offload_memory: Annotated[int, bytes_from(1)] | None = None
+    """Host memory of each worker for KV blocks that its cache evicts, in bytes, or as 64G. If unset: none."""
+    kv_offload_min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Blocks are kept there of sequences with as many cached tokens, and any that were hit before."""
     kv_events_config: Annotated[str, OBJECT] | None = None
     """JSON object; '{"enable_kv_cache_events": true}' publishes what the prefix cache gains and loses."""

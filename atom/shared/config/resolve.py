@@ -307,6 +307,10 @@ def _check_eplb(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
 
 def _cache(cache: CacheConfig, checkpoint: Checkpoint, notes: list[str]) -> CacheConfig:
     """`auto` is the format that the checkpoint asks for."""
+    if cache.kv_offload_memory is not None and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "--kv-offload-memory keeps blocks for the prefix cache: omit --no-enable-prefix-caching"
+        )
     if cache.kv_cache_dtype != "auto":
         return cache
     wanted = kv_format(checkpoint.hf_config.get("quantization_config"))
@@ -474,6 +478,8 @@ def _without_effect(
         reasons["dp_load_balance"] = "one engine serves all requests; --data-parallel-size adds more"
     if not checkpoint.keeps_states or not cache.enable_prefix_caching:
         reasons["state_checkpoint_interval_tokens"] = "it is for recurrent layers with prefix caching"
+    if cache.kv_offload_memory is None:
+        reasons["kv_offload_min_tokens"] = "it needs --kv-offload-memory"
     if config.observability.torch_profiler_dir is None:
         reasons["mark_trace"] = "it needs --torch-profiler-dir"
     if config.model.trust_remote_code:
