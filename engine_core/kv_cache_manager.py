@@ -90,7 +90,9 @@ class KVCacheManager:
             self._states = StateCheckpoints(states, self.block_size, state_interval)
         self._full = [pool for spec, pool in pairs if isinstance(spec, FullAttentionSpec)]
         self._paged = [each for each in enumerate(self.pools) if not self._is_state[each[0]]]
-        self._windows = [(i, spec) for i, spec in enumerate(self.specs) if isinstance(spec, SlidingWindowSpec)]
+        self._windows = [
+            (i, spec) for i, spec in enumerate(self.specs) if isinstance(spec, SlidingWindowSpec)
+        ]
         self._first_blocks: Recent[bytes] = Recent(_MAX_FIRST_BLOCKS)
         """By a digest without salt: the salt of the last request that cached such a first block."""
         self._to_free: deque[tuple[BlockPool, list[int]]] = deque()
@@ -113,6 +115,8 @@ class KVCacheManager:
         self.offload = KVOffload(
             self.specs, self.pools, [KVTier(slots) for slots in tiers], policy, self.quota, self._hash
         )
+        if self.events is not None:
+            self.offload.list_events(self.events)
 
     @property
     def num_blocks(self) -> int:
@@ -175,8 +179,13 @@ class KVCacheManager:
             run = self._cached_run(blocks, 0, earlier)
             if run < earlier:
                 blocks.num_found = run
-        hits = self._visible_prefix(blocks, blocks.num_found) if self._windows else blocks.num_found
-        return hits if self._states is None else self._saved_prefix(blocks, hits, self._states)
+        hits = blocks.num_found
+        while True:  # at a shorter prefix, other blocks are the last window
+            visible = self._visible_prefix(blocks, hits) if self._windows else hits
+            saved = visible if self._states is None else self._saved_prefix(blocks, visible, self._states)
+            if saved == hits or not self._windows:
+                return saved
+            hits = saved
 
     def admit(self, blocks: RequestBlocks, hits: int) -> bool:
         """Put `hits` cached blocks, as `find_prefix` has found in this iteration, into empty tables.
@@ -313,13 +322,8 @@ class KVCacheManager:
         Raises ValueError for a message that answers none of those sent.
         """
         assert self.offload is not None, "copies without a tier"
-        load, arrived = self.offload.copied(message)
         self.num_frees += 1
-        if load is not None and self.events is not None and not load.blocks.tokens.prompt.root:
-            for copy in arrived:
-                if copy.group == self._listed_group:
-                    self.events.stored(copy.digest, copy.hash_input)
-        return load
+        return self.offload.copied(message)
 
     # Saved states
 

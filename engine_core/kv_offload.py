@@ -10,14 +10,15 @@ request waits for tiers a few times at most, and computes what has not come.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 from atom.shared.messages.engine import KVTierStats
-from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, CopyBlocks
+from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, CopyBlocks, StoredBlocks
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.block_pool import BlockPool
 from engine_core.iteration_quota import LOOKUPS_PER_UNIT, IterationQuota
-from engine_core.kv_events import listed_group
+from engine_core.kv_events import KVEventLog, listed_group
 from engine_core.kv_plan import first_visible_block, peak_blocks, unit_bytes
 from engine_core.kv_tier import KVTier
 from engine_core.prefix_lookup import visible_prefix
@@ -33,6 +34,10 @@ _STORED_BYTES = 64 << 20
 _STORED_BLOCKS = 64
 _STORED_SHARE = 8
 """Blocks that are being stored take at most this fraction (1 / 8) of a group's blocks."""
+_LOADED_BLOCKS = 2048
+"""Most blocks of one load: a request may wait for several, so that none takes an iteration long to plan."""
+_UNITS_PER_LOADED = 4
+_UNITS_PER_LOOKED_UP = 4
 _MAX_FREED = 1 << 16
 """Blocks that wait to be stored; the oldest are dropped."""
 
@@ -59,11 +64,19 @@ class _Copied:
     slot: int
     digest: bytes
     hash_input: bytes
+    replaced: bytes = b""
+    """Digest of the block to be removed from the slot."""
+    is_listed: bool = False
+    """Whether KV events may tell of a block that is stored."""
+
+
+_Missing = tuple[int, int, int, int]
+"""Group, index in the sequence, tier and slot of a block that the cache lacks."""
 
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Blocks that are copied from tiers for one request."""
+    """Blocks that tiers give back for one request."""
 
     numbers: list[int]
     """Those of its messages: one for each tier that has some of the blocks."""
@@ -108,6 +121,8 @@ class _Freed:
     """For each group, the first of its blocks that was in use."""
     left: int
     """How many of them, from the first one on, are still to be stored."""
+    is_salted: bool
+    """Whether only requests of the same salt may use them."""
 
 
 class KVOffload:
@@ -122,7 +137,7 @@ class KVOffload:
         quota: IterationQuota,
         hash_blocks: Callable[[RequestBlocks, int], int],
     ):
-        """`hash_blocks(blocks, n)` hashes the first n blocks within the quota; returns how many are hashed."""
+        """`hash_blocks(blocks, n)` hashes n leading blocks within the quota; returns how many are hashed."""
         self.tiers = list(tiers)
         self.has_work = False
         """Whether the iteration's quota ended the search for blocks to store."""
@@ -131,7 +146,7 @@ class KVOffload:
         self.num_stored = [0] * len(tiers)
         """Blocks copied to each tier."""
         self.num_loaded = [0] * len(tiers)
-        """Blocks copied from each tier."""
+        """Blocks that each tier gave back."""
         self.num_failed = [0] * len(tiers)
         """Copies of each tier that failed."""
         self._specs = list(specs)
@@ -143,6 +158,7 @@ class KVOffload:
         self._full = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
         self._windows = [(i, spec) for i, spec in enumerate(specs) if isinstance(spec, SlidingWindowSpec)]
         self._states = [index for index, spec in enumerate(specs) if isinstance(spec, RecurrentStateSpec)]
+        self._events: KVEventLog | None = None
         self._messages: dict[int, _Message] = {}
         self._last_number = 0
         self._unsent: list[CopyBlocks] = []
@@ -155,10 +171,25 @@ class KVOffload:
         by_size = _STORED_BYTES // max(map(unit_bytes, specs))
         self._most_stored = max(1, min(_STORED_BLOCKS, most, by_size))
 
+    def list_events(self, events: KVEventLog) -> None:
+        """Note in this log what the tiers, and the cache from them, gain and lose."""
+        self._events = events
+        for tier in self.tiers:
+            tier.pools[self._listed_group].on_uncached = partial(events.removed, medium=tier.medium)
+
     @property
     def num_under_way(self) -> int:
         """Messages that not all workers have confirmed."""
         return len(self._messages)
+
+    def adopt(self, stored: Sequence[Sequence[StoredBlocks]]) -> int:
+        """Take over the blocks that tiers have from an earlier start, by rank; returns how many."""
+        count = 0
+        for index, tier in enumerate(self.tiers):
+            digests = [[each.digests for each in rank if each.tier == index] for rank in stored]
+            if all(digests):
+                count += tier.adopt([found[0] for found in digests])
+        return count
 
     # Loads
 
@@ -190,7 +221,8 @@ class KVOffload:
         free blocks do not hold its tokens.
         """
         is_slow = any(load.deadline < now for load in self._loads)
-        if is_slow or blocks.num_waits >= _MAX_WAITS or blocks.num_reached <= hits:
+        most_waits = _MAX_WAITS + len(self._specs) * blocks.num_reached // _LOADED_BLOCKS
+        if is_slow or blocks.num_waits >= most_waits or blocks.num_reached <= hits:
             return None
         length = self._usable(blocks, hits)
         load = self._begin(blocks, length, now) if length > hits else None
@@ -217,33 +249,42 @@ class KVOffload:
 
     def _begin(self, blocks: RequestBlocks, length: int, now: float) -> Load | None:
         found: list[list[int]] = []
-        missing: list[_Copied] = []
+        missing: list[_Missing] = []
         digests, hash_inputs = blocks.hashes(0, length)
         for group, spec in enumerate(self._specs):
             first = length - 1 if isinstance(spec, RecurrentStateSpec) else self._first(spec, length)
             self._quota.spend((length - first) // LOOKUPS_PER_UNIT)
             pool = self._pools[group]
             found.append([])
-            for digest, hash_input in zip(digests[first:], hash_inputs[first:], strict=True):
-                block = pool.find(digest, hash_input)
+            for index in range(first, length):
+                digest = digests[index]
+                block = pool.find(digest, hash_inputs[index])
                 if block is not None:
                     found[group].append(block)
                 elif (load := self._loading.get((group, digest))) is not None:
                     return load
-                elif (slot := self._find(group, digest, hash_input)) is not None:
-                    missing.append(_Copied(group, -1, *slot, digest, hash_input))
+                elif (place := self._find(group, digest, hash_inputs[index])) is not None:
+                    missing.append((group, index, *place))
                 else:
                     return None  # lost since it was looked up
-        if not self._has_room(len(blocks.tokens), length, found, missing):
+        if not missing or not self._has_room(len(blocks.tokens), length, found, missing):
             return None
-        return self._send_load(blocks, now, found, missing)
+        kept = list(zip(self._pools, found, strict=True))
+        for pool, cached in kept:
+            pool.share(cached)  # the allocation must not evict them
+        copies = []
+        for group, index, tier, slot in missing[:_LOADED_BLOCKS]:
+            (block,) = self._pools[group].allocate(1)
+            copies.append(_Copied(group, block, tier, slot, digests[index], hash_inputs[index]))
+        self._quota.spend(_UNITS_PER_LOADED * len(copies))
+        return self._send_load(Load([], copies, now + LOAD_DEADLINE_S, blocks, kept))
 
     def _has_room(
-        self, num_tokens: int, length: int, found: Sequence[Sequence[int]], missing: Sequence[_Copied]
+        self, num_tokens: int, length: int, found: Sequence[Sequence[int]], missing: Sequence[_Missing]
     ) -> bool:
         """Whether the free blocks hold what is loaded, and the tokens that are computed after it."""
         for group, (spec, pool) in enumerate(zip(self._specs, self._pools, strict=True)):
-            loaded = sum(copy.group == group for copy in missing)
+            loaded = sum(one[0] == group for one in missing)
             if isinstance(spec, RecurrentStateSpec):
                 new = 1
             else:
@@ -254,27 +295,20 @@ class KVOffload:
                 return False
         return True
 
-    def _send_load(
-        self, blocks: RequestBlocks, now: float, found: Sequence[list[int]], missing: Sequence[_Copied]
-    ) -> Load:
-        kept = list(zip(self._pools, found, strict=True))
-        for pool, cached in kept:
-            pool.share(cached)  # the allocation must not evict them
-        copies = [replace(one, block=self._pools[one.group].allocate(1)[0]) for one in missing]
-        load = Load([], copies, now + LOAD_DEADLINE_S, blocks, kept)
+    def _send_load(self, load: Load) -> Load:
         self._loads[load] = None
-        for copy in copies:
+        for copy in load.copies:
             self._loading[copy.group, copy.digest] = load
             self.tiers[copy.tier].hold(copy.group, copy.slot)
         for tier in range(len(self.tiers)):
-            indices = [index for index, copy in enumerate(copies) if copy.tier == tier]
+            indices = [index for index, copy in enumerate(load.copies) if copy.tier == tier]
             if indices:
-                part = [copies[index] for index in indices]
+                part = [load.copies[index] for index in indices]
                 load.numbers.append(self._send(_Message(tier, part, load, indices)))
         return load
 
-    def _end_load(self, load: Load) -> list[_Copied]:
-        """Cache the blocks that have arrived, in the order of their sequence; returns them."""
+    def _end_load(self, load: Load) -> None:
+        """Cache the blocks that have arrived."""
         del self._loads[load]
         arrived = []
         for index, copy in enumerate(load.copies):
@@ -288,16 +322,18 @@ class KVOffload:
                 self.num_loaded[copy.tier] += 1
                 if self._pools[copy.group].cache(copy.block, copy.digest, copy.hash_input, step=0):
                     arrived.append(copy)
-        fetched = [0] * len(self.tiers)
+        fetched = load.blocks.num_fetched or [0] * len(self.tiers)
         for copy in reversed(load.copies):  # the first of a sequence is evicted last, here and there
             self.tiers[copy.tier].release(copy.group, copy.slot)
             self._pools[copy.group].free([copy.block])
         for pool, cached in load.kept:
             pool.free(reversed(cached))
         for copy in arrived:
-            fetched[copy.tier] += copy.group == self._listed_group
+            if copy.group == self._listed_group:
+                fetched[copy.tier] += 1
+                if self._events is not None and not _is_salted(load.blocks):
+                    self._events.stored(copy.digest, copy.hash_input)
         load.blocks.num_fetched = fetched
-        return arrived
 
     # Stores
 
@@ -309,7 +345,7 @@ class KVOffload:
             return
         digests, hash_inputs = blocks.hashes(0, count)
         for tier, queue in enumerate(self._freed):
-            queue.append(_Freed(digests, hash_inputs, list(blocks.first_live), count))
+            queue.append(_Freed(digests, hash_inputs, list(blocks.first_live), count, _is_salted(blocks)))
             self._num_freed[tier] += count
             while self._num_freed[tier] > _MAX_FREED and len(queue) > 1:
                 self._num_freed[tier] -= queue.popleft().left
@@ -342,12 +378,12 @@ class KVOffload:
             copies += found
             freed.left -= 1
             self._num_freed[tier] -= 1
-            self._quota.spend(1)
+            self._quota.spend(_UNITS_PER_LOOKED_UP * len(self._pools))
         if copies:
             self._send(_Message(tier, copies, None))
 
     def _to_store(self, tier: int, freed: _Freed, index: int) -> list[_Copied] | None:
-        """Copies of the blocks at an index that the tier lacks; None while a step that writes one may fail."""
+        """Copies of the blocks at an index that the tier lacks; None while a step that writes it may fail."""
         digest = freed.digests[index]
         hash_input = freed.hash_inputs[index]
         wanted = []
@@ -363,29 +399,32 @@ class KVOffload:
                 wanted.append((group, block))
         copies = []
         for group, block in wanted:
-            slot = self.tiers[tier].reserve(group)
-            if slot is not None:
+            reserved = self.tiers[tier].reserve(group, digest)
+            if reserved is not None:
+                slot, replaced = reserved
                 self._pools[group].share([block])
                 self._storing[tier].add((group, digest))
-                copies.append(_Copied(group, block, tier, slot, digest, hash_input))
+                listed = group == self._listed_group and not freed.is_salted
+                copies.append(_Copied(group, block, tier, slot, digest, hash_input, replaced, listed))
         return copies
 
     def _end_store(self, message: _Message) -> None:
         tier = self.tiers[message.tier]
-        for index, copy in enumerate(message.copies):
+        for index, copy in reversed(list(enumerate(message.copies))):  # parents come first
             self._storing[message.tier].discard((copy.group, copy.digest))
             if index in message.failed:
                 self.num_failed[message.tier] += 1
-            elif not message.is_void:
-                tier.keep(copy.group, copy.slot, copy.digest, copy.hash_input)
+            elif not message.is_void and tier.keep(copy.group, copy.slot, copy.digest, copy.hash_input):
                 self.num_stored[message.tier] += 1
+                if copy.is_listed and self._events is not None:
+                    self._events.stored(copy.digest, copy.hash_input, tier.medium)
             tier.release(copy.group, copy.slot)
             self._pools[copy.group].free([copy.block])
 
     # Both
 
-    def copied(self, message: BlocksCopied) -> tuple[Load | None, list[_Copied]]:
-        """A rank has done its copies; returns the load that has ended with this, and its cached blocks.
+    def copied(self, message: BlocksCopied) -> Load | None:
+        """A rank has done its copies; returns the load that has ended with this, if one has.
 
         Raises ValueError for a message that answers none of those sent.
         """
@@ -395,20 +434,25 @@ class KVOffload:
             or message.rank in sent.confirmed
             or any(not 0 <= index < len(sent.copies) for index in message.failed)
         ):
-            raise ValueError(f"worker {message.rank} confirmed copies {message.number}, which nobody waits for")
+            raise ValueError(
+                f"worker {message.rank} confirmed copies {message.number}, which nobody waits for"
+            )
         sent.confirmed.add(message.rank)
         sent.failed.update(message.failed)
         if len(sent.confirmed) < self._policy.num_ranks:
-            return None, []
+            return None
         del self._messages[message.number]
         self.num_copies += 1
         load = sent.load
         if load is None:
             self._end_store(sent)
-            return None, []
+            return None
         load.failed.update(sent.indices[index] for index in sent.failed)
         load.numbers.remove(message.number)
-        return (load, self._end_load(load)) if not load.numbers else (None, [])
+        if load.numbers:
+            return None
+        self._end_load(load)
+        return load
 
     def reset(self) -> None:
         """Forget all blocks of all tiers, those that are being copied included."""
@@ -463,7 +507,13 @@ class KVOffload:
         self._last_number += 1
         self.num_copies += 1
         self._messages[self._last_number] = message
-        copies = [BlockCopy(copy.group, copy.block, copy.slot) for copy in message.copies]
+        by_content = self.tiers[message.tier].by_content
+        copies = [
+            BlockCopy(copy.group, copy.block, copy.slot, copy.digest, copy.hash_input, copy.replaced)
+            if by_content
+            else BlockCopy(copy.group, copy.block, copy.slot)
+            for copy in message.copies
+        ]
         is_load = message.load is not None
         self._unsent.append(CopyBlocks(self._last_number, message.tier, is_load, copies))
         return self._last_number
@@ -492,3 +542,7 @@ class KVOffload:
     def _first(self, spec: KVSpec, length: int) -> int:
         assert not isinstance(spec, RecurrentStateSpec)
         return first_visible_block(spec, length * spec.block_size)
+
+
+def _is_salted(blocks: RequestBlocks) -> bool:
+    return bool(blocks.tokens.prompt.root)

@@ -38,7 +38,7 @@ class RequestBlocks:
     num_waits: int = 0
     """Times that the request has waited for blocks from a KV tier since it was queued."""
     num_fetched: list[int] = field(default_factory=list)
-    """Blocks that were copied from each KV tier since it was queued."""
+    """Blocks that each KV tier gave back since it was queued."""
     shared_step: int = 0
     """The last unconfirmed step, at admission, that writes one of the shared blocks; 0 if there is none."""
 

@@ -30,7 +30,7 @@ class RequestStates:
         self.queue = queue
         """The waiting ones."""
         self.held: dict[int, tuple[Request, float]] = {}
-        """Those that were late for a step or wait for a KV tier, and when they return to the queue at last."""
+        """Those that were late for a step or wait for a KV tier, and when they return to the queue."""
         self.prefilling: dict[int, Request] = {}
         self.decode_batch = decode_batch
         """The decoding ones."""

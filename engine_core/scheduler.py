@@ -29,6 +29,7 @@ from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, check_frames, new_row_by
 from engine_core.decode_batch import DecodeBatch, union_of_stop_ids
 from engine_core.draft_batch import DraftBatch
 from engine_core.draft_width import DraftWidth
+from engine_core.fair_share import FairShareQueue
 from engine_core.iteration_quota import IDS_PER_UNIT, UNITS_PER_ADMISSION
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_offload import Load
@@ -61,6 +62,8 @@ class Limits:
     """Tokens computed in a step in which requests decode; 0: `max_num_batched_tokens`."""
     long_prefill_token_threshold: int = 0
     """Tokens of one prompt computed in a step; 0: as many as fit."""
+    fair_share: bool = False
+    """Whether API keys take turns by the tokens that they compute."""
     adapts_width: bool = False
     """Whether steps have no drafts while these do not pay."""
 
@@ -95,7 +98,7 @@ class Scheduler:
         self._limits = limits
         self._kv = kv
         self._clock = clock
-        self._queue = RequestQueue(limits.policy)
+        self._queue = (FairShareQueue if limits.fair_share else RequestQueue)(limits.policy)
         self._decode_batch = (
             DraftBatch(kv.block_size, limits.num_drafts) if limits.num_drafts else DecodeBatch(kv.block_size)
         )
@@ -330,6 +333,7 @@ class Scheduler:
         """Count the first admission of a request."""
         request.cached_tokens = cached
         request.admitted_at = self._clock()
+        self._queue.charge(request, request.num_tokens - cached)
         self.counters.prompt_tokens += request.prompt_length
         if request.prompt_logprobs < 0:
             self.counters.prefix_queries += request.num_tokens

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.engine import EngineConfig
-from atom.shared.messages.kv_tiers import HOST_MEMORY, TierSlots
+from atom.shared.messages.engine import ID_BYTES
+from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
 from atom.shared.messages.worker import KVSpec, Loaded, RecurrentStateSpec
 from atom.shared.utils.sizes import size_text
 from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, plan_slots, unit_bytes
@@ -18,6 +19,8 @@ _MIXED_TOKENS = 2048
 _MIXED_TOKENS_OF_SMALL = 4096
 _MIXED_TOKENS_ON_CPU = 512
 _SMALL_WEIGHTS = 2 << 30
+_FILE_BYTES = 64
+"""Most bytes of a block's file besides the block and its token ids."""
 
 
 class StartupError(RuntimeError):
@@ -50,7 +53,8 @@ def limits_of(config: EngineConfig, loaded: Sequence[Loaded]) -> Limits:
         config.speculative.num_speculative_tokens,
         scheduler.max_num_mixed_tokens or _mixed_tokens(config, loaded),
         scheduler.long_prefill_token_threshold,
-        config.adapts_draft_width,
+        fair_share=scheduler.fair_share,
+        adapts_width=config.adapts_draft_width,
     )
 
 
@@ -110,16 +114,23 @@ def plan_cache(
 
 
 def _tiers(cache: CacheConfig, num_blocks: Sequence[int], loaded: Sequence[Loaded]) -> list[TierSlots]:
-    if cache.kv_offload_memory is None:
-        return []
-    plans = [plan_slots(one.kv_specs, num_blocks, cache.kv_offload_memory) for one in loaded]
-    slots = [min(counts) for counts in zip(*plans, strict=True)]
-    if not all(slots):
-        raise StartupError(
-            f"--kv-offload-memory {size_text(cache.kv_offload_memory)} is too small for the blocks of this "
-            "model: give it at least a fraction of the KV cache's size"
-        )
-    return [TierSlots(HOST_MEMORY, slots)]
+    """Host memory, then the disk. Raises StartupError for one that does not hold a block of each group."""
+    tiers = []
+    for medium, flag, size, extra in (
+        (HOST_MEMORY, "--kv-offload-memory", cache.kv_offload_memory, 0),
+        (DISK, "--kv-offload-disk", cache.kv_offload_disk, _FILE_BYTES + cache.block_size * ID_BYTES),
+    ):
+        if size is None:
+            continue
+        plans = [plan_slots(one.kv_specs, num_blocks, size, extra) for one in loaded]
+        slots = [min(counts) for counts in zip(*plans, strict=True)]
+        if not all(slots):
+            raise StartupError(
+                f"{flag} {size_text(size)} does not hold a KV block of each kind that this model has, in the "
+                "proportion of the KV cache: make it larger"
+            )
+        tiers.append(TierSlots(medium, slots))
+    return tiers
 
 
 def _num_blocks(

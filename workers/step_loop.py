@@ -108,7 +108,7 @@ class StepLoop:
                 self._worker.allocate(message)
                 gc.collect()
                 gc.freeze()  # exclude the model from garbage collection
-                self._link.send(WorkerReady(self._rank))
+                self._link.send(WorkerReady(self._rank, self._worker.stored))
             case Profile(on) if traces is not None:
                 traces.switch(on)
             case Profile(on):

@@ -1,6 +1,6 @@
 """Drives an EngineCore with a simulated worker, and checks everything that it sends to frontends."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from atom.shared.messages.engine import (
     pack_ids,
     unpack_ids,
 )
-from atom.shared.messages.kv_tiers import CopyBlocks, TierSlots
+from atom.shared.messages.kv_tiers import DEVICE, CopyBlocks, TierSlots
 from atom.shared.messages.worker import BatchResult, KVSpec, NewRow
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
@@ -299,6 +299,7 @@ class Subscriber:
 
     def __init__(self, kv: KVCacheManager):
         self.known: set[bytes] = set()
+        self.tiers: defaultdict[str, set[bytes]] = defaultdict(set)
         self._kv = kv
         self._salted: set[bytes] = set()
         cache = kv.cache
@@ -315,20 +316,25 @@ class Subscriber:
         assert self._kv.events is not None
         for event in self._kv.events.take():
             match event:
-                case Stored(parent, digests, token_ids):
+                case Stored(parent, digests, token_ids, medium):
+                    known = self.known if medium == DEVICE else self.tiers[medium]
                     inputs = [
                         before + ids for before, ids in zip([parent, *digests], token_ids, strict=False)
                     ]
                     assert digests == [xxh64_digest(one, 7) for one in inputs]
-                    assert self.known.isdisjoint(digests), "stored twice"
-                    self.known.update(digests)
-                case Removed(digests):
-                    assert self.known.issuperset(digests), "removed without being stored"
-                    self.known.difference_update(digests)
+                    assert known.isdisjoint(digests), "stored twice"
+                    known.update(digests)
+                case Removed(digests, medium):
+                    known = self.known if medium == DEVICE else self.tiers[medium]
+                    assert known.issuperset(digests), "removed without being stored"
+                    known.difference_update(digests)
                 case Cleared():
                     self.known.clear()
-        pool = self._kv.pools[listed_group(self._kv.specs)]
-        assert self.known == set(pool._block_of) - self._salted
+                    self.tiers.clear()
+        group = listed_group(self._kv.specs)
+        assert self.known == set(self._kv.pools[group]._block_of) - self._salted
+        for tier in [] if self._kv.offload is None else self._kv.offload.tiers:
+            assert self.tiers[tier.medium] == set(tier.pools[group]._block_of) - self._salted
 
 
 def counts_of(delta: TokenDeltas) -> list[int]:

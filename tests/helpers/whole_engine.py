@@ -18,7 +18,6 @@ from tests.helpers.core_driver import GREEDY, counts_of
 from tests.helpers.tiny_models import MAX_MODEL_LEN
 from workers.worker import Worker
 
-
 _COPY_POLL_S = 0.001
 
 
@@ -97,7 +96,7 @@ class WholeEngine:
             time.sleep(_COPY_POLL_S)
 
     def _copy(self) -> bool:
-        """Begin the copies that the core asks for, and confirm those that are done; whether there were any."""
+        """Begin the copies that the core asks for, and confirm those that are done; whether any began."""
         tiers = self._worker.tiers
         messages = self.core.tier_messages()
         for message in messages:

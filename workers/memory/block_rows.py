@@ -33,6 +33,8 @@ class BlockRows:
                 f"--kv-offload-memory: the cache of {name} has {found} bytes in a block and not {num_bytes}, "
                 "or another layout than one block after another; omit the flag"
             )
+        self.layouts = [f"{tensor.dtype} {list(tensor.shape[1:])}" for tensor in tensors]
+        """dtype and shape of a block in each tensor."""
         self._tensors = [tensor.view(torch.uint8).view(num_blocks, -1) for tensor in tensors]
         self.device = self._tensors[0].device
         # numpy copies in this thread alone; torch would start threads of its own for it.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from atom.shared.messages.kv_tiers import BlockCopy
 from atom.shared.utils.sizes import size_text
 
 __all__ = ["HostTier"]
@@ -13,13 +14,15 @@ __all__ = ["HostTier"]
 class HostTier:
     """Slots of each KV group; S bytes in a slot of it."""
 
-    def __init__(self, num_slots: Sequence[int], slot_bytes: Sequence[int], device: torch.device):
-        """`num_slots` and `slot_bytes` by KV group.
+    def __init__(self, num_slots: Sequence[int], slot_bytes: Sequence[int], device: torch.device, room: int):
+        """`num_slots` and `slot_bytes` by KV group; `room`: bytes that are left on the host.
 
         Raises MemoryError if the host lacks the memory, or may not pin so much.
         """
         sizes = list(zip(num_slots, slot_bytes, strict=True))
         total = sum(count * size for count, size in sizes)
+        if total > room:
+            raise MemoryError(_lack(total, f"{size_text(max(room, 0))} are left"))
         try:
             # Pages that were never written take no memory on a CPU; a GPU needs all of them at once.
             memory = torch.from_numpy(np.zeros(total, np.uint8))
@@ -33,22 +36,22 @@ class HostTier:
         self._slots = [part.view(count, size) for part, (count, size) in zip(parts, sizes, strict=True)]
         self._arrays = [] if device.type == "cuda" else [slots.numpy() for slots in self._slots]
 
-    def write(self, group: int, slots: Sequence[int], rows_NS: torch.Tensor) -> list[int]:
-        """Copy rows of bytes on the device to slots, on a GPU asynchronously; returns the failed ones: none."""
+    def write(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        """Copy rows of bytes on the device to slots, on a GPU asynchronously; returns no failed ones."""
         if self._arrays:
-            self._arrays[group][slots] = rows_NS.numpy()
+            self._arrays[group][[copy.slot for copy in copies]] = rows_NS.numpy()
             return []
-        for slot, row_S in zip(slots, rows_NS, strict=True):
-            self._slots[group][slot].copy_(row_S, non_blocking=True)
+        for copy, row_S in zip(copies, rows_NS, strict=True):
+            self._slots[group][copy.slot].copy_(row_S, non_blocking=True)
         return []
 
-    def read(self, group: int, slots: Sequence[int], rows_NS: torch.Tensor) -> list[int]:
-        """Copy slots to rows of bytes on the device, on a GPU asynchronously; returns the failed ones: none."""
+    def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        """Copy slots to rows of bytes on the device, on a GPU asynchronously; returns no failed ones."""
         if self._arrays:
-            rows_NS.numpy()[:] = self._arrays[group][slots]
+            rows_NS.numpy()[:] = self._arrays[group][[copy.slot for copy in copies]]
             return []
-        for slot, row_S in zip(slots, rows_NS, strict=True):
-            row_S.copy_(self._slots[group][slot], non_blocking=True)
+        for copy, row_S in zip(copies, rows_NS, strict=True):
+            row_S.copy_(self._slots[group][copy.slot], non_blocking=True)
         return []
 
 

@@ -25,19 +25,23 @@ __all__ = ["KVTier", "TierCopier", "block_bytes", "staged_bytes"]
 _STAGED_BYTES = 32 << 20
 _STOP_S = 5.0
 _Job = tuple[int, int, CopyBlocks | None, "torch.cuda.Event | None"]
-"""(0 for a load and 1 for a store, its place among the jobs, the message or None to end, an event before it)."""
+"""(whether loads go first, its place among the jobs, the message or None to end, an event before it)."""
 
 
 class KVTier(Protocol):
     """Memory for blocks, in slots of each KV group. S bytes of a block; rows are on the cache's device."""
 
-    def write(self, group: int, slots: Sequence[int], rows_NS: torch.Tensor) -> list[int]:
-        """Copy rows to slots; returns the indices of those that failed. May return before it is done on a
-        GPU's current stream."""
+    def write(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        """Copy rows to the slots of `copies`; returns the indices of those that failed.
 
-    def read(self, group: int, slots: Sequence[int], rows_NS: torch.Tensor) -> list[int]:
-        """Copy slots to rows; returns the indices of those that failed. May return before it is done on a
-        GPU's current stream."""
+        May return before it is done on a GPU's current stream.
+        """
+
+    def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        """Copy the slots of `copies` to rows; returns the indices of those that failed.
+
+        May return before it is done on a GPU's current stream.
+        """
 
 
 def staged_bytes(specs: Sequence[KVSpec]) -> int:
@@ -123,7 +127,9 @@ class TierCopier:
                 part = indices[start : start + most]
                 rows_NS = staged[: len(part) * size].view(len(part), size)
                 copies = [message.copies[index] for index in part]
-                failed += [part[place] for place in self._copy_rows(tier, group, message.is_load, copies, rows_NS)]
+                failed += [
+                    part[place] for place in self._copy_rows(tier, group, message.is_load, copies, rows_NS)
+                ]
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return BlocksCopied(self._rank, message.number, failed)
@@ -132,13 +138,12 @@ class TierCopier:
         self, tier: KVTier, group: int, is_load: bool, copies: Sequence[BlockCopy], rows_NS: torch.Tensor
     ) -> list[int]:
         blocks = [copy.block for copy in copies]
-        slots = [copy.slot for copy in copies]
         if is_load:
-            failed = tier.read(group, slots, rows_NS)
+            failed = tier.read(group, copies, rows_NS)
             self._groups[group].write(blocks, rows_NS)
             return failed
         self._groups[group].read(blocks, rows_NS)
-        return tier.write(group, slots, rows_NS)
+        return tier.write(group, copies, rows_NS)
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[None]:

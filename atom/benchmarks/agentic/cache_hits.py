@@ -27,7 +27,7 @@ class CacheHits:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Fractions of the tokens looked up that each tier had; GPU is the device's cache, a CPU's as well."""
+        """Fractions of the tokens looked up that each tier had; GPU is the device's cache, also a CPU's."""
         if not self.queries:
             return {}
         device = self.hits - sum(self.tiers.values())

@@ -268,7 +268,7 @@ class KVTierStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
     stored: int
     """Blocks copied to it."""
     loaded: int
-    """Blocks copied from it."""
+    """Blocks copied back to the device."""
     failed: int
     """Copies that failed."""
 

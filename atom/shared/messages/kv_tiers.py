@@ -6,19 +6,44 @@ of a block, and confirms it.
 
 import msgspec
 
-__all__ = ["HOST_MEMORY", "BlockCopy", "BlocksCopied", "CopyBlocks", "TierSlots"]
+__all__ = [
+    "DEVICE",
+    "DISK",
+    "HOST_MEMORY",
+    "BlockCopy",
+    "BlocksCopied",
+    "CopyBlocks",
+    "StoredBlocks",
+    "TierSlots",
+]
 
+# vLLM's words in KV events; the first is for the cache that the model reads, on a CPU as well.
+DEVICE = "GPU"
 HOST_MEMORY = "CPU"
-"""vLLM's word, in KV events, for memory of the host."""
+DISK = "STORAGE"
 
 
 class TierSlots(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Slots of one tier on each worker; a slot holds one block of one KV group."""
 
     medium: str
-    """As KV events name it: CPU for host memory."""
+    """`HOST_MEMORY` or `DISK`."""
     num_slots: list[int]
     """By KV group."""
+
+    @property
+    def by_content(self) -> bool:
+        """Whether blocks are stored under their digests and compared when they are read, and may be lost."""
+        return self.medium == DISK
+
+
+class StoredBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Blocks that a tier of one rank has from an earlier start."""
+
+    tier: int
+    """Index in `AllocateKV.tiers`."""
+    digests: list[bytes]
+    """By KV group: 8 bytes of each block, least recently used first."""
 
 
 class BlockCopy(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -27,6 +52,12 @@ class BlockCopy(msgspec.Struct, array_like=True, frozen=True, gc=False):
     group: int
     block: int
     slot: int
+    digest: bytes = b""
+    """Of its content, for tiers by content, as the fields below."""
+    hash_input: bytes = b""
+    """What the digest is computed from."""
+    replaced: bytes = b""
+    """Digest of the block that was in the slot, and is to be removed; empty if none was."""
 
 
 class CopyBlocks(msgspec.Struct, tag=23, array_like=True, frozen=True, gc=False):

@@ -17,7 +17,7 @@ import msgspec
 from atom.shared.messages.admin import SetLogLevel
 from atom.shared.messages.engine import PromptLogprobs, SampledLogprobs, Sampling
 from atom.shared.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar, RowGrammar
-from atom.shared.messages.kv_tiers import BlocksCopied, CopyBlocks, TierSlots
+from atom.shared.messages.kv_tiers import BlocksCopied, CopyBlocks, StoredBlocks, TierSlots
 from atom.shared.messages.profile import Profile, RankTrace
 
 
@@ -175,6 +175,8 @@ class WorkerReady(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False
     """The KV cache is allocated, and warm-up is done."""
 
     rank: int
+    stored: list[StoredBlocks] = []
+    """What the tiers that keep blocks between starts have."""
 
 
 class RowFailure(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from atom.shared.messages.kv_tiers import TierSlots
+from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core import state_checkpoints
 from engine_core.kv_plan import holds_states
@@ -70,7 +70,8 @@ def drafting(chance: random.Random) -> Draft:
 
 def tiers_of(sizes: list[int], specs: list[KVSpec]) -> list[TierSlots]:
     """A tier for each number of slots of each group."""
-    return [TierSlots("CPU", [size] * len(specs)) for size in sizes]
+    media = (HOST_MEMORY, DISK)
+    return [TierSlots(medium, [size] * len(specs)) for medium, size in zip(media, sizes, strict=False)]
 
 
 def limits_of(rows: int, budget: int, policy: str, num_drafts: int, specs: list[KVSpec]) -> Limits:
@@ -79,7 +80,8 @@ def limits_of(rows: int, budget: int, policy: str, num_drafts: int, specs: list[
     decodes = rows * (1 + num_drafts)
     budget = max(budget, decodes) if num_drafts else budget
     mixed, longest = (min(budget, decodes), budget // 2) if budget % 2 else (0, 0)
-    return Limits(rows, budget, policy, 0, num_drafts, mixed, longest, adapts_width=rows % 2 == 0)
+    shares = bool(budget % 2)
+    return Limits(rows, budget, policy, 0, num_drafts, mixed, longest, shares, adapts_width=rows % 2 == 0)
 
 
 class Storm(RuleBasedStateMachine):

@@ -24,6 +24,8 @@ def test_a_run_is_the_difference() -> None:
 
 
 def test_servers_without_tiers_or_counters() -> None:
-    assert CacheHits.parse("vllm:prefix_cache_queries_total 8\nvllm:prefix_cache_hits_total 4\n") == CacheHits(8, 4)
+    assert CacheHits.parse(
+        "vllm:prefix_cache_queries_total 8\nvllm:prefix_cache_hits_total 4\n"
+    ) == CacheHits(8, 4)
     assert CacheHits.parse("x 1") is None
     assert CacheHits(0, 0).rates == {}
