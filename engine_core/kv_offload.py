@@ -462,9 +462,9 @@ class KVOffload:
             message.is_void = True
         for load in self._loads:
             load.is_void = True
-        for tier, queue in enumerate(self._freed):
+        for queue in self._freed:
             queue.clear()
-            self._num_freed[tier] = 0
+        self._num_freed = [0] * len(self.tiers)
 
     def stats(self, hits: Mapping[int, int]) -> list[KVTierStats]:
         """Figures of each tier; `hits`: tokens of prefixes that came from it, by its index."""

@@ -34,7 +34,7 @@ def write_block(path: Path, temporary: Path, hash_input: bytes, row_S: NDArray[n
     """Write a file, or none. Raises OSError, such as for a full disk."""
     length = len(hash_input).to_bytes(_LENGTH_BYTES, "little")
     checksum = xxh3_64(length + hash_input)
-    content = memoryview(np.ascontiguousarray(row_S))
+    content = np.ascontiguousarray(row_S).data
     checksum.update(content)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     handle = os.open(temporary, flags, 0o600)
@@ -63,7 +63,7 @@ def read_block(path: Path, hash_input: bytes, row_S: NDArray[np.uint8]) -> None:
         if found.st_size != expected:
             raise DamagedFileError(f"it has {found.st_size} bytes, not {expected}")
         header = _read_all(file.fileno(), memoryview(bytearray(HEADER_BYTES + len(hash_input))))
-        content = _read_all(file.fileno(), memoryview(row_S))
+        content = _read_all(file.fileno(), row_S.data)
     checksum = xxh3_64(header[len(_MARK) + 8 :])
     checksum.update(content)
     if header[: len(_MARK)] != _MARK or header[len(_MARK) : len(_MARK) + 8] != checksum.digest():

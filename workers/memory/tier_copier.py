@@ -107,8 +107,10 @@ class TierCopier:
             with torch.inference_mode(), self._on_own_stream():
                 num_bytes = max(_STAGED_BYTES, *(group.num_bytes for group in self._groups))
                 staged = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-                while (job := queue.get())[2] is not None:
-                    _, _, message, event = job
+                while True:
+                    _, _, message, event = queue.get()
+                    if message is None:
+                        break
                     self._copied.put(self._copy(tier, message, event, staged))
         except Exception as error:  # of any kind: the step loop raises it
             self._copied.put(error)

@@ -17,7 +17,7 @@ MODELS = {
     "gpt-oss": ("auto", [18, 22]),
     "qwen3-next": ("auto", [18, 6]),
 }
-TURNS = 2
+TURNS = 3
 SESSIONS = 3
 
 
