@@ -38,6 +38,8 @@ from engine_core.scheduler import Limits, Scheduler
 from engine_core.step import StepOutcome
 from engine_core.token_ids import Prompt, TokenIds
 
+_MOST_TAKEN = 32
+"""Streams that one TakeStreams gives to another server."""
 _RESUMED_ELSEWHERE = "a client has resumed this stream on another connection"
 
 
@@ -198,6 +200,13 @@ class EngineCore:
             self._frontends.add(frontend)
             self._note_orphans()
         return found
+
+    def take_streams(self) -> tuple[list[Claimed], int]:
+        """(some of the streams that can be resumed, which end here, how many are left)."""
+        found, running = self._resumable.take(_MOST_TAKEN)
+        self.abort(running)
+        self._note_orphans()
+        return found, len(self._resumable)
 
     def end_overdue(self) -> dict[bytes, TokenDeltas]:
         """End the requests that have waited for too long; returns the deltas for their frontends."""

@@ -1,7 +1,7 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
     frontends   ROUTER  in:  Hello, AddRequest, Abort, Claim, GetStats, Profile, SetLogLevel, GrammarBytes,
-                             questions
+                             questions; TakeStreams of the supervisor
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult,
                              GetGrammar, Claimed, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
@@ -25,7 +25,7 @@ from typing import TypeVar
 import zmq
 
 from atom.shared.config.kv_events import kv_events_config
-from atom.shared.messages.admin import AbortNamed, GetRequests, ResetPrefixCache, SetLogLevel
+from atom.shared.messages.admin import AbortNamed, Done, GetRequests, ResetPrefixCache, SetLogLevel
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import (
     Abort,
@@ -40,7 +40,7 @@ from atom.shared.messages.engine import (
 from atom.shared.messages.grammar import GrammarBytes, GrammarLoaded
 from atom.shared.messages.launch import CoreLaunch
 from atom.shared.messages.profile import Profile, RankTrace
-from atom.shared.messages.resume import Claim
+from atom.shared.messages.resume import Claim, TakeStreams
 from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.shared.messages.worker import (
     AllocateKV,
@@ -327,6 +327,11 @@ class CoreProcess:
             case Claim():
                 for to, part in core.claim(message, identity):
                     self._frontends.send(core, to, part)
+            case TakeStreams(question):
+                found, left = core.take_streams()
+                for each in found:
+                    self._frontends.send(core, identity, each)
+                self._frontends.send(core, identity, Done(question, left))
             case GrammarBytes():
                 for to, deltas in core.grammar_provided(message).items():
                     self._frontends.send(core, to, deltas)

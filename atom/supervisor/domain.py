@@ -28,6 +28,8 @@ class DomainSettings:
     on_progress: OnProgress
     secret: bytes = b""
     """The cluster secret; empty on one node."""
+    first_life: int = 0
+    """Of frontends: see FrontendLaunch."""
 
     @property
     def local(self) -> NodeInfo:
@@ -50,6 +52,8 @@ class Domain(ABC):
         self._restarts = Restarts(settings.config.reliability.max_restarts)
         self._start_at: float | None = None
         self._was_ready = False
+        self.is_planned = False
+        """Whether an administrator has ended the latest life that has ended."""
 
     @abstractmethod
     def _open(self, number: int) -> Life:
@@ -142,6 +146,7 @@ class Domain(ABC):
             self.life.close()
         self.life = None
         self.last_failure = failure
+        self.is_planned = False
 
     def fail(self, failure: Failure, restart: bool) -> None:
         """End the current life; with `restart`, plan the next one unless too many have failed in a row."""

@@ -262,6 +262,29 @@ def test_frontends_learn_of_ends_and_new_lives(supervisor: Supervisor) -> None:
         assert next_state().state == supervisor._engine_state().state == ServerState("debug", True)
 
 
+def test_an_administrator_restarts_engines_one_after_the_other(supervisor: Supervisor) -> None:
+    """Frontends first learn that an engine leaves, and that no request has ended it."""
+    engines = add_engines(supervisor, (SLEEP, SLEEP), (SLEEP, SLEEP))
+    for engine in engines:
+        assert engine.life is not None
+        send(engine.life, Ready("core"))
+    supervisor.restart_failed()
+    check_until(supervisor, lambda: all(engine.is_ready for engine in engines))
+    supervisor.restart_engines()
+    assert supervisor.engine_state.to_restart == [0, 1]
+    for place, engine in enumerate(engines):
+        check_until(supervisor, lambda engine=engine: engine.number == 1)
+        assert [each.number for each in engines] == [1, place]
+        (ended,) = engine.ended
+        assert (ended.life, ended.is_planned, ended.is_final) == (0, True, False)
+        supervisor.check()
+        assert [each.number for each in engines] == [1, place]  # the next one waits for it
+        assert engine.life is not None
+        send(engine.life, Ready("core"))
+    check_until(supervisor, lambda: not supervisor.engine_state.to_restart)
+    assert all(engine.is_ready for engine in engines)
+
+
 def test_one_frontend_at_a_time_tries_requests(supervisor: Supervisor) -> None:
     """The turn of one that ends, or that comes back, passes on."""
     add_engines(supervisor, (SLEEP,))
