@@ -175,7 +175,7 @@ class EngineCore:
         waiting = [request for request in self._grammars.waiting.values() if request.frontend == frontend]
         self.abort([request.request_id for request in waiting])
         self._resumable.orphan(frontend)
-        ids = [request.request_id for request in self._unfinished() if request.frontend == frontend]
+        ids = [request.request_id for request in self.unfinished() if request.frontend == frontend]
         self.abort(ids)
         self._frontends.discard(frontend)
         self._note_orphans()
@@ -255,7 +255,7 @@ class EngineCore:
 
         With `name` those of this request, and the finished ones that are remembered.
         """
-        live = self._unfinished()
+        live = self.unfinished()
         finished = list(self._log.named(name)) if name else []
         found = [request for request in live if request.settings.name == name] if name else list(live)
         now = self._clock()
@@ -272,7 +272,7 @@ class EngineCore:
         """
         found = [
             one
-            for one in self._unfinished()
+            for one in self.unfinished()
             if (names is None or one.settings.name in names) and tenant in (None, one.settings.tenant)
         ]
         ends: dict[bytes, list[Finished]] = {}
@@ -351,7 +351,7 @@ class EngineCore:
         else:
             self._frontends.discard(NO_FRONTEND)
 
-    def _unfinished(self) -> Iterator[Request]:
+    def unfinished(self) -> Iterator[Request]:
         """The scheduled sequences, then those that wait for their grammar."""
         return chain(self._scheduler.requests.values(), self._grammars.waiting.values())
 

@@ -48,7 +48,6 @@ from atom.shared.messages.worker import (
     ExpertLoad,
     FromWorker,
     Loaded,
-    ScheduledBatch,
     Shutdown,
     StepsDone,
     WorkerFailed,
@@ -72,6 +71,7 @@ from atom.shared.utils.stack_dump import add_note, dump_stacks_on_signal
 from atom.shared.utils.step_trace import StepTrace
 from engine_core.commands import responses
 from engine_core.core import EngineCore
+from engine_core.flight_recorder import FlightRecorder
 from engine_core.frontends import Frontends
 from engine_core.hang_note import describe_work
 from engine_core.kv_cache_manager import KVCacheManager
@@ -133,7 +133,7 @@ class CoreProcess:
         self._steps_sent = False  # since the last StepsDone
         self._kv_events: KVEventPublisher | None = None
         self._core: EngineCore | None = None
-        self._last_batch: ScheduledBatch | None = None
+        self._recorder = FlightRecorder(launch)
 
     def run(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
@@ -275,7 +275,7 @@ class CoreProcess:
                     self._frontends.send(core, identity, offer)
             while (batch := core.schedule()) is not None:
                 self._workers.send(batch)
-                self._last_batch = batch
+                self._recorder.sent(batch)
                 self._trace.mark("sent", batch.step)
                 self._steps_sent = True
             # Workers that wait for a batch of this engine delay the other engines: none will come for now.
@@ -405,10 +405,12 @@ class CoreProcess:
         get_logger().error("the engine core ends: %s", reason)
         self._frontends.report_death(reason)
         self._send_to_supervisor(Dead(self._name, reason, status, is_hang))
+        if self._core is not None:
+            self._recorder.write(self._core, reason, is_hang)
         if not is_hang:
             self._shut_workers_down()
         elif self._core is not None:  # the supervisor asks the workers for their stacks before it kills them
-            add_note(describe_work(self._core, self._last_batch))
+            add_note(describe_work(self._core, self._recorder.last))
 
     def _send_to_supervisor(self, message: ToSupervisor) -> None:
         self._supervisor.send(encode(message), zmq.DONTWAIT)

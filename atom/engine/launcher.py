@@ -17,6 +17,7 @@ import zmq
 
 from atom.commands.plan import show_plan
 from atom.engine.engine_host import EngineHost, Prepare
+from atom.engine.replay_file import replay_file
 from atom.engine.upgrade import UPGRADE_SIGNAL, HandOver, Successor, TakeOver, settings_of_sockets
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.cli import (
@@ -435,6 +436,8 @@ def run() -> int:
             return show_plan(config, explicit, args.plan, args.json)
         if args.json:
             raise ConfigError("--json needs --plan")
+        if args.replay_file is not None:
+            return replay_file(args.replay_file, config, explicit)
         nodes.check(config.parallel.nnodes)
         kind = NodeLauncher if nodes.node_rank else Launcher
         kind(config, server, nodes, explicit, notes_of(args)).run()

@@ -1,9 +1,9 @@
 """How a running server hands its sockets and streams over to a new one.
 
 The running server listens on the socket `handover` in its run directory, which only its user can open; the
-new one finds it by the process id of the supervisor, or by the socket of the administration. The messages are in
-`atom.shared.messages.handover`. Nothing changes for clients until the new server says that it serves, so it
-may fail at any time before.
+new one finds it by the process id of the supervisor, or by the socket of the administration. The messages are
+in `atom.shared.messages.handover`. Nothing changes for clients until the new server says that it serves, so
+it may fail at any time before.
 """
 
 import contextlib

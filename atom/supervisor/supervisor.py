@@ -401,7 +401,7 @@ class Supervisor:
         return self._first_life + 1 + max((frontend.number for frontend in self._frontends), default=0)
 
     def leave(self) -> None:
-        """Accept no further connections, as another server has the sockets; those that are open are served."""
+        """Accept no further connections: another server has the sockets. Those that are open are served."""
         self._is_leaving = True
         self._stop_restarting()
         for frontend in self._frontends:
