@@ -12,6 +12,7 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.config.sources import variable_of
 from atom.shared.messages.codec import WireError
 from atom.shared.messages.handover import Leaving, Left, ListeningSockets
+from atom.shared.messages.resume import Claimed
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.net import AdminSocket, ListenPort
 from atom.shared.utils.process import module_environment
@@ -127,9 +128,9 @@ class HandOver:
         self._send(Left())
         get_logger().info("streams handed over: %d", count)
 
-    def _send(self, message: object) -> bool:
+    def _send(self, message: Leaving | Claimed | Left) -> bool:
         try:
-            self._new.send(message)  # type: ignore[arg-type]
+            self._new.send(message)
         except HandoverError as error:
             get_logger().error("the new server gets no further streams: %s", error)
             return False

@@ -263,7 +263,10 @@ class Supervisor:
                 self._to_restart.popleft()
                 self._restarted.discard(group)
                 self._publish()
-        elif group.life is not None and group.life.is_ready:
+        elif not group.is_ready:  # it is restarted already
+            self._to_restart.popleft()
+            self._publish()
+        else:
             self._restarted.add(group)
             group.leave(_RESTARTED)
             self._publish()

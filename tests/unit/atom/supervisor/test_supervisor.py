@@ -29,6 +29,7 @@ from atom.shared.messages.worker import FromWorker, WorkerFailed
 from atom.shared.utils.exit_status import ExitStatus
 from atom.supervisor import StartError, Supervisor
 from atom.supervisor import failure as failure_module
+from atom.supervisor import supervisor as supervisor_module
 from atom.supervisor.child import Child
 from atom.supervisor.control import Control
 from atom.supervisor.engine_group import EngineGroup
@@ -260,6 +261,19 @@ def test_frontends_learn_of_ends_and_new_lives(supervisor: Supervisor) -> None:
         assert state.ended == [ended] and state.state == ServerState()
         frontend.send(encode(SetServerState(ServerState("debug", True))))
         assert next_state().state == supervisor._engine_state().state == ServerState("debug", True)
+
+
+def test_a_long_start_says_what_it_waits_for(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor_module, "STALL_NOTICE_S", 0.0)
+    first, second = add_engines(supervisor, (SLEEP,), (CRASH,))
+    assert first.life is not None
+    send(first.life, Ready("core"))
+    with caplog.at_level("INFO"), pytest.raises(StartError):
+        second.name = "engine 1"
+        supervisor.wait_ready()
+    assert "still waiting for: engine 1" in caplog.text
 
 
 def test_an_administrator_restarts_engines_one_after_the_other(supervisor: Supervisor) -> None:
