@@ -85,6 +85,8 @@ REQUIREMENTS = (
         (
             f"{_RESTARTS}::test_with_two_frontends_a_request_that_ends_engines_fails_alone",
             f"{_SHUTDOWN}::test_without_restarts_a_dead_process_ends_the_server",
+            "tests/unit/atom/supervisor/test_supervisor.py"
+            "::test_the_last_line_has_the_first_cause_of_failures_in_a_row",
             "tests/unit/frontend/engine_client/test_replay.py",
         ),
     ),
@@ -92,6 +94,7 @@ REQUIREMENTS = (
         "R8",
         "`/health` and `/ready` tell what is alive and what can generate",
         (
+            "tests/e2e/test_health.py",
             "tests/unit/frontend/test_app.py::test_not_ready_before_the_core_is",
             f"{_RESTARTS}::test_an_engine_that_dies_is_restarted",
         ),

@@ -48,6 +48,7 @@ class Domain(ABC):
         self.number = -1
         """The number of the latest life."""
         self.last_failure: Failure | None = None
+        self._first_failure: Failure | None = None  # of those in a row
         self._settings = settings
         self._restarts = Restarts(settings.config.reliability.max_restarts)
         self._start_at: float | None = None
@@ -123,6 +124,14 @@ class Domain(ABC):
         """Whether it is down, and no next life is planned."""
         return self.life is None and self._start_at is None
 
+    @property
+    def cause(self) -> str:
+        """Why it is over: its last failure, and the first of those in a row, which may have caused it."""
+        assert self.last_failure is not None and self._first_failure is not None, "it has failed"
+        last, first = self.last_failure.text, self._first_failure.text
+        count = self._restarts.in_a_row + 1
+        return last if last == first else f"{last}; the first of {count} failures in a row: {first}"
+
     def failure(self) -> Failure | None:
         """Why the current life has failed; None while it has not. Logs when a later life gets ready."""
         if self.life is None:
@@ -152,6 +161,8 @@ class Domain(ABC):
         """End the current life; with `restart`, plan the next one unless too many have failed in a row."""
         ready_s = 0.0 if self.life is None else self.life.ready_s
         delay = self._restarts.delay(ready_s) if restart else None
+        if self._first_failure is None or (delay is not None and self._restarts.in_a_row == 1):
+            self._first_failure = failure
         self.end(failure)
         if delay is not None:
             self._start_at = time.monotonic() + delay

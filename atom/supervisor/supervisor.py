@@ -321,7 +321,7 @@ class Supervisor:
             return
         for domains in (self._engines, self._frontends):
             if domains and all(each.is_over for each in domains):
-                raise StartError(failure.text)
+                raise StartError(domain.cause)
 
     def _is_retried(self, failure: Failure) -> bool:
         """Whether a failure before all are ready is as a later one: clients are served already.

@@ -276,6 +276,14 @@ def test_a_long_start_says_what_it_waits_for(
     assert "still waiting for: engine 1" in caplog.text
 
 
+def test_the_last_line_has_the_first_cause_of_failures_in_a_row(supervisor: Supervisor) -> None:
+    add_engines(supervisor, (CRASH, "raise SystemExit(4)", "raise SystemExit(5)"), max_restarts=2)
+    supervisor.restart_failed()
+    assert str(failure_of(supervisor)) == (
+        "core: ended with exit status 5; the first of 3 failures in a row: core: ended with exit status 3"
+    )
+
+
 def test_an_administrator_restarts_engines_one_after_the_other(supervisor: Supervisor) -> None:
     """Frontends first learn that an engine leaves, and that no request has ended it."""
     engines = add_engines(supervisor, (SLEEP, SLEEP), (SLEEP, SLEEP))
