@@ -182,8 +182,9 @@ class Launcher:
                 self._is_starting = False
             self._print_banner(supervisor, port.port, admin)
             self._manager.ready(f"serving {self.config.model.names[0]} at {self._url(port.port)}")
+            declines = "it is a server of several nodes" if self.config.parallel.nnodes > 1 else ""
             try:
-                with closing(HandOver(supervisor, port, admin, server)) as hand_over:
+                with closing(HandOver(supervisor, port, admin, server, declines)) as hand_over:
                     self._serve(supervisor, take_over, hand_over)
             except StartError as death:
                 self._stop_after_death(supervisor, str(death))

@@ -74,13 +74,19 @@ class HandOver:
     """In the running server: its sockets and streams, for a new one."""
 
     def __init__(
-        self, supervisor: Supervisor, port: ListenPort, admin: AdminSocket | None, server: ServerConfig
+        self,
+        supervisor: Supervisor,
+        port: ListenPort,
+        admin: AdminSocket | None,
+        server: ServerConfig,
+        declines: str = "",
     ):
+        """`declines` says why it cannot be replaced; empty if it can."""
         self._supervisor = supervisor
         self._port = port
         self._admin = admin
         self._server = server
-        self._new = NewServer(supervisor.run_dir, self._offer)
+        self._new = NewServer(supervisor.run_dir, self._offer, declines)
 
     @property
     def new_pid(self) -> int:

@@ -119,8 +119,11 @@ class _Channel(Generic[T]):
 class NewServer:
     """The end of the running server: offers its sockets to a new one, then sends it streams."""
 
-    def __init__(self, run_dir: Path, offer: Callable[[], tuple[ListeningSockets, list[int]]]):
-        """`offer()` returns the sockets and their descriptors."""
+    def __init__(
+        self, run_dir: Path, offer: Callable[[], tuple[ListeningSockets, list[int]]], declines: str = ""
+    ):
+        """`offer()` returns the sockets and their descriptors; `declines` says why nothing is handed over."""
+        self._declines = declines
         self._offer = offer
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(run_dir / _NAME))
@@ -161,8 +164,13 @@ class NewServer:
             message = channel.receive(_FIRST_DEADLINE_S)
             if not isinstance(message, TakeOver):
                 raise HandoverError("it sent no TakeOver")
+            reason = self._declines or self._reason_against(message)
             offer, fds = self._offer()
-            if reason := self._reason_against(message, fds):
+            if len(fds) > _MAX_SOCKETS:
+                reason = (
+                    f"it has {len(fds)} listening sockets, and hands over {_MAX_SOCKETS} at most: restart it"
+                )
+            if reason:
                 channel.send(Declined(reason))
                 channel.close()
                 return
@@ -175,13 +183,11 @@ class NewServer:
         self.pid = channel.peer
         get_logger().info("process %d is going to take over", self.pid)
 
-    def _reason_against(self, message: TakeOver, fds: list[int]) -> str:
+    def _reason_against(self, message: TakeOver) -> str:
         if self._channel is not None:
             return f"process {self.pid} is taking over from it already"
         if message.protocol != PROTOCOL:
             return f"it hands over by version {PROTOCOL} of the protocol, not {message.protocol}: restart it"
-        if len(fds) > _MAX_SOCKETS:
-            return f"it has {len(fds)} listening sockets, and hands over at most {_MAX_SOCKETS}: restart it"
         return ""
 
     def _drop(self) -> None:

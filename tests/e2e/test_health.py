@@ -31,7 +31,7 @@ async def watch(server: Server, victim: str) -> list[tuple[int, int]]:
 
     Whenever /ready is 200 a request is sent, which must succeed: nothing is killed meanwhile.
     """
-    timeout = aiohttp.ClientTimeout(total=20)
+    timeout = aiohttp.ClientTimeout(total=60)
     connector = aiohttp.TCPConnector(force_close=True)
     seen: list[tuple[int, int]] = []
     async with (
