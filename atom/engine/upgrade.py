@@ -33,6 +33,7 @@ class TakeOver:
     def __init__(self, old: OldServer, supervisor: Supervisor, admin: AdminSocket | None):
         """`admin` is the socket of the administration here, which may be that of the old server."""
         self._old = old
+        self._admin = admin
         self._has_admin = False
         if old.admin is not None:
             self._has_admin = admin is not None and admin.socket is old.admin[1]
@@ -43,6 +44,8 @@ class TakeOver:
 
     def finish(self, model: dict[str, str]) -> None:
         """This server accepts connections: the old one stops accepting them. `model` is that of this one."""
+        if self._has_admin and self._admin is not None:
+            self._admin.is_own = True
         try:
             self._handed.difference = self._old.serving(model, self._has_admin)
         except HandoverError as error:
@@ -116,7 +119,7 @@ class HandOver:
         if serving is None:
             return None
         if serving.has_admin and self._admin is not None:
-            self._admin.is_handed_over = True
+            self._admin.is_own = False
         return serving.model
 
     def leave(self, difference: str) -> None:

@@ -93,11 +93,12 @@ class AdminSocket:
     def __init__(self, port: int | None, path: str | None, taken: tuple[str, socket.socket] | None = None):
         """`taken`: address and socket that another server hands over, used if this is the same address."""
         self._path = None if path is None else Path(path).absolute()
-        self.is_handed_over = False
-        """Whether another server has it: the path stays."""
+        self.is_own = True
+        """Whether the path is removed at the end: not while it is that of another server."""
         wanted = f"http://127.0.0.1:{port}" if self._path is None else f"unix:{self._path}"
         if taken is not None and taken[0] == wanted:
             self.address, self.socket = taken
+            self.is_own = False
         elif self._path is None:
             self.socket = _listen_socket("127.0.0.1", port or 0, False, False, "--admin-port")
             self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
@@ -110,7 +111,7 @@ class AdminSocket:
 
     def __exit__(self, *_: object) -> None:
         self.socket.close()
-        if self._path is not None and not self.is_handed_over:
+        if self._path is not None and self.is_own:
             self._path.unlink(missing_ok=True)
 
 

@@ -53,6 +53,14 @@ def while_polled(end: NewServer, work: Callable[[], object]) -> list[Serving]:
     return found
 
 
+def close(new: OldServer) -> None:
+    """A new server ends before it has used its sockets."""
+    new.close()
+    assert new.admin is not None
+    for each in (*new.sockets.values(), new.admin[1]):
+        each.close()
+
+
 def taken(end: NewServer) -> OldServer:
     found: list[OldServer] = []
     while_polled(end, lambda: found.append(OldServer(str(os.getpid()))))
@@ -80,11 +88,11 @@ def test_the_new_server_gets_the_sockets_then_the_streams(
 
 
 def test_a_new_server_that_ends_changes_nothing(old: NewServer) -> None:
-    taken(old).close()
+    close(taken(old))
     assert old.poll() is None
     again = taken(old)
     assert again.is_connected
-    again.close()
+    close(again)
 
 
 def test_only_one_server_takes_over_at_a_time(old: NewServer) -> None:
@@ -99,7 +107,7 @@ def test_only_one_server_takes_over_at_a_time(old: NewServer) -> None:
 
     while_polled(old, try_it)
     assert errors == [f"--upgrade-from {os.getpid()}: process {os.getpid()} is taking over from it already"]
-    first.close()
+    close(first)
 
 
 @pytest.mark.parametrize("target", ["1", "999999999", "/nowhere/admin"])
@@ -115,7 +123,7 @@ def test_an_admin_socket_leads_to_its_server(old: NewServer, tmp_path: Path) -> 
         found: list[OldServer] = []
         while_polled(old, lambda: found.append(OldServer(str(tmp_path / "admin"))))
     assert found[0].offer == OFFER
-    found[0].close()
+    close(found[0])
 
 
 def test_nonsense_on_the_socket_is_dropped(old: NewServer, run_dir: Path) -> None:
