@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from atom.shared.config.cli import ConfigError
 from atom.shared.config.server import ServerConfig
@@ -189,7 +190,11 @@ def settings_of_sockets(server: ServerConfig, offer: ListeningSockets, explicit:
 
     Raises ConfigError where `explicit` settings differ: sockets cannot be moved.
     """
-    values = {"host": offer.host, "server_port": offer.port, "api_server_count": offer.api_server_count}
+    values: dict[str, Any] = {
+        "host": offer.host,
+        "server_port": offer.port,
+        "api_server_count": offer.api_server_count,
+    }
     for name, value in values.items():
         given = getattr(server, name)
         if name in explicit and given != value and not (name == "server_port" and given == 0):

@@ -100,7 +100,8 @@ class SupervisorLink:
         if self._socket is None:
             return HandedStream(0)
         number = next(self._numbers)
-        question = self._questions[number] = asyncio.get_running_loop().create_future()
+        question: asyncio.Future[HandedStream] = asyncio.get_running_loop().create_future()
+        self._questions[number] = question
         try:
             self._send(GetStream(self._index, number, key, tenant))
             async with asyncio.timeout(_ANSWER_DEADLINE_S):
