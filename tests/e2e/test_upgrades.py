@@ -197,3 +197,33 @@ def _end(pid: int) -> None:
     except TimeoutError:
         os.kill(pid, signal.SIGKILL)
         raise
+
+
+@pytest.mark.slow
+def test_engines_restart_one_after_the_other_under_load(tmp_path: Path) -> None:
+    """Their requests go on at the other one: no text changes, and no stream is interrupted."""
+    socket = tmp_path / "admin"
+    args = ("-dp", "2", "--admin-socket", str(socket))
+    with running_server("--model", str(checkpoint(tmp_path / "model")), *ARGS, *args) as server:
+        text, stream = asyncio.run(undisturbed(server.url))
+        load = Load(server.url, text, stream.events)
+        asyncio.run(load.run(_restart_engines(server, socket)))
+        ends = [line for line in server.log if "an administrator has restarted it" in line]
+    assert load.problems == []
+    assert load.requests > 5 and load.resumptions == 0
+    assert len(ends) == 2 and "engine 0, life 0" in ends[0] and "engine 1, life 0" in ends[1]
+
+
+async def _restart_engines(server: Server, admin: Path) -> None:
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(admin))) as session:
+        url = "http://localhost/restart_engines"
+        async with session.post(url) as response:
+            assert (await response.json())["left"] == [0, 1]
+        async with session.post(url) as response:
+            assert response.status == 409
+        async with asyncio.timeout(200):
+            while True:
+                async with session.get(url) as response:
+                    if not (await response.json())["left"]:
+                        return
+                await asyncio.sleep(0.3)
