@@ -31,7 +31,7 @@ _MOST_STEPS = 64
 _MOST_REQUESTS = 256
 _MOST_SUSPECTS = 16
 _MOST_ID_BYTES = 16 * 1024 * 1024
-"""Of all requests together; those after are without ids."""
+"""Limit for all requests together; those after it are without ids."""
 
 
 class FlightRecorder:

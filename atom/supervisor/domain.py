@@ -29,7 +29,7 @@ class DomainSettings:
     secret: bytes = b""
     """The cluster secret; empty on one node."""
     first_life: int = 0
-    """Of frontends: see FrontendLaunch."""
+    """As in FrontendLaunch."""
 
     @property
     def local(self) -> NodeInfo:

@@ -131,7 +131,7 @@ class NewServer:
         self._listener.setblocking(False)
         self._channel: _Channel[ToOld] | None = None
         self.pid = 0
-        """Of the supervisor of the new server, once there is one."""
+        """Process id of the supervisor of the new server; 0 before there is one."""
 
     def poll(self) -> Serving | None:
         """Answer who has connected; returns the message of a new server that accepts connections."""

@@ -38,7 +38,7 @@ class Target:
     """Tokens of each stream."""
     seed: int = 0
     seconds: float = 60.0
-    """Of an overload."""
+    """Duration of an overload."""
 
     @property
     def bodies(self) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ class RecordedRow(msgspec.Struct, frozen=True):
     computed: int
     prompt_length: int
     num_blocks: list[int]
-    """Of each KV group."""
+    """One number for each KV group."""
 
 
 class RecordedStep(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import msgspec
 from atom.shared.messages.resume import Claimed
 
 PROTOCOL = 1
-"""Of these messages and of `Claimed`, with what it has in it: a server takes over from one with the same."""
+"""Version of these messages and of all that `Claimed` has: both servers must have the same."""
 
 
 class TakeOver(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):

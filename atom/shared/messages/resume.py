@@ -93,7 +93,7 @@ class GetStream(msgspec.Struct, tag=24, array_like=True, frozen=True, gc=False):
 
     frontend: int
     number: int
-    """Of the question, counted by the frontend."""
+    """Number of the question, counted by the frontend."""
     key: str
     tenant: str
     """As in Claim."""
