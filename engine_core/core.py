@@ -39,6 +39,8 @@ from engine_core.scheduler import Limits, Scheduler
 from engine_core.step import StepOutcome
 from engine_core.token_ids import Prompt, TokenIds
 
+_MOST_TAKEN = 32
+"""Streams that one TakeStreams gives to another server."""
 _RESUMED_ELSEWHERE = "a client has resumed this stream on another connection"
 
 
@@ -174,7 +176,7 @@ class EngineCore:
         waiting = [request for request in self._grammars.waiting.values() if request.frontend == frontend]
         self.abort([request.request_id for request in waiting])
         self._resumable.orphan(frontend)
-        ids = [request.request_id for request in self._unfinished() if request.frontend == frontend]
+        ids = [request.request_id for request in self.unfinished() if request.frontend == frontend]
         self.abort(ids)
         self._frontends.discard(frontend)
         self._note_orphans()
@@ -199,6 +201,13 @@ class EngineCore:
             self._frontends.add(frontend)
             self._note_orphans()
         return found
+
+    def take_streams(self) -> tuple[list[Claimed], int]:
+        """(some of the streams that can be resumed, which end here, how many are left)."""
+        found, running = self._resumable.take(_MOST_TAKEN)
+        self.abort(running)
+        self._note_orphans()
+        return found, len(self._resumable)
 
     def end_overdue(self) -> dict[bytes, TokenDeltas]:
         """End the requests that have waited for too long; returns the deltas for their frontends."""
@@ -256,7 +265,7 @@ class EngineCore:
 
         With `name` those of this request, and the finished ones that are remembered.
         """
-        live = self._unfinished()
+        live = self.unfinished()
         finished = list(self._log.named(name)) if name else []
         found = [request for request in live if request.settings.name == name] if name else list(live)
         now = self._clock()
@@ -273,7 +282,7 @@ class EngineCore:
         """
         found = [
             one
-            for one in self._unfinished()
+            for one in self.unfinished()
             if (names is None or one.settings.name in names) and tenant in (None, one.settings.tenant)
         ]
         ends: dict[bytes, list[Finished]] = {}
@@ -353,7 +362,7 @@ class EngineCore:
         else:
             self._frontends.discard(NO_FRONTEND)
 
-    def _unfinished(self) -> Iterator[Request]:
+    def unfinished(self) -> Iterator[Request]:
         """The scheduled sequences, then those that wait for their grammar."""
         return chain(self._scheduler.requests.values(), self._grammars.waiting.values())
 

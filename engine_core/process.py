@@ -1,7 +1,7 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
     frontends   ROUTER  in:  Hello, AddRequest, Abort, Claim, GetStats, Profile, SetLogLevel, GrammarBytes,
-                             questions
+                             questions; TakeStreams of the supervisor
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult,
                              GetGrammar, Claimed, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
@@ -26,7 +26,7 @@ from typing import TypeVar
 import zmq
 
 from atom.shared.config.kv_events import kv_events_config
-from atom.shared.messages.admin import AbortNamed, GetRequests, ResetPrefixCache, SetLogLevel
+from atom.shared.messages.admin import AbortNamed, Done, GetRequests, ResetPrefixCache, SetLogLevel
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import (
     Abort,
@@ -42,7 +42,7 @@ from atom.shared.messages.grammar import GrammarBytes, GrammarLoaded
 from atom.shared.messages.kv_tiers import BlocksCopied
 from atom.shared.messages.launch import CoreLaunch
 from atom.shared.messages.profile import Profile, RankTrace
-from atom.shared.messages.resume import Claim
+from atom.shared.messages.resume import Claim, TakeStreams
 from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.shared.messages.worker import (
     AllocateKV,
@@ -50,7 +50,6 @@ from atom.shared.messages.worker import (
     ExpertLoad,
     FromWorker,
     Loaded,
-    ScheduledBatch,
     Shutdown,
     StepsDone,
     WorkerFailed,
@@ -75,6 +74,7 @@ from atom.shared.utils.stack_dump import add_note, dump_stacks_on_signal
 from atom.shared.utils.step_trace import StepTrace
 from engine_core.commands import responses
 from engine_core.core import EngineCore
+from engine_core.flight_recorder import FlightRecorder
 from engine_core.frontends import Frontends
 from engine_core.hang_note import describe_work
 from engine_core.kv_cache_manager import KVCacheManager
@@ -137,7 +137,7 @@ class CoreProcess:
         self._steps_sent = False  # since the last StepsDone
         self._kv_events: KVEventPublisher | None = None
         self._core: EngineCore | None = None
-        self._last_batch: ScheduledBatch | None = None
+        self._recorder = FlightRecorder(launch)
 
     def run(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
@@ -294,7 +294,7 @@ class CoreProcess:
                     self._frontends.send(core, identity, offer)
             while (batch := core.schedule()) is not None:
                 self._workers.send(batch)
-                self._last_batch = batch
+                self._recorder.sent(batch)
                 self._trace.mark("sent", batch.step)
                 self._steps_sent = True
             for copies in core.tier_messages():
@@ -351,6 +351,11 @@ class CoreProcess:
             case Claim():
                 for to, part in core.claim(message, identity):
                     self._frontends.send(core, to, part)
+            case TakeStreams(question):
+                found, left = core.take_streams()
+                for each in found:
+                    self._frontends.send(core, identity, each)
+                self._frontends.send(core, identity, Done(question, left))
             case GrammarBytes():
                 for to, deltas in core.grammar_provided(message).items():
                     self._frontends.send(core, to, deltas)
@@ -424,10 +429,12 @@ class CoreProcess:
         get_logger().error("the engine core ends: %s", reason)
         self._frontends.report_death(reason)
         self._send_to_supervisor(Dead(self._name, reason, status, is_hang))
+        if self._core is not None:
+            self._recorder.write(self._core, reason, is_hang)
         if not is_hang:
             self._shut_workers_down()
         elif self._core is not None:  # the supervisor asks the workers for their stacks before it kills them
-            add_note(describe_work(self._core, self._last_batch))
+            add_note(describe_work(self._core, self._recorder.last))
 
     def _send_to_supervisor(self, message: ToSupervisor) -> None:
         self._supervisor.send(encode(message), zmq.DONTWAIT)

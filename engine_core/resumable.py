@@ -189,6 +189,21 @@ class ResumableStreams:
         lost = [] if earlier == frontend else [request.request_id for request in stream.running]
         return claimed, earlier if lost else NO_FRONTEND, lost
 
+    def take(self, most: int) -> tuple[list[Claimed], list[int]]:
+        """Forget up to `most` streams, which another server gets: (what it gets, unfinished sequences)."""
+        now = self._clock()
+        found = []
+        running: list[int] = []
+        for key, stream in list(itertools.islice(self._streams.items(), most)):
+            left_s = max(stream.expires_at - now, 0.0) if key in self._kept else self._grace_s
+            found.append(msgspec.structs.replace(self._claimed(0, key, stream), left_s=left_s))
+            running += [request.request_id for request in stream.running]
+            self._forget(key)
+        return found, running
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
     def expired(self) -> list[int]:
         """Forget the streams whose time is up, or that have no room; their unfinished sequences."""
         found: list[int] = []

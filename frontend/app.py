@@ -167,6 +167,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
             inputs.set_max_model_len,
             None if is_alone else app[keys.SUPERVISOR].want_trial,
             grammars.live.compiled,
+            app[keys.SUPERVISOR].handed_stream,
         ),
     )
     formats = _chat_formats(launch, inputs)
@@ -278,22 +279,25 @@ def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettin
         max_replays=config.reliability.max_replays,
         engines_end_together=config.parallel.lockstep,
         max_queue_s=config.scheduler.max_queue_time,
-        life=launch.life,
+        life=launch.first_life + launch.life,
         orphan_grace=config.reliability.orphan_grace,
     )
 
 
 async def _close_while_draining(request: web.Request, response: web.StreamResponse) -> None:
     """Send `Connection: close`, so that clients send no further request on this connection."""
-    if request.app[keys.LIFECYCLE].is_draining:
+    lifecycle = request.app[keys.LIFECYCLE]
+    if lifecycle.is_draining or lifecycle.left.is_set():
         response.force_close()
         response.headers["Connection"] = "close"  # aiohttp has written its own headers before
 
 
-async def start(app: web.Application, listener: socket.socket, patience_s: float = 0.0) -> web.AppRunner:
+async def start(
+    app: web.Application, listener: socket.socket, patience_s: float | None = 0.0
+) -> web.AppRunner:
     """Serve `app` on the bound socket `listener` until `cleanup` of the returned runner.
 
-    Connections wait in the socket while no engine is ready, for `patience_s` at most.
+    Connections wait in the socket while no engine is ready, for `patience_s` at most; None: without a limit.
     """
     runner = web.AppRunner(
         app,
@@ -303,13 +307,16 @@ async def start(app: web.Application, listener: socket.socket, patience_s: float
     await runner.setup()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(app[keys.CLIENT].wait_ready(), patience_s)
-    await Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS], app[keys.TLS]).start()
+    public = Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS], app[keys.TLS])
+    await public.start()
+    app[keys.LIFECYCLE].listens(public)
     return runner
 
 
 async def _engine_links(app: web.Application) -> AsyncIterator[None]:
     launch = app[keys.LAUNCH]
     client = app[keys.CLIENT]
+    leaving: list[asyncio.Task[None]] = []
     async with client:
         if not launch.control:
             yield
@@ -318,9 +325,19 @@ async def _engine_links(app: web.Application) -> AsyncIterator[None]:
         def update(message: Engines) -> None:
             client.set_engines(message.engines, message.ended, message.trial)
             _apply(app, message.state)
+            if message.is_leaving and not client.resumption.is_leaving:
+                client.resumption.is_leaving = True
+                leaving.append(asyncio.create_task(_leave(app)))
 
         async with _running(app[keys.SUPERVISOR].follow(update)):
             yield
+
+
+async def _leave(app: web.Application) -> None:
+    """Another server has the listening sockets."""
+    if keys.STATUS in app:
+        await _close_status_feed(app)
+    await app[keys.LIFECYCLE].leave()
 
 
 def _apply(app: web.Application, state: ServerState) -> None:
@@ -338,7 +355,9 @@ async def _admin_server(app: web.Application) -> AsyncIterator[None]:
         create_admin_app(app), handler_cancellation=True, shutdown_timeout=_CLEANUP_DEADLINE_S
     )
     await runner.setup()
-    await Listener(runner, socket.socket(fileno=descriptor), app[keys.LIMITS], app[keys.METRICS]).start()
+    listener = Listener(runner, socket.socket(fileno=descriptor), app[keys.LIMITS], app[keys.METRICS])
+    await listener.start()
+    app[keys.LIFECYCLE].listens(listener)
     yield
     await runner.cleanup()
 

@@ -5,6 +5,9 @@ import gc
 import signal
 import socket
 import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
 
 import uvloop
 import zmq
@@ -29,6 +32,7 @@ _STATUS_LINGER_MS = 1000
 _ENGINES_ANSWER_S = 1.0
 # For sending the error responses of requests that did not finish in time.
 _LAST_RESPONSES_S = 2.0
+_CONNECTIONS_POLL_S = 0.05
 
 
 def main() -> None:
@@ -49,20 +53,28 @@ def main() -> None:
 async def serve(launch: FrontendLaunch) -> ExitStatus:
     """Serve requests until SIGTERM; then running requests get the shutdown timeout to finish.
 
-    A second SIGTERM ends them at once. Returns whether one has failed since the first, for lack of an engine.
+    A second SIGTERM ends them at once. Once another server has the sockets, requests on open connections get
+    that time, and SIGTERM ends them. Returns whether one has failed since the first, for lack of an engine.
     """
     stop = _StopSignal()
     app = create_app(launch)
-    runner = await start(app, socket.socket(fileno=launch.listen_fd), _ENGINES_ANSWER_S)
+    replaces = launch.first_life > 0 and launch.life == 0
+    patience_s = None if replaces else _ENGINES_ANSWER_S  # the server that it replaces accepts meanwhile
+    runner = await start(app, socket.socket(fileno=launch.listen_fd), patience_s)
     gc.collect()
     gc.freeze()  # objects made so far live as long as the process
     try:
         ready = asyncio.create_task(_report_ready(app, launch))
         heartbeats = asyncio.create_task(_send_heartbeats(launch))
-        await stop.first.wait()
+        lifecycle = app[keys.LIFECYCLE]
+        await _first(stop.first.wait(), lifecycle.left.wait())
         ready.cancel()
         failed_before = app[keys.CLIENT].num_failed
-        await _drain(app, stop, launch.server.shutdown_timeout)
+        timeout_s = launch.server.shutdown_timeout
+        if lifecycle.left.is_set():
+            await _finish(app, _no_connections(runner, timeout_s), stop.first)
+        else:
+            await _finish(app, lifecycle.drain(timeout_s), stop.second)
         heartbeats.cancel()
         has_failed = app[keys.CLIENT].num_failed > failed_before
         return ExitStatus.FAILURE if has_failed else ExitStatus.DONE
@@ -89,12 +101,25 @@ async def _send_heartbeats(launch: FrontendLaunch) -> None:
             heartbeats.close()
 
 
-async def _drain(app: web.Application, stop: "_StopSignal", timeout_s: float) -> None:
-    draining = asyncio.create_task(app[keys.LIFECYCLE].drain(timeout_s))
-    second_signal = asyncio.create_task(stop.second.wait())
-    await asyncio.wait({draining, second_signal}, return_when=asyncio.FIRST_COMPLETED)
-    second_signal.cancel()
-    draining.cancel()
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of them ends; the others are cancelled."""
+    tasks = [asyncio.create_task(each) for each in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+async def _no_connections(runner: web.AppRunner, timeout_s: float) -> None:
+    """Wait until no connection is open, at most `timeout_s`: the next response on each closes it."""
+    assert runner.server is not None
+    deadline = time.monotonic() + timeout_s
+    while runner.server.connections and time.monotonic() < deadline:
+        await asyncio.sleep(_CONNECTIONS_POLL_S)
+
+
+async def _finish(app: web.Application, work: Coroutine[Any, Any, object], hurry: asyncio.Event) -> None:
+    """Wait for the end of `work`, or for `hurry`; then end the requests that are left."""
+    await _first(work, hurry.wait())
     unfinished = app[keys.LIFECYCLE].running
     if unfinished:
         get_logger().warning("stopping with %d requests unfinished", unfinished)

@@ -1,6 +1,7 @@
 """The table of docs/operate/reliability.md: each requirement, what proves it, and the last figure.
 
-Figures are those of `python -m atom.benchmarks.chaos --output docs/operate/reliability.json`.
+Figures are those of `python -m atom.benchmarks.chaos --output docs/operate/reliability.json`; results of
+tests are those of `python -m tools.reliability_tests`.
 """
 
 import re
@@ -11,10 +12,18 @@ import msgspec
 
 from atom.benchmarks.chaos.report import Report
 
-__all__ = ["FIGURES", "REQUIREMENTS", "Requirement", "reliability_table"]
+__all__ = [
+    "FIGURES",
+    "REQUIREMENTS",
+    "RESULTS",
+    "Requirement",
+    "Result",
+    "reliability_table",
+    "results",
+]
 
 FIGURES = Path("docs/operate/reliability.json")
-_NOT_MEASURED = "not measured"
+RESULTS = Path("docs/operate/reliability-tests.json")
 _RESTARTS = "tests/e2e/test_restarts.py"
 _SHUTDOWN = "tests/e2e/test_shutdown.py"
 _EDGES = "tests/e2e/test_edges.py"
@@ -22,12 +31,21 @@ _HOSTILE = "tests/e2e/test_hostile.py"
 _WIRE = "tests/unit/frontend/test_app_wire.py"
 
 
+class Result(msgspec.Struct, frozen=True):
+    """What came of a file of tests, or of one."""
+
+    passed: int
+    failed: int
+    skipped: int
+    date: str
+
+
 class Requirement(NamedTuple):
-    """`tests`: files, or tests in them; empty where nothing proves it."""
+    """`tests`: files, or tests in them, or programs in tests/evaluation."""
 
     name: str
     promise: str
-    tests: tuple[str, ...] = ()
+    tests: tuple[str, ...]
 
 
 REQUIREMENTS = (
@@ -67,6 +85,8 @@ REQUIREMENTS = (
         (
             f"{_RESTARTS}::test_with_two_frontends_a_request_that_ends_engines_fails_alone",
             f"{_SHUTDOWN}::test_without_restarts_a_dead_process_ends_the_server",
+            "tests/unit/atom/supervisor/test_supervisor.py"
+            "::test_the_last_line_has_the_first_cause_of_failures_in_a_row",
             "tests/unit/frontend/engine_client/test_replay.py",
         ),
     ),
@@ -74,6 +94,7 @@ REQUIREMENTS = (
         "R8",
         "`/health` and `/ready` tell what is alive and what can generate",
         (
+            "tests/e2e/test_health.py",
             "tests/unit/frontend/test_app.py::test_not_ready_before_the_core_is",
             f"{_RESTARTS}::test_an_engine_that_dies_is_restarted",
         ),
@@ -83,7 +104,11 @@ REQUIREMENTS = (
         "the launcher is killed: nothing is left",
         (f"{_SHUTDOWN}::test_sigkill_of_the_launcher_leaves_nothing",),
     ),
-    Requirement("R10", "twenty restarts after SIGKILL on the same port"),
+    Requirement(
+        "R10",
+        "twenty restarts after SIGKILL on the same port",
+        (f"{_SHUTDOWN}::test_twenty_starts_after_sigkill_on_the_same_port",),
+    ),
     Requirement(
         "R11",
         "a client that leaves ends its work alone",
@@ -139,8 +164,9 @@ REQUIREMENTS = (
     ),
     Requirement(
         "R21",
-        "SIGTERM drains; a second one ends at once",
+        "SIGTERM drains, a second one ends at once; an upgrade and a restart of the engines fail no request",
         (
+            "tests/e2e/test_upgrades.py",
             f"{_SHUTDOWN}::test_draining_lets_requests_finish",
             f"{_SHUTDOWN}::test_the_first_signal_drains_and_the_second_ends",
         ),
@@ -153,10 +179,21 @@ REQUIREMENTS = (
         "servers that start together are all ready",
         (f"{_SHUTDOWN}::test_three_starts_at_once_are_three_servers",),
     ),
-    Requirement("R24", "the start shows its progress, and what it waits for"),
+    Requirement(
+        "R24",
+        "the start shows its progress, and what it waits for",
+        (
+            "tests/unit/atom/supervisor/test_progress.py",
+            "tests/unit/atom/supervisor/test_supervisor.py::test_a_long_start_says_what_it_waits_for",
+        ),
+    ),
     Requirement("R25", "broken files are named", ("tests/e2e/test_start_errors.py::test_cut_off_weights",)),
-    Requirement("R26", "a clock that jumps changes nothing"),
-    Requirement("R27", "a day of mixed load leaves memory and files as they were"),
+    Requirement("R26", "a clock that jumps changes nothing", ("tests/arch/test_clocks.py",)),
+    Requirement(
+        "R27",
+        "mixed load for long leaves memory, files and threads as they were",
+        ("tests/evaluation/soak.py",),
+    ),
     Requirement("R28", "no message can carry code", ("tests/arch/test_wire_rules.py",)),
     Requirement("R29", "strangers on internal ports change nothing", ("tests/nodes/test_hostile_ports.py",)),
     Requirement(
@@ -183,13 +220,31 @@ REQUIREMENTS = (
 
 def reliability_table() -> str:
     """One row for each requirement."""
-    found = msgspec.json.decode(FIGURES.read_bytes(), type=list[Report]) if FIGURES.exists() else []
+    found = msgspec.json.decode(FIGURES.read_bytes(), type=list[Report])
+    kept = results()
     rows = ["| | promise | tests | last figure |", "|---|---|---|---|"]
     for each in REQUIREMENTS:
-        tests = "<br>".join(map(_link, each.tests)) or "none"
-        figures = "<br>".join(_figure(report) for report in found if report.requirement == each.name)
-        rows.append(f"| {each.name} | {each.promise} | {tests} | {figures or _NOT_MEASURED} |")
+        tests = "<br>".join(map(_link, each.tests))
+        figures = [_figure(report) for report in found if report.requirement == each.name]
+        figures.append(_tests_text([kept.get(test) for test in each.tests]))
+        rows.append(f"| {each.name} | {each.promise} | {tests} | {'<br>'.join(figures)} |")
     return "\n".join(rows)
+
+
+def results() -> dict[str, Result]:
+    """By test, as in Requirement."""
+    return msgspec.json.decode(RESULTS.read_bytes(), type=dict[str, Result]) if RESULTS.exists() else {}
+
+
+def _tests_text(found: list[Result | None]) -> str:
+    run = [each for each in found if each is not None]
+    parts = []
+    for name in ("passed", "failed", "skipped"):
+        if count := sum(getattr(each, name) for each in run):
+            parts.append(f"{count} {'tests ' if not parts else ''}{name}")
+    parts += [max(each.date for each in run)] if run else []
+    parts += [f"{missing} not run"] if (missing := found.count(None)) else []
+    return ", ".join(parts)
 
 
 def _link(test: str) -> str:
@@ -199,6 +254,11 @@ def _link(test: str) -> str:
 
 
 def _figure(report: Report) -> str:
+    if (figures := report.overload) is not None:
+        return (
+            f"{report.scenario}: {figures.goodput:.0f} requests/s served, {figures.peak:.0f} without it; "
+            f"served again after {figures.recovery_s:.1f} s; {report.grown_bytes >> 20} MiB more memory"
+        )
     parts = [f"{report.scenario}: {report.streams - report.failed} of {report.streams} streams complete"]
     parts.append(f"{report.differing} with other tokens")
     if report.median_pause_s is not None:

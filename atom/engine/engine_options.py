@@ -67,6 +67,7 @@ class EngineOptions(TypedDict, total=False):
     # ObservabilityConfig
     log_level: Literal["debug", "info", "warning", "error"]
     step_trace: str | os.PathLike[str] | None
+    flight_recorder: Literal["off", "shapes", "ids"]
     torch_profiler_dir: str | os.PathLike[str] | None
     mark_trace: bool
     # ReliabilityConfig

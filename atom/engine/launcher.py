@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -16,6 +17,8 @@ import zmq
 
 from atom.commands.plan import show_plan
 from atom.engine.engine_host import EngineHost, Prepare
+from atom.engine.replay_file import replay_file
+from atom.engine.upgrade import UPGRADE_SIGNAL, HandOver, Successor, TakeOver, settings_of_sockets
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.cli import (
     COMMON_FLAGS,
@@ -61,7 +64,8 @@ from atom.supervisor import (
     find_node_placement,
     prepared,
 )
-from atom.supervisor.identity import identity_of
+from atom.supervisor.handover import HandoverError, OldServer
+from atom.supervisor.identity import difference, identity_of, model_identity
 from atom.supervisor.progress import ProgressBars
 from frontend.http.auth import ApiKeys
 from frontend.http.cors import CorsPolicy
@@ -104,6 +108,9 @@ class Launcher:
         self._is_starting = True
         self._phase = "preparing the model"
         self._manager = ServiceManager()
+        self._model: dict[str, str] = {}
+        self._wants_successor = False
+        self._successor: Successor | None = None
 
     def run(self) -> None:
         """Serve until a signal. Raises StartError, ConfigError or OSError."""
@@ -112,6 +119,7 @@ class Launcher:
             numbers.append(signal.SIGHUP)
         for number in numbers:
             signal.signal(number, self._on_signal)
+        signal.signal(UPGRADE_SIGNAL, self._on_upgrade_signal)
         try:
             self._run()
         finally:
@@ -154,35 +162,84 @@ class Launcher:
     def _run(self) -> None:
         raise_open_files_limit()
         template = self._check_server()
+        old = self._running_server()
+        first_life, taken, taken_admin = 0, None, None
+        if old is not None:
+            self.server = settings_of_sockets(self.server, old.offer, self.explicit)
+            first_life, taken, taken_admin = old.offer.next_life, old.sockets, old.admin
+        server = self.server
         node = find_node_placement(self.nodes) if self.config.parallel.nnodes > 1 else NodePlacement()
         with (
             node.link or nullcontext(),
-            ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
-            _admin_socket(self.server) as admin,
-            Supervisor(self._on_progress, lambda: self._on_turn(supervisor)) as supervisor,
+            ListenPort(server.host, server.server_port, server.api_server_count, taken=taken) as port,
+            _admin_socket(server, taken_admin) as admin,
+            Supervisor(self._on_progress, lambda: self._on_turn(supervisor), first_life) as supervisor,
         ):
+            take_over = None if old is None else TakeOver(old, supervisor, admin)
             try:
-                self._start(supervisor, node, port, admin, template)
+                self._start(supervisor, node, port, admin, template, take_over)
             finally:
                 self._is_starting = False
             self._print_banner(supervisor, port.port, admin)
             self._manager.ready(f"serving {self.config.model.names[0]} at {self._url(port.port)}")
+            declines = "it is a server of several nodes" if self.config.parallel.nnodes > 1 else ""
             try:
-                self._serve(supervisor)
+                with closing(HandOver(supervisor, port, admin, server, declines)) as hand_over:
+                    self._serve(supervisor, take_over, hand_over)
             except StartError as death:
                 self._stop_after_death(supervisor, str(death))
                 raise StartError(str(death)) from None  # a running engine that died exits with status 1
 
-    def _serve(self, supervisor: Supervisor) -> None:
+    def _running_server(self) -> OldServer | None:
+        """The server of --upgrade-from. Raises ConfigError."""
+        if self.server.upgrade_from is None:
+            return None
+        if self.config.parallel.nnodes > 1:
+            raise ConfigError(
+                "--upgrade-from: a server of several nodes cannot be replaced so; restart its engines one "
+                "after the other instead, by POST /restart_engines of its administration"
+            )
+        try:
+            return OldServer(self.server.upgrade_from)
+        except HandoverError as error:
+            raise ConfigError(str(error)) from None
+
+    def _serve(self, supervisor: Supervisor, take_over: TakeOver | None, hand_over: HandOver) -> None:
         supervisor.restart_failed()
-        while not self._stops:
+        model = None
+        while not self._stops and model is None:
             supervisor.check()
-        self._logger.info("stopping: running requests may finish")
-        self._manager.stopping(self.server.shutdown_timeout + _END_S)
-        timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
-        supervisor.stop_frontends(timeout, hurry=lambda: self._stops > 1)
+            if take_over is not None:
+                take_over.receive()
+            if take_over is None or take_over.is_done:
+                self._start_successor()
+                model = hand_over.wanted()
+        if model is not None:
+            self._hand_over(supervisor, hand_over, model)
+        else:
+            self._logger.info("stopping: running requests may finish")
+            self._manager.stopping(self.server.shutdown_timeout + _END_S)
+            timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
+            supervisor.stop_frontends(timeout, hurry=lambda: self._stops > 1)
         if supervisor.fault is not None:
             raise StartError(supervisor.fault.text)
+
+    def _start_successor(self) -> None:
+        """After UPGRADE_SIGNAL, start a server that replaces this one."""
+        if self._successor is not None and self._successor.has_failed():
+            self._successor = None
+        if self._wants_successor and self._successor is None:
+            self._successor = Successor(self._manager.environment)
+        self._wants_successor = False
+
+    def _hand_over(self, supervisor: Supervisor, hand_over: HandOver, model: dict[str, str]) -> None:
+        """End after the requests of this server: a new one, with `model`, accepts connections now."""
+        self._logger.info("process %d has taken over: running requests may finish", hand_over.new_pid)
+        self._manager.replaced_by(hand_over.new_pid)
+        hand_over.leave(difference("the new server", model, "the earlier one", self._model))
+        timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
+        supervisor.stop_frontends(timeout, hurry=lambda: self._stops > 0)
+        hand_over.send_streams()
 
     def _stop_after_death(self, supervisor: Supervisor, cause: str) -> None:
         """Stop what is left without an engine or a frontend; frontends first send their clients errors."""
@@ -202,12 +259,18 @@ class Launcher:
         port: ListenPort,
         admin: AdminSocket | None,
         template: str | None,
+        take_over: TakeOver | None,
     ) -> None:
         node = self._prepare(supervisor.prepare, node, template)
+        self._model = model_identity(self.config, self._host.checkpoint)
         supervisor.gather_nodes(self.config, self._host.checkpoint, self.server, node)
         self._host.start(supervisor)
+        if take_over is not None:
+            supervisor.wait_ready()  # the frontends of both servers accept connections at the same time
         supervisor.start_frontends(port, None if admin is None else admin.socket)
         supervisor.wait_ready()
+        if take_over is not None:
+            take_over.finish(self._model)
         self._bars.close()
 
     def _notes(self, checkpoint: Checkpoint) -> list[str]:
@@ -275,6 +338,9 @@ class Launcher:
         elif supervisor.is_working:
             self._manager.alive()
 
+    def _on_upgrade_signal(self, *_: object) -> None:
+        self._wants_successor = True
+
     def _on_signal(self, *_: object) -> None:
         self._stops += 1
         if self._is_starting:
@@ -331,6 +397,9 @@ class NodeLauncher(Launcher):
             self._phase = f"joining the master at {node.master}"
             agent.run(lambda: self._stops, self.server.shutdown_timeout + _STOP_MARGIN_S, self._on_node_turn)
 
+    def _on_upgrade_signal(self, *_: object) -> None:
+        self._logger.error("a node of a server of several is not replaced: POST /restart_engines at node 0")
+
     def _on_node_turn(self, has_joined: bool) -> None:
         """Tell the service manager that the start goes on, that it is over, or that this node lives."""
         if self._is_joining and not has_joined:
@@ -370,6 +439,8 @@ def run() -> int:
             return show_plan(config, explicit, args.plan, args.json)
         if args.json:
             raise ConfigError("--json needs --plan")
+        if args.replay_file is not None:
+            return replay_file(args.replay_file, config, explicit)
         nodes.check(config.parallel.nnodes)
         kind = NodeLauncher if nodes.node_rank else Launcher
         kind(config, server, nodes, explicit, notes_of(args)).run()
@@ -405,13 +476,18 @@ def _template_file(given: str | None) -> str | None:
     return str(path)
 
 
-def _admin_socket(server: ServerConfig) -> AbstractContextManager[AdminSocket | None]:
-    """The socket of the administration, if there is one. Raises ConfigError, ListenError."""
+def _admin_socket(
+    server: ServerConfig, taken: tuple[str, socket.socket] | None = None
+) -> AbstractContextManager[AdminSocket | None]:
+    """The socket of the administration, if there is one; `taken` is that of a server that this one replaces.
+
+    Raises ConfigError, ListenError.
+    """
     if server.admin_port is not None and server.admin_socket is not None:
         raise ConfigError("--admin-port and --admin-socket exclude one another: use one of them")
     if server.admin_port is None and server.admin_socket is None:
         return nullcontext()
-    return AdminSocket(server.admin_port, server.admin_socket)
+    return AdminSocket(server.admin_port, server.admin_socket, taken)
 
 
 def _kv_dtype(config: EngineConfig) -> str:

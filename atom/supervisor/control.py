@@ -1,11 +1,15 @@
 """The supervisor's socket for the frontends: tells them which engines there are."""
 
+from collections.abc import Callable
+
 import zmq
 
 from atom.shared.messages.codec import Decoder, WireError, encode
+from atom.shared.messages.resume import GetStream, HandedStream
 from atom.shared.messages.supervisor import (
     Engines,
     GetEngines,
+    RestartEngines,
     SetServerState,
     ToControl,
     WantTrial,
@@ -13,11 +17,25 @@ from atom.shared.messages.supervisor import (
 )
 from atom.shared.utils.logger import get_logger
 
+Wanted = SetServerState | WantTrial | RestartEngines
+"""What a frontend may want to change."""
+
+
+def _no_stream(question: GetStream) -> HandedStream:
+    return HandedStream(question.number)
+
 
 class Control:
     """The ROUTER at `endpoint`, which every frontend connects to."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str):
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        take: Callable[[GetStream], HandedStream] = _no_stream,
+    ):
+        """`take` gives the streams of an earlier server."""
+        self._take = take
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -27,15 +45,18 @@ class Control:
         self._frontends: set[int] = set()
         self._decoder: Decoder[ToControl] = Decoder(ToControl)
 
-    def receive(self, engines: Engines) -> list[SetServerState | WantTrial]:
+    def receive(self, engines: Engines) -> list[Wanted]:
         """Answer the frontends that have asked with `engines`; returns what frontends want to change."""
-        wanted: list[SetServerState | WantTrial] = []
+        wanted: list[Wanted] = []
         while self.socket.poll(0):
             _, *frames = self.socket.recv_multipart()
             try:
                 request = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
             except WireError as error:
                 get_logger().error("a frontend's control connection sent an %s", error)
+                continue
+            if isinstance(request, GetStream):
+                self._send(request.frontend, encode(self._take(request)))
                 continue
             if not isinstance(request, GetEngines):
                 wanted.append(request)

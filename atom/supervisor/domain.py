@@ -28,6 +28,8 @@ class DomainSettings:
     on_progress: OnProgress
     secret: bytes = b""
     """The cluster secret; empty on one node."""
+    first_life: int = 0
+    """As in FrontendLaunch."""
 
     @property
     def local(self) -> NodeInfo:
@@ -46,10 +48,13 @@ class Domain(ABC):
         self.number = -1
         """The number of the latest life."""
         self.last_failure: Failure | None = None
+        self._first_failure: Failure | None = None  # of those in a row
         self._settings = settings
         self._restarts = Restarts(settings.config.reliability.max_restarts)
         self._start_at: float | None = None
         self._was_ready = False
+        self.is_planned = False
+        """Whether an administrator has ended the latest life that has ended."""
 
     @abstractmethod
     def _open(self, number: int) -> Life:
@@ -119,6 +124,14 @@ class Domain(ABC):
         """Whether it is down, and no next life is planned."""
         return self.life is None and self._start_at is None
 
+    @property
+    def cause(self) -> str:
+        """Why it is over: its last failure, and the first of those in a row, which may have caused it."""
+        assert self.last_failure is not None and self._first_failure is not None, "it has failed"
+        last, first = self.last_failure.text, self._first_failure.text
+        count = self._restarts.in_a_row + 1
+        return last if last == first else f"{last}; the first of {count} failures in a row: {first}"
+
     def failure(self) -> Failure | None:
         """Why the current life has failed; None while it has not. Logs when a later life gets ready."""
         if self.life is None:
@@ -142,11 +155,14 @@ class Domain(ABC):
             self.life.close()
         self.life = None
         self.last_failure = failure
+        self.is_planned = False
 
     def fail(self, failure: Failure, restart: bool) -> None:
         """End the current life; with `restart`, plan the next one unless too many have failed in a row."""
         ready_s = 0.0 if self.life is None else self.life.ready_s
         delay = self._restarts.delay(ready_s) if restart else None
+        if self._first_failure is None or (delay is not None and self._restarts.in_a_row == 1):
+            self._first_failure = failure
         self.end(failure)
         if delay is not None:
             self._start_at = time.monotonic() + delay

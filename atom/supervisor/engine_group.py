@@ -4,6 +4,7 @@ Engines that share nothing have a group each. Engines that share experts are one
 ranks of one mesh, and a rank that ends would leave the others in a collective.
 """
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from atom.shared.messages.launch import CoreLaunch, EngineAddress, Rendezvous, W
 from atom.shared.messages.supervisor import EngineEnded
 from atom.shared.messages.worker import WorkerFailed
 from atom.shared.utils.endpoint import endpoint_key, tcp_endpoint
+from atom.shared.utils.logger import get_logger
 from atom.supervisor.child import wait_for
 from atom.supervisor.domain import Domain, DomainSettings
 from atom.supervisor.failure import Failure
@@ -31,6 +33,7 @@ class EngineGroup(Domain):
         self._ranks = ranks
         self._hash_seed = hash_seed
         self._num_blocks: dict[int, list[int]] = {}
+        self._leaving = ""  # why its present life is about to end, while no request reaches it
         self._is_only_engine = settings.config.parallel.data_parallel_size == 1
         super().__init__(self._name(), settings, settings.placement.nodes_of(ranks))
 
@@ -70,7 +73,7 @@ class EngineGroup(Domain):
     @property
     def addresses(self) -> list[EngineAddress]:
         """Where frontends reach the current life; empty while there is none."""
-        if self.life is None:
+        if self.life is None or self._leaving:
             return []
         return [
             EngineAddress(rank, self.number, self._socket(self.life, rank, "core")) for rank in self._ranks
@@ -79,10 +82,31 @@ class EngineGroup(Domain):
     @property
     def ended(self) -> list[EngineEnded]:
         """How the latest life that has ended did, for each engine."""
+        if self._leaving:
+            return [EngineEnded(rank, self.number, self._leaving, False, True) for rank in self._ranks]
         if self.last_failure is None:
             return []
         number = self.number if self.life is None else self.number - 1
-        return [EngineEnded(rank, number, self.last_failure.text, self.is_over) for rank in self._ranks]
+        text = self.last_failure.text
+        return [EngineEnded(rank, number, text, self.is_over, self.is_planned) for rank in self._ranks]
+
+    def leave(self, reason: str) -> None:
+        """The current life is about to end, which is no failure: frontends send its requests elsewhere."""
+        self._leaving = reason
+
+    def restart_now(self) -> None:
+        """After `leave`: end the current life, and plan the next one at once."""
+        reason = self._leaving
+        self._leaving = ""
+        self.end(Failure(reason, reason))
+        self.is_planned = True
+        self._start_at = time.monotonic()
+        get_logger().info("%s, life %d, has ended: %s", self.name, self.number, reason)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Data-parallel ranks of its engines."""
+        return list(self._ranks)
 
     def _open(self, number: int) -> Life:
         settings = self._settings

@@ -74,6 +74,7 @@ class Frontend(Domain):
             life=self.number,
             state=engines.state,
             admin_fd=admin_fd,
+            first_life=self._settings.first_life,
             started_at=self._started_at,
         )
         if admin_fd is not None:
@@ -108,6 +109,13 @@ class Frontend(Domain):
             ):  # it had not begun to serve
                 return child.end
         return ""
+
+    def leave(self) -> None:
+        """Another server has the socket: the process is going to end by itself, after its connections."""
+        if self.life is not None:
+            for child in self.life.children.values():
+                child.stopping = True
+        self.refuse_connections()
 
     def terminate(self) -> None:
         """Send SIGTERM: the first lets running requests finish, the second ends them with errors."""

@@ -3,10 +3,9 @@
 import contextlib
 import time
 from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
 
-from atom.shared.utils import envs
+from atom.shared.utils.kept_files import new_kept_file
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.stack_dump import DUMP_SIGNAL, STACKS_SUFFIX
 from atom.supervisor.child import Child
@@ -19,7 +18,6 @@ _SETTLED_S = 0.2
 _POLL_S = 0.02
 _MAX_BYTES = 1 << 20
 """Most bytes of one process."""
-_MOST_FILES = 20
 
 
 def ask_for_stacks(children: Iterable[Child], directory: Path) -> None:
@@ -57,23 +55,12 @@ def save_stacks(directory: Path, title: str, children: Iterable[Child]) -> None:
         parts.append(f"\n=== {name}, {state or 'no process of this host any more'}")
         parts.append(_text(written[name]) if name in written else "it has written no stacks")
     try:
-        target = _new_file(directory.name)
+        target = new_kept_file("hangs", directory.name, ".txt")
         target.write_text("\n".join(parts) + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
         get_logger().error("the stacks of processes that hang cannot be written: %s", error)
         return
     get_logger().error("the stacks of all its processes are in %s", target)
-
-
-def _new_file(life: str) -> Path:
-    """The path of a new file; only the latest ones are kept. Raises OSError, or ValueError for no cache."""
-    folder = Path(envs.ATOM_CACHE_DIR) / "hangs"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in sorted(folder.glob("*.txt"))[: 1 - _MOST_FILES]:
-        old.unlink(missing_ok=True)
-    path = folder / f"{datetime.now():%Y%m%d-%H%M%S-%f}-{life}.txt"
-    path.touch(mode=0o600)
-    return path
 
 
 def _size(path: Path) -> int:

@@ -13,7 +13,7 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.utils.envs import VARIABLES, Area
 from atom.shared.utils.version import atom_version
 
-__all__ = ["difference", "identity_of"]
+__all__ = ["difference", "identity_of", "model_identity"]
 
 # Paths, and what each node decides for itself. The model is compared by its files.
 _OWN = {
@@ -26,7 +26,7 @@ _OWN = {
     "torch_profiler_dir",
     "port",
 }
-_OWN_SERVER = {"host", "server_port", "api_key", "admin_port", "admin_socket"}
+_OWN_SERVER = {"host", "server_port", "api_key", "admin_port", "admin_socket", "upgrade_from"}
 _OWN_VARIABLES = {"ATOM_CACHE_DIR", "ATOM_DISABLE_MMAP", "ATOM_LOG_MORE", "ATOM_PROFILER_MORE"}
 _SAMPLE_BYTES = 1 << 18
 
@@ -45,6 +45,23 @@ def identity_of(config: EngineConfig, checkpoint: Checkpoint, server: ServerConf
             found[name] = os.environ.get(name) or str(variable.default_value())
     found["the model"] = f"{checkpoint.architecture} ({checkpoint.dtype})"
     found |= {f"config.json's {key}": str(value) for key, value in checkpoint.hf_config.items()}
+    if not config.model.load_dummy:
+        found |= dict(_files(Path(checkpoint.directory)))
+    return found
+
+
+def model_identity(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
+    """Names and values on which the tokens and texts of a request depend. `config` is resolved."""
+    found = _flags(config.model, _OWN | {"max_model_len", "trust_remote_code"})
+    found["the served names"] = ", ".join(config.model.names)
+    found["the model"] = f"{checkpoint.architecture} ({checkpoint.dtype})"
+    found |= {f"config.json's {key}": str(value) for key, value in checkpoint.hf_config.items()}
+    for what, file in (
+        ("the tokenizer", checkpoint.tokenizer_file),
+        ("the chat template", checkpoint.chat_template_file),
+    ):
+        if file is not None:
+            found[what] = hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
     if not config.model.load_dummy:
         found |= dict(_files(Path(checkpoint.directory)))
     return found

@@ -39,7 +39,7 @@ from atom.shared.messages.nodes import (
     ToNode,
     Welcome,
 )
-from atom.shared.messages.supervisor import Engines, WantTrial
+from atom.shared.messages.supervisor import Engines, SetServerState
 from atom.shared.utils.endpoint import LINK_SILENCE_MS, connect
 from atom.shared.utils.logger import get_logger, set_log_level
 from atom.shared.utils.net import ListenPort
@@ -317,7 +317,7 @@ class NodeAgent:
                 self._report_end(name, life, process)
         if self._control is not None:
             for wanted in self._control.receive(self._engines):
-                self._send(wanted if isinstance(wanted, WantTrial) else SetState(wanted.state))
+                self._send(SetState(wanted.state) if isinstance(wanted, SetServerState) else wanted)
 
     def _report_end(self, name: str, life: _Life, process: str) -> None:
         """Send Exited once, with a delay while last messages of the process may be on their way."""

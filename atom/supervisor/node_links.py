@@ -41,7 +41,7 @@ from atom.shared.messages.nodes import (
     ToNode,
     Welcome,
 )
-from atom.shared.messages.supervisor import Engines, SetServerState, WantTrial
+from atom.shared.messages.supervisor import Engines, RestartEngines, SetServerState, WantTrial
 from atom.shared.utils.endpoint import LINK_SILENCE_MS, bind
 from atom.shared.utils.logger import get_logger
 from atom.supervisor.identity import difference
@@ -158,7 +158,7 @@ class NodeLinks:
     ):
         """Binds at once. Raises ZMQError."""
         self.nodes = nodes
-        self.wanted: deque[SetServerState | WantTrial] = deque()
+        self.wanted: deque[SetServerState | WantTrial | RestartEngines] = deque()
         """What frontends of other nodes want to change."""
         self._context = context
         self._settings = settings
@@ -267,7 +267,7 @@ class NodeLinks:
                 node.process_ended(life, name, status)
             case SetState(state):
                 self.wanted.append(SetServerState(state))
-            case WantTrial():
+            case WantTrial() | RestartEngines():
                 self.wanted.append(message)
             case Leaving():
                 node.leaving_since = time.monotonic()

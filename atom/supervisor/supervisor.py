@@ -3,7 +3,8 @@
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 import zmq
@@ -16,16 +17,18 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.nodes import NodeInfo
-from atom.shared.messages.supervisor import Engines, Progress, SetServerState, WantTrial
+from atom.shared.messages.resume import Claimed
+from atom.shared.messages.supervisor import Engines, Progress, RestartEngines, SetServerState, WantTrial
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.logger import get_logger, set_log_level
 from atom.shared.utils.net import ListenPort
 from atom.shared.utils.run_directory import RunDirectory
-from atom.supervisor.control import Control
+from atom.supervisor.control import Control, Wanted
 from atom.supervisor.domain import Domain, DomainSettings
 from atom.supervisor.engine_group import EngineGroup
 from atom.supervisor.failure import Failure, StartError
 from atom.supervisor.frontend import Frontend
+from atom.supervisor.handed_streams import HandedStreams, take_streams
 from atom.supervisor.identity import identity_of
 from atom.supervisor.life import Life
 from atom.supervisor.node import LocalNode, Node
@@ -42,6 +45,9 @@ _POLL_S = 0.1
 # Time for a frontend to send its clients error events after the second SIGTERM.
 _CLIENT_ERRORS_S = 5.0
 _END_POLL_S = 0.02
+# For frontends to send the requests of an engine elsewhere before it ends.
+_NOTICE_S = 0.5
+_RESTARTED = "an administrator has restarted it"
 
 
 class _Phase(Enum):
@@ -64,7 +70,15 @@ class Supervisor:
         self,
         on_progress: Callable[[Progress], None] = lambda progress: None,
         on_turn: Callable[[], None] = lambda: None,
+        first_life: int = 0,
     ):
+        """`first_life`: as in FrontendLaunch, for a server that replaces another one."""
+        self._first_life = first_life
+        self.handed = HandedStreams()
+        """Streams of the server that this one replaces."""
+        self._is_leaving = False
+        self._to_restart: deque[EngineGroup] = deque()  # the first one is ending, starting, or the next
+        self._restarted: set[EngineGroup] = set()
         self._directory = RunDirectory()
         self.run_dir = self._directory.path
         self._on_progress = on_progress
@@ -148,7 +162,7 @@ class Supervisor:
         )
         self._nodes[0] = LocalNode(info, self._context)
         self._settings = DomainSettings(
-            self._context, self._nodes, placement, config, self._on_progress, node.secret
+            self._context, self._nodes, placement, config, self._on_progress, node.secret, self._first_life
         )
         if config.parallel.nnodes > 1:
             identity = identity_of(config, checkpoint, server if node.frontend_per_node else None)
@@ -187,7 +201,7 @@ class Supervisor:
         Frontends of this node get the port, which is already bound; the first one also serves `admin`.
         """
         settings = self._domain_settings
-        self._control = Control(self._context, f"ipc://{self.run_dir}/control")
+        self._control = Control(self._context, f"ipc://{self.run_dir}/control", self.handed.take)
         each = settings.local.server.api_server_count
         for index in range(each * len(settings.placement.frontend_nodes)):
             node = index // each
@@ -232,7 +246,33 @@ class Supervisor:
             elif domain.is_due:
                 domain.restart()
                 self._publish()
+        self._restart_next()
         self._check_absence()
+
+    def _restart_next(self) -> None:
+        """Restart the next of the engines that an administrator restarts, once the one before is ready.
+
+        Its frontends first send its requests to other engines, and learn that no request has ended it.
+        """
+        group = next(iter(self._to_restart), None)
+        if group is None or self._phase is not _Phase.SERVING:
+            self._to_restart.clear()
+            return
+        if group in self._restarted:
+            if group.is_ready or group.is_over:
+                self._to_restart.popleft()
+                self._restarted.discard(group)
+                self._publish()
+        elif not group.is_ready:  # it is restarted already
+            self._to_restart.popleft()
+            self._publish()
+        else:
+            self._restarted.add(group)
+            group.leave(_RESTARTED)
+            self._publish()
+            self._receive(_NOTICE_S)
+            group.restart_now()
+            self._publish()
 
     def _check_absence(self) -> None:
         """Raises StartError when for the whole join timeout no engine could start for lack of a node."""
@@ -281,7 +321,7 @@ class Supervisor:
             return
         for domains in (self._engines, self._frontends):
             if domains and all(each.is_over for each in domains):
-                raise StartError(failure.text)
+                raise StartError(domain.cause)
 
     def _is_retried(self, failure: Failure) -> bool:
         """Whether a failure before all are ready is as a later one: clients are served already.
@@ -296,7 +336,14 @@ class Supervisor:
 
     def _engine_state(self) -> Engines:
         ended = [ended for group in self._engines for ended in group.ended]
-        return Engines(self.engines, ended, self._server_state, self._trials.current)
+        return Engines(
+            self.engines,
+            ended,
+            self._server_state,
+            self._trials.current,
+            self._is_leaving,
+            [rank for group in self._to_restart for rank in group.ranks],
+        )
 
     @property
     def engine_state(self) -> Engines:
@@ -308,12 +355,22 @@ class Supervisor:
         """Whether everything that was started is ready."""
         return all(domain.is_ready for domain in self._domains())
 
-    def _change(self, wanted: SetServerState | WantTrial) -> None:
+    def _change(self, wanted: Wanted) -> None:
         """Do what a frontend wants."""
         if isinstance(wanted, SetServerState):
             self._set_state(wanted.state)
+        elif isinstance(wanted, RestartEngines):
+            self.restart_engines()
         elif self._trials.want(wanted):
             self._publish()
+
+    def restart_engines(self) -> None:
+        """Restart all engines, one after the other; those that are down are left to their own restart."""
+        if self._to_restart or self._phase is not _Phase.SERVING:
+            return
+        self._to_restart.extend(self._engines)
+        get_logger().warning("an administrator restarts all engines, one after the other")
+        self._publish()
 
     def _set_state(self, state: ServerState) -> None:
         get_logger().warning("an administrator has set: %s", state)
@@ -341,15 +398,36 @@ class Supervisor:
             group.end(Failure(cause, cause))
         self._publish()
 
+    @property
+    def next_life(self) -> int:
+        """`first_life` of a server that replaces this one."""
+        return self._first_life + 1 + max((frontend.number for frontend in self._frontends), default=0)
+
+    def leave(self) -> None:
+        """Accept no further connections: another server has the sockets. Those that are open are served."""
+        self._is_leaving = True
+        self._stop_restarting()
+        for frontend in self._frontends:
+            frontend.leave()
+
+    def take_streams(self) -> Iterator[Claimed]:
+        """After the end of the frontends: all streams that clients may resume. The engines forget them."""
+        yield from self.handed.take_all()
+        for group in self._engines:
+            if group.is_ready:
+                for address in group.addresses:
+                    yield from take_streams(self._context, address.endpoint)
+
     def stop_frontends(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
         """Stop the frontends after their running requests, at most `timeout_s`, or once `hurry()` is true.
 
-        `fault` says then why requests were cut off, if any were. A request that is told that the server
-        stops is not.
+        After `leave` they end by themselves, after their connections. `fault` says then why requests were cut
+        off, if any were. A request that is told that the server stops is not.
         """
-        self._stop_restarting()
-        for frontend in self._frontends:
-            frontend.terminate()
+        if not self._is_leaving:
+            self._stop_restarting()
+            for frontend in self._frontends:
+                frontend.terminate()
         deadline = time.monotonic() + timeout_s
         while self.has_frontends and time.monotonic() < deadline and not hurry():
             self.check()

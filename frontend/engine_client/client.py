@@ -114,7 +114,9 @@ class EngineClient:
             self.engines,
             settings.orphan_grace,
             metrics,
-            ResumptionHooks(lambda: self._stream([], -1), self._adopt, self._outputs, self._close),
+            ResumptionHooks(
+                lambda: self._stream([], -1), self._adopt, self._outputs, self._close, hooks.handed_stream
+            ),
         )
 
     def __len__(self) -> int:
@@ -246,7 +248,8 @@ class EngineClient:
     async def open_resumed(
         self, resumed: ResumedStream, deadline: Deadline | None = None
     ) -> AsyncIterator[Stream]:
-        """Read a stream that was begun before; like `open`, but that nothing is sent."""
+        """Read a stream that was begun before; like `open`, but that what runs is not sent."""
+        self.resumption.begin(resumed)
         with self._timed(resumed.stream, deadline):
             try:
                 yield resumed.stream
@@ -290,7 +293,7 @@ class EngineClient:
         return [self._sequences[number].output() for number in sorted(stream.open)]
 
     def _adopt(self, adoption: Adoption) -> None:
-        """Go on with a sequence that an engine runs already.
+        """Go on with a sequence that an engine runs, or that waits for one.
 
         An earlier stream of this frontend that has it ends: its client has asked for it again.
         """
@@ -311,12 +314,15 @@ class EngineClient:
         sequence = RunningSequence(claimed.request_id, state, stream, progress, None)
         sequence.cached_tokens = claimed.cached_tokens
         sequence.replays = request.replays
+        self._sequences[sequence.id] = sequence
+        stream.open.add(sequence.id)
+        if engine is None:
+            self._replays.wait([sequence], stream)
+            return
         routed = RoutedPrompt(request.prompt_ids, request.max_tokens - tokens, 1, request.cache_salt)
         sequence.charge = self._router.route(routed, [engine.rank])
         sequence.engine = engine
         sequence.rank = engine.rank
-        self._sequences[sequence.id] = sequence
-        stream.open.add(sequence.id)
 
     def _limit(self, stream: Stream, error: ApiError) -> None:
         """End a stream that holds too much output, and abort its sequences."""
@@ -536,10 +542,11 @@ class EngineClient:
 
         After a fault of this process, `is_fault`, streams may not have got all tokens: they fail.
         """
+        is_planned = (engine.rank, engine.life) in self.engines.planned
         lost = [sequence for sequence in self._sequences.values() if sequence.engine is engine]
         for sequence in lost:
             self._leave_engine(sequence)
-        failed = lost if is_fault else self._replays.died(lost, engine.rank, engine.life)
+        failed = lost if is_fault else self._replays.died(lost, engine.rank, engine.life, is_planned)
         if num_again := len(set(lost).difference(failed)):  # what waited may fail, too
             self._metrics.engine(engine.rank).replayed += num_again
             get_logger().warning("engine %d: %d of %d sequences run again", engine.rank, num_again, len(lost))

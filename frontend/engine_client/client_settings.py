@@ -1,7 +1,9 @@
 """Settings that an EngineClient takes from the configuration."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+
+from atom.shared.messages.resume import HandedStream
 
 __all__ = ["ClientHooks", "ClientSettings"]
 
@@ -29,7 +31,7 @@ class ClientSettings:
     max_queue_s: float | None = None
     """Most seconds that a request may wait until it runs; None: no limit."""
     life: int = 0
-    """How often this frontend has been started again."""
+    """How often this frontend has been started again, and those of the servers that this one replaces."""
     orphan_grace: float = 0.0
     """As --orphan-grace: seconds for which a stream without a client is kept; 0: none is."""
 
@@ -43,6 +45,10 @@ class ClientSettings:
         return -(-total // self.num_frontends)
 
 
+async def _no_stream(key: str, tenant: str) -> HandedStream:
+    return HandedStream(0)
+
+
 @dataclass(frozen=True)
 class ClientHooks:
     """What an EngineClient calls."""
@@ -53,3 +59,5 @@ class ClientHooks:
     """For the `TrialTurn` of this frontend; None if the engines have no other one."""
     compiled_grammar: Callable[[bytes], bytes | None] = lambda key: None
     """The compiled grammar of an unfinished request, by its key."""
+    handed_stream: Callable[[str, str], Awaitable[HandedStream]] = _no_stream
+    """Takes a stream of the server that this one replaces, by its key and tenant."""

@@ -44,6 +44,8 @@ class EngineSet:
         """By rank: why its last life has ended; without ranks where none has."""
         self.final: dict[int, str] = {}
         """By rank: why an engine has ended that is not started again."""
+        self.planned: set[tuple[int, int]] = set()
+        """Rank and life of engines whose end was planned: no request has caused it."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._by_rank: dict[int, EngineConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -62,6 +64,7 @@ class EngineSet:
         """Open the links of new lives, and close those of lives that are not among `engines`."""
         lives = {(address.rank, address.life) for address in engines}
         reasons = {(end.rank, end.life): end.reason for end in ended}
+        self.planned = {(end.rank, end.life) for end in ended if end.is_planned}
         self.ended_reasons.update({rank: reason for (rank, _), reason in reasons.items()})
         self.restarts |= dict(sorted([*reasons, *lives]))
         for engine in list(self):

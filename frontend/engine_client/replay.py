@@ -124,8 +124,13 @@ class Replays:
 
     # Ends of engines
 
-    def died(self, lost: Collection[RunningSequence], rank: int, life: int) -> list[RunningSequence]:
-        """The engine of these sequences has ended. Returns those that fail; the others wait."""
+    def died(
+        self, lost: Collection[RunningSequence], rank: int, life: int, is_planned: bool = False
+    ) -> list[RunningSequence]:
+        """The engine of these sequences has ended. Returns those that fail; the others wait.
+
+        With `is_planned` no request has ended it.
+        """
         if not self.most:
             return list(lost)
         by_stream: dict[Stream, list[RunningSequence]] = {}
@@ -133,7 +138,9 @@ class Replays:
             by_stream.setdefault(sequence.stream, []).append(sequence)
             self._started(sequence)
         tried = self._end_of_trial(by_stream)
-        blamed = self._blamed(by_stream, tried, life)
+        if is_planned and tried:
+            self._num_ended -= 1
+        blamed = set() if is_planned else self._blamed(by_stream, tried, life)
         weight = 2 if len(tried) == 1 and blamed == tried and self._knows_all else 1
         self._blames[rank] = _Blame(life, blamed, weight)
         failed = []

@@ -3,6 +3,8 @@
     a client disconnects        the stream is kept, with its sequences, for the grace
     a frontend dies             the engines offer its streams to another one, which keeps them so
     a client asks for a stream  that is kept here, or claimed from all engines: each one sends what it has
+    the server is replaced      the supervisor has the streams of the earlier one, and gives each to the
+                                frontend that its client asks: it is sent to engines here
 
 An engine that has just started may not have the sequences again yet: the claim is repeated then.
 """
@@ -10,13 +12,13 @@ An engine that has just started may not have the sequences again yet: the claim 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
 
 from atom.shared.messages.codec import Decoder
 from atom.shared.messages.engine import AddRequest
-from atom.shared.messages.resume import Claim, Claimed, ClaimedSequence, Resumable
+from atom.shared.messages.resume import Claim, Claimed, ClaimedSequence, HandedStream, Resumable
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.engine_set import EngineSet
 from frontend.engine_client.sequence import RunningSequence
@@ -45,18 +47,23 @@ class ResumedStream:
     """None while nothing of it is found."""
     known: set[int] = field(default_factory=set)
     """Ids of the sequences that were found."""
+    handed: list[Claimed] = field(default_factory=list)
+    """What an earlier server had of it, until `Resumption.begin`."""
 
     @property
     def is_whole(self) -> bool:
         """Whether all its sequences are known."""
-        return self.resumable is not None and self.known.issuperset(self.resumable.request_ids)
+        return bool(self.handed) or (
+            self.resumable is not None and self.known.issuperset(self.resumable.request_ids)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """A sequence that an engine runs already, and that goes on in `stream`."""
+    """A sequence that an engine runs already, or has run, and that goes on in `stream`."""
 
-    engine: EngineConnection
+    engine: EngineConnection | None
+    """None: it waits for one."""
     request: AddRequest
     sequence: ClaimedSequence
     stream: Stream
@@ -86,6 +93,8 @@ class ResumptionHooks:
     """All that the unfinished sequences of a stream have."""
     end: Callable[[Stream], None]
     """Ends a stream's sequences."""
+    handed: Callable[[str, str], Awaitable[HandedStream]]
+    """As ClientHooks.handed_stream."""
 
 
 class Resumption:
@@ -100,6 +109,8 @@ class Resumption:
         self._waiting: dict[int, _Waiting] = {}
         self._kept: dict[str, tuple[ResumedStream, asyncio.TimerHandle]] = {}
         self._lost_at = 0.0
+        self.is_leaving = False
+        """Whether another server replaces this one: streams are left to the engines, which hand them over."""
 
     def __len__(self) -> int:
         """Streams that wait for a client."""
@@ -107,32 +118,54 @@ class Resumption:
 
     def keep(self, resumed: ResumedStream, left_s: float | None = None) -> None:
         """Keep a stream whose client is gone; after the grace its sequences are ended."""
+        self.begin(resumed)
         self._discard(resumed.key)
         delay_s = self.grace_s if left_s is None else left_s
         timer = asyncio.get_running_loop().call_later(delay_s, self._expire, resumed.key)
         self._kept[resumed.key] = resumed, timer
 
     def close(self) -> None:
-        """End all streams that are kept."""
+        """End all streams that are kept, unless another server goes on with them."""
+        if self.is_leaving:
+            for _, timer in self._kept.values():
+                timer.cancel()
+            self._kept.clear()
         for key in list(self._kept):
             self._discard(key)
 
     async def resume(self, key: str, tenant: str) -> ResumedStream:
-        """The stream `key`; its reader gets all tokens again, from the first one on.
+        """The stream `key`; its reader gets all tokens again, from the first one on, after `begin`.
 
-        Raises RequestError (404) if it is unknown, or if a part of it is lost.
+        Raises RequestError (404) if it is unknown, a part of it is lost, or it belongs to another model.
         """
         resumed = self._taken(key, tenant) or ResumedStream(key, tenant, self._hooks.new_stream())
         try:
             await self._complete(resumed)
         except BaseException:
-            if resumed.known:
+            if resumed.known or resumed.handed:
                 self.keep(resumed)
             raise
         self._metrics.resumed += 1
+        if not resumed.handed:
+            self._restart(resumed)
+        return resumed
+
+    def begin(self, resumed: ResumedStream) -> None:
+        """Send to engines what an earlier server had of a stream, if that was not done yet.
+
+        Its grammar must be compiled: the engines do not have it.
+        """
+        if not resumed.handed:
+            return
+        handed = resumed.handed
+        resumed.handed = []
+        for claimed in handed:
+            self._add(None, claimed, resumed)
+        self._restart(resumed)
+
+    def _restart(self, resumed: ResumedStream) -> None:
         ended = [ended_update(end) for end in resumed.stream.sequences_ended]
         resumed.stream.restart([*self._hooks.outputs(resumed.stream), *ended])
-        return resumed
 
     def answered(self, engine: EngineConnection, claimed: Claimed) -> None:
         """An engine has sent what it has of a stream: its sequences go on here, even if nobody waits."""
@@ -174,9 +207,15 @@ class Resumption:
             await self._claim(resumed)
             if resumed.is_whole:
                 return
+            handed = await self._hooks.handed(resumed.key, resumed.tenant)
+            if handed.refusal:
+                raise _other_model(resumed.key, handed.refusal)
+            if handed.claimed:
+                self._take(handed.claimed, resumed)
+                return
             now = time.monotonic()
             is_settled = all(self._engines.up.values()) and now > self._lost_at + _SETTLED_S
-            if is_settled or now > deadline:
+            if not handed.is_pending and (is_settled or now > deadline):
                 raise _unknown(resumed.key, bool(resumed.known))
             await asyncio.sleep(_RETRY_S)
 
@@ -214,7 +253,12 @@ class Resumption:
             entry[1].cancel()
             self._hooks.end(entry[0].stream)
 
-    def _add(self, engine: EngineConnection, claimed: Claimed, resumed: ResumedStream) -> None:
+    def _take(self, handed: list[Claimed], resumed: ResumedStream) -> None:
+        """What an earlier server had of a stream; nothing of it runs before `begin`."""
+        resumed.resumable = _request.decode(handed[0].requests[0].request).resumable
+        resumed.handed = handed
+
+    def _add(self, engine: EngineConnection | None, claimed: Claimed, resumed: ResumedStream) -> None:
         for part in claimed.requests:
             request = _request.decode(part.request)
             resumed.resumable = request.resumable
@@ -227,6 +271,15 @@ class Resumption:
             if end.request_id not in resumed.known:
                 resumed.known.add(end.request_id)
                 resumed.stream.sequences_ended.append(end)
+
+
+def _other_model(key: str, difference: str) -> RequestError:
+    return RequestError(
+        f"the stream was begun before an upgrade to another model, which cannot go on with it "
+        f"({difference}): send the request again; its id is {key!r:.80}",
+        status=404,
+        code="stream_of_other_model",
+    )
 
 
 def _unknown(key: str, is_partial: bool) -> RequestError:

@@ -1,6 +1,7 @@
 """The frontend's control connection to its supervisor, which says which engines there are."""
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,17 @@ import zmq.asyncio
 
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.codec import Decoder, encode
-from atom.shared.messages.supervisor import Engines, GetEngines, SetServerState, WantTrial, control_identity
+from atom.shared.messages.resume import GetStream, HandedStream
+from atom.shared.messages.supervisor import (
+    Engines,
+    FromControl,
+    GetEngines,
+    RestartEngines,
+    SetServerState,
+    ToControl,
+    WantTrial,
+    control_identity,
+)
 from atom.shared.utils.logger import get_logger
 from frontend.errors import EngineError
 
@@ -25,6 +36,10 @@ class SupervisorLink:
     def __init__(self, control: str, index: int, state: ServerState):
         self.state = state
         """State of the server, as the supervisor has sent it last."""
+        self.to_restart: list[int] = []
+        """As in `Engines`, as the supervisor has sent it last."""
+        self._numbers = itertools.count(1)
+        self._questions: dict[int, asyncio.Future[HandedStream]] = {}
         self._control = control
         self._index = index
         self._changed = asyncio.Event()
@@ -41,7 +56,7 @@ class SupervisorLink:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IDENTITY, control_identity(self._index))
-        decoder = Decoder[Engines](Engines)
+        decoder = Decoder[FromControl](FromControl)
         try:
             self._socket.connect(self._control)
             await self._socket.send(encode(GetEngines(self._index)))
@@ -49,7 +64,12 @@ class SupervisorLink:
                 self.want_trial(self._wanted_trial)
             while True:
                 message = decoder.decode(await self._socket.recv())  # bounded by the supervisor's life
+                if isinstance(message, HandedStream):
+                    if (question := self._questions.get(message.number)) is not None and not question.done():
+                        question.set_result(message)
+                    continue
                 self.state = message.state
+                self.to_restart = message.to_restart
                 update(message)
                 self._changed.set()
         except Exception:
@@ -67,17 +87,46 @@ class SupervisorLink:
         """
         self._wanted_trial = number
         if self._socket is not None:
-            sending = asyncio.ensure_future(self._socket.send(encode(WantTrial(self._index, number))))
-            self._sending.add(sending)
-            sending.add_done_callback(self._sending.discard)
+            self._send(WantTrial(self._index, number))
+
+    def _send(self, message: ToControl) -> None:
+        assert self._socket is not None, "the application follows the supervisor"
+        sending = asyncio.ensure_future(self._socket.send(encode(message)))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+
+    async def handed_stream(self, key: str, tenant: str) -> HandedStream:
+        """Take a stream of the server that this one replaces; one that does not answer in time has none."""
+        if self._socket is None:
+            return HandedStream(0)
+        number = next(self._numbers)
+        question: asyncio.Future[HandedStream] = asyncio.get_running_loop().create_future()
+        self._questions[number] = question
+        try:
+            self._send(GetStream(self._index, number, key, tenant))
+            async with asyncio.timeout(_ANSWER_DEADLINE_S):
+                return await question
+        except TimeoutError:
+            return HandedStream(number)
+        finally:
+            del self._questions[number]
+
+    async def restart_engines(self) -> list[int]:
+        """Restart all engines, one after the other; the ranks that are left. Raises EngineError."""
+        self._send(RestartEngines())
+        await self._wait(lambda: bool(self.to_restart))
+        return self.to_restart
 
     async def set_state(self, state: ServerState) -> None:
         """Set the state of the whole server; returns when this frontend has got it. Raises EngineError."""
-        assert self._socket is not None, "the application follows the supervisor"
-        await self._socket.send(encode(SetServerState(state)))
+        self._send(SetServerState(state))
+        await self._wait(lambda: self.state == state)
+
+    async def _wait(self, has_happened: Callable[[], bool]) -> None:
+        """Wait until a message of the supervisor says so. Raises EngineError after some seconds."""
         try:
             async with asyncio.timeout(_ANSWER_DEADLINE_S):
-                while self.state != state:
+                while not has_happened():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

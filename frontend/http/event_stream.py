@@ -13,13 +13,15 @@ from frontend.errors import ApiError, InternalError
 from frontend.keys import LIFECYCLE, LIMITS, METRICS
 from frontend.metrics.metrics import Metrics
 
-__all__ = ["PROBE", "EventStream", "send_json", "unbuffered", "with_deadline"]
+__all__ = ["PROBE", "STREAM_ID", "EventStream", "send_json", "unbuffered", "with_deadline"]
 
 T = TypeVar("T")
 
 PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe")
 """Writes something to the client of a response that has begun, to find out whether it still reads."""
 
+STREAM_ID = "X-Stream-Id"
+"""The header with the id of a stream that can be resumed."""
 _COMMENT = b": keep-alive\n\n"
 # An empty transport buffers this many bytes without blocking the writer.
 _SMALL_FRAME = 16 * 1024
@@ -74,6 +76,8 @@ class EventStream:
             except ConnectionError:
                 raise
             except ApiError as error:  # the status line is sent: only an error event can follow
+                if self._is_handed_over():
+                    self._cut_off()
                 await self._write_error(error)
             except Exception:
                 get_logger().exception("%s failed in the middle of a stream", self._request.path)
@@ -104,6 +108,15 @@ class EventStream:
         else:
             await _before_deadline(self._request, self._response.write(frame))
         self._has_begun = True
+
+    def _is_handed_over(self) -> bool:
+        return STREAM_ID in self._response.headers and self._request.app[LIFECYCLE].hands_over
+
+    def _cut_off(self) -> None:
+        """Break the connection: the client resumes the stream at the server that replaces this one."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        raise ConnectionResetError("another server goes on with this stream")
 
     async def _write_error(self, error: ApiError) -> None:
         await self._write(self._render_error(error))

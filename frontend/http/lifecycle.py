@@ -3,10 +3,17 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import Protocol
 
 from frontend.errors import UnavailableError
 
 __all__ = ["Lifecycle"]
+
+
+class Listener(Protocol):
+    """Accepts connections until `stop`."""
+
+    async def stop(self) -> None: ...
 
 
 class Lifecycle:
@@ -17,6 +24,9 @@ class Lifecycle:
         """Requests in progress."""
         self.is_draining = False
         """Whether new requests are refused, until the end or until an administrator ends it."""
+        self.left = asyncio.Event()
+        """Set once another server has the listening sockets: this one ends after its connections."""
+        self._listeners: list[Listener] = []
         self._is_stopping = False
         self._is_interrupted = False
         self._interruptible: set[asyncio.Task[object]] = set()
@@ -33,6 +43,23 @@ class Lifecycle:
     def set_draining(self, draining: bool) -> None:
         """Refuse new requests, or take them again unless the server is stopping."""
         self.is_draining = draining or self._is_stopping
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether another server goes on with the streams that are unfinished now."""
+        return self.left.is_set() and self._is_interrupted
+
+    def listens(self, listener: Listener) -> None:
+        """`leave` stops this one."""
+        self._listeners.append(listener)
+
+    async def leave(self) -> None:
+        """Accept no further connections; requests on those that there are are served. May be called twice."""
+        listeners = self._listeners
+        self._listeners = []
+        for listener in listeners:
+            await listener.stop()
+        self.left.set()
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ POST /abort_requests         end requests: {"request_ids": [...]} or {"abort_all
 POST /reset_prefix_cache     forget cached prompts
 GET, POST /log_level         {"level": "debug"}: of all processes
 POST /drain, /resume         refuse new requests, and take them again
+GET, POST /restart_engines   restart all engines, one after the other
 """
 
 from collections.abc import Mapping
@@ -110,6 +111,24 @@ async def drain(request: web.Request) -> web.Response:
 async def resume(request: web.Request) -> web.Response:
     """Take new requests again."""
     return await _change(request, draining=False)
+
+
+@routes.get("/restart_engines")
+async def show_restarts(request: web.Request) -> web.Response:
+    """The ranks of the engines that are not restarted yet."""
+    return _json({"left": request.app[SUPERVISOR].to_restart})
+
+
+@routes.post("/restart_engines")
+async def restart_engines(request: web.Request) -> web.Response:
+    """Restart the engines, each once the one before is ready; their requests go on at the others."""
+    link = request.app[SUPERVISOR]
+    if link.to_restart:
+        text = (
+            f"engines are being restarted; ranks that are left: {link.to_restart}; see GET /restart_engines"
+        )
+        raise RequestError(text, status=409, code="restarting")
+    return _json({"status": "started", "left": await link.restart_engines()})
 
 
 async def _change(request: web.Request, **values: Any) -> web.Response:

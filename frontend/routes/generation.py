@@ -11,13 +11,13 @@ from frontend.api.generation.endpoint import Endpoint
 from frontend.api.generation.resumption import RESUMABLE
 from frontend.engine_client.admission import AdmissionSlot
 from frontend.errors import RequestError
-from frontend.http.event_stream import EventStream, send_json
+from frontend.http.event_stream import STREAM_ID, EventStream, send_json
 from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, MESSAGES, METRICS, RESPONSES
 from frontend.metrics.tracing import TraceContext
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 from frontend.routes.errors import client_request_id
-from frontend.routes.streams import LAST_EVENT_ID, STREAM_ID, resume_posted
+from frontend.routes.streams import LAST_EVENT_ID, resume_posted
 
 __all__ = ["routes"]
 

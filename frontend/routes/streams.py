@@ -20,16 +20,14 @@ from frontend.api.generation.endpoint import Endpoint
 from frontend.api.generation.resumption import Position, ResumeForm, read_form
 from frontend.engine_client.streams import Deadline
 from frontend.errors import RequestError
-from frontend.http.event_stream import EventStream
+from frontend.http.event_stream import STREAM_ID, EventStream
 from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, MESSAGES, METRICS, RESPONSES
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 
-__all__ = ["LAST_EVENT_ID", "STREAM_ID", "Asked", "resume", "resume_posted", "routes"]
+__all__ = ["LAST_EVENT_ID", "Asked", "resume", "resume_posted", "routes"]
 
 LAST_EVENT_ID = "Last-Event-ID"
-STREAM_ID = "X-Stream-Id"
-"""The header with the id of a stream that can be resumed."""
 _KEY = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 
 routes = web.RouteTableDef()

@@ -268,3 +268,24 @@ def test_three_starts_at_once_are_three_servers(model: str, run_directories: Pat
         for server in servers:
             server.kill()
     assert list(run_directories.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_starts_after_sigkill_on_the_same_port(model: str, run_directories: Path) -> None:
+    """Each is ready, and the files of the one before are gone; shared memory is checked by the fixture."""
+    with running_server("--model", model, *ARGS) as first:
+        port = port_of(first)
+        first.process.kill()
+    for _ in range(20):
+        server = Server("--model", model, *ARGS, "--server-port", str(port))
+        try:
+            server.wait_ready()
+            assert port_of(server) == port
+            assert len(list(run_directories.iterdir())) == 1
+            server.process.kill()
+        finally:
+            server.kill()
+    with running_server("--model", model, *ARGS) as last:
+        assert last.terminate() == 0
+    assert list(run_directories.iterdir()) == []

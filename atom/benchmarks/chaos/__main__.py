@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scenario", nargs="+", required=True, choices=[*SCENARIOS, "all"])
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of an overload")
     parser.add_argument("--seed", type=int, default=0, help="chooses which process is the victim")
     parser.add_argument("--api-key", default="")
     parser.add_argument("--output", type=Path, help="a JSON file for the reports")
@@ -66,7 +67,7 @@ async def _run(args: argparse.Namespace, url: str, supervisor: int) -> list[Repo
     async with aiohttp.ClientSession(url, headers=headers) as session, session.get("/v1/models") as response:
         response.raise_for_status()
         model = (await response.json())["data"][0]["id"]
-    target = Target(url, supervisor, headers, model, args.streams, args.tokens, args.seed)
+    target = Target(url, supervisor, headers, model, args.streams, args.tokens, args.seed, args.seconds)
     reports = []
     for name in SCENARIOS if "all" in args.scenario else args.scenario:
         reports.append(await run_scenario(target, name, SCENARIOS[name]))

@@ -7,10 +7,23 @@ import msgspec
 
 from atom.benchmarks.chaos.streams import ClientStream
 
-__all__ = ["Report", "judge"]
+__all__ = ["OverloadFigures", "Report", "judge", "judge_overload"]
 
 BOUNDS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 _MOST_GROWTH = 50 << 20
+_LEAST_GOODPUT = 0.9
+_MOST_RECOVERY_S = 5.0
+
+
+class OverloadFigures(msgspec.Struct):
+    """What a server gave under too many requests."""
+
+    peak: float
+    """Requests per second without them."""
+    goodput: float
+    """Requests per second that were served meanwhile."""
+    recovery_s: float
+    """From the end of the overload to the next request that was served."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -35,6 +48,7 @@ class Report(msgspec.Struct, kw_only=True):
     outcomes: dict[str, int]
     """Requests of a flood, by status."""
     problems: list[str]
+    overload: OverloadFigures | None = None
 
     def text(self) -> str:
         """Some lines for people."""
@@ -54,11 +68,32 @@ class Report(msgspec.Struct, kw_only=True):
             for name, count in zip(names, self.pauses, strict=True):
                 if count:
                     lines.append(f"  {name:>9} {count:6} {'#' * max(1, 40 * count // most)}")
+        if (figures := self.overload) is not None:
+            lines.append(
+                f"  {figures.goodput:.1f} requests/s served under overload, {figures.peak:.1f} at the peak; "
+                f"served again {figures.recovery_s:.1f} s after it; {self.grown_bytes >> 20} MiB more memory"
+            )
         if self.outcomes:
             lines.append(
                 f"  flood: {', '.join(f'{n} x {name}' for name, n in sorted(self.outcomes.items()))}"
             )
         return "\n".join([*lines, *(f"  problem: {problem}" for problem in self.problems)])
+
+
+def judge_overload(
+    name: tuple[str, str, str], figures: OverloadFigures, outcomes: dict[str, int], grown_bytes: int
+) -> Report:
+    """The report of an overload; `name` as for `judge`."""
+    report = judge(name, [], [], [0.0], grown_bytes, outcomes)
+    report.overload = figures
+    if figures.goodput < _LEAST_GOODPUT * figures.peak:
+        share = f"{figures.goodput:.1f} of {figures.peak:.1f} requests/s"
+        report.problems.append(f"only {share} were served under overload")
+    if figures.recovery_s > _MOST_RECOVERY_S:
+        report.problems.append(f"a request was served only {figures.recovery_s:.1f} s after the overload")
+    if not outcomes.get("429"):
+        report.problems.append("no request was refused: this was no overload")
+    return report
 
 
 def judge(

@@ -10,8 +10,9 @@ from typing import Any
 
 import aiohttp
 
+from atom.benchmarks.chaos.overload import overload
 from atom.benchmarks.chaos.processes import ChaosError, processes_of, resident_bytes, send, wait_for_kind
-from atom.benchmarks.chaos.report import Report, judge
+from atom.benchmarks.chaos.report import Report, judge, judge_overload
 from atom.benchmarks.chaos.scenarios import Event, Scenario
 from atom.benchmarks.chaos.streams import body_of, flood, follow_all, stall
 
@@ -36,6 +37,8 @@ class Target:
     tokens: int
     """Tokens of each stream."""
     seed: int = 0
+    seconds: float = 60.0
+    """Duration of an overload."""
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
@@ -47,6 +50,12 @@ async def run_scenario(target: Target, name: str, scenario: Scenario) -> Report:
     """Raises ChaosError for a server without the processes that the scenario needs."""
     counts = _counts(target, scenario)
     await _until_ready(target)
+    named = (name, scenario.requirement, scenario.summary)
+    if scenario.is_overload:
+        figures, outcomes, grown = await overload(
+            target.url, target.headers, target.model, target.streams, target.seconds, target.supervisor
+        )
+        return judge_overload(named, figures, outcomes, grown)
     undisturbed = await follow_all(target.url, target.headers, target.bodies, lambda count: None)
     restarts = await _restarts(target)
     before = resident_bytes(processes_of(target.supervisor, "frontend"))
@@ -60,7 +69,6 @@ async def run_scenario(target: Target, name: str, scenario: Scenario) -> Report:
     await _until_ready(target)
     num_signals = sum(event.count for event in scenario.events if event.target is not None)
     noticed = await _noticed(target, restarts + num_signals)
-    named = (name, scenario.requirement, scenario.summary)
     report = judge(named, undisturbed, streams, events.times, 0 if "frontend" in changed else grown, outcomes)
     if not noticed:
         report.problems.append(

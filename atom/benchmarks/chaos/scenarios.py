@@ -30,7 +30,9 @@ class Scenario:
 
     requirement: str
     summary: str
-    events: tuple[Event, ...]
+    events: tuple[Event, ...] = ()
+    is_overload: bool = False
+    """Instead of events: ten times the requests that the server can take."""
 
 
 SCENARIOS = {
@@ -43,6 +45,7 @@ SCENARIOS = {
         "SIGKILL of a worker, then of a core",
         (Event(0.2, "kill", "worker"), Event(0.6, "kill", "core")),
     ),
-    "stalled": Scenario("R12", "clients that do not read", (Event(0.1, "stall", count=64),)),
+    "stalled": Scenario("R12", "clients that do not read", (Event(0.1, "stall", count=500),)),
+    "overload": Scenario("R15", "ten times the requests that it can take", is_overload=True),
     "flood": Scenario("R13", "more requests than the queue takes", (Event(0.1, "flood", count=2048),)),
 }

@@ -116,6 +116,13 @@ def add_program_args(parser: argparse.ArgumentParser) -> None:
         help="Show the memory that the model needs, without loading it, and exit: on this host, or on "
         "assumed GPUs (8x80: eight of 80 GiB).",
     )
+    replay = parser.add_argument(
+        "--replay-file",
+        metavar="FILE",
+        help="Run the requests of a flight record, which an engine has written at its end, again offline, "
+        "say what happens, and exit.",
+    )
+    complete_paths(replay)
     parser.add_argument("--json", action="store_true", help="With --plan: print JSON.")
     parser.add_argument(
         "--print-completion",

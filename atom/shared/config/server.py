@@ -49,6 +49,8 @@ class ServerConfig:
     """Port of the administration, on 127.0.0.1 alone; 0 takes a free one. If unset, there is none."""
     admin_socket: Annotated[str, Meta(min_length=1)] | None = None
     """Unix socket of the administration instead, which only the server's user can open."""
+    upgrade_from: Annotated[str, Meta(min_length=1)] | None = None
+    """Replace this running server without a break, once this one is ready: its process id or admin socket."""
     max_queued_requests: Annotated[int, Meta(ge=0)] = 1024
     """Most waiting requests; further ones get status 429 with Retry-After."""
     max_body_bytes: Annotated[int, bytes_from(1024)] | None = None

@@ -14,7 +14,7 @@ import msgspec
 from atom.shared.messages.admin import Answer, Question, SetLogLevel
 from atom.shared.messages.grammar import GetGrammar, Grammar, GrammarBytes
 from atom.shared.messages.profile import Profile, ProfileResult
-from atom.shared.messages.resume import Claim, Claimed, Resumable
+from atom.shared.messages.resume import Claim, Claimed, Resumable, TakeStreams
 
 ID_BYTES = 4
 """Size of a packed token id."""
@@ -334,7 +334,18 @@ class CoreStalled(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False
     reason: str
 
 
-ToCore = Hello | AddRequest | Abort | GetStats | Profile | Question | SetLogLevel | GrammarBytes | Claim
+ToCore = (
+    Hello
+    | AddRequest
+    | Abort
+    | GetStats
+    | Profile
+    | Question
+    | SetLogLevel
+    | GrammarBytes
+    | Claim
+    | TakeStreams
+)
 FromCore = (
     CoreReady
     | CoreStalled

@@ -111,6 +111,9 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
     """What administrators have set; later changes come through `control`."""
     admin_fd: int | None = None
     """The listening socket of the administration, inherited; None: this frontend does not serve it."""
+    first_life: int = 0
+    """Added to `life` in the ids of requests: those of the server that this one replaces are others. Above 0:
+    the first life of a frontend accepts connections only once an engine is ready."""
     started_at: float = 0.0
     """When the server was started: the monotonic clock, which all processes of a host share."""
 

@@ -6,7 +6,7 @@ has vanished; the master's Beat only asks whether the connection still stands.
 
 Start-up:   node -> Join, master -> Welcome or Refused
 Any time:   master -> Start, Signal, EndLife, Deliver, RefuseConnections, SetEngines, Beat
-            node -> Report, Exited, SetState, WantTrial
+            node -> Report, Exited, SetState, WantTrial, RestartEngines
 End:        node -> Leaving (it was told to end), master -> Stop
 """
 
@@ -16,7 +16,7 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.admin import ServerState
-from atom.shared.messages.supervisor import Engines, WantTrial
+from atom.shared.messages.supervisor import Engines, RestartEngines, WantTrial
 from atom.shared.utils.exit_status import ExitStatus
 
 
@@ -89,7 +89,7 @@ class Leaving(msgspec.Struct, tag=5, array_like=True, frozen=True, gc=False):
     """The node was told to end: it waits for Stop."""
 
 
-FromNode = Join | Report | Exited | SetState | Leaving | WantTrial
+FromNode = Join | Report | Exited | SetState | Leaving | WantTrial | RestartEngines
 
 
 class Welcome(msgspec.Struct, tag=20, array_like=True, frozen=True, gc=False):

@@ -77,3 +77,35 @@ class Claimed(msgspec.Struct, tag=42, array_like=True, frozen=True, gc=False):
     ended: list[EndedSequence] = []
     left_s: float = 0.0
     """With number 0: seconds in which a client must resume it."""
+
+
+class TakeStreams(msgspec.Struct, tag=43, array_like=True, frozen=True, gc=False):
+    """The server ends: some of the core's streams go to another server, and the core forgets them.
+
+    The response is a `Claimed` with number 0 for each, then a `Done` with how many are left.
+    """
+
+    number: int
+
+
+class GetStream(msgspec.Struct, tag=24, array_like=True, frozen=True, gc=False):
+    """A frontend asks its supervisor for a stream that an earlier server has handed over."""
+
+    frontend: int
+    number: int
+    """Number of the question, counted by the frontend."""
+    key: str
+    tenant: str
+    """As in Claim."""
+
+
+class HandedStream(msgspec.Struct, tag=25, array_like=True, frozen=True, gc=False):
+    """The response to `GetStream`. The supervisor has forgotten what it has sent."""
+
+    number: int
+    claimed: list[Claimed] = []
+    """What each engine of the earlier server had of it; empty if there is no such stream."""
+    refusal: str = ""
+    """Why it cannot go on here."""
+    is_pending: bool = False
+    """Whether an earlier server still runs, which may have it: to be asked again."""

@@ -3,7 +3,8 @@
 Every child sends its state (supervisor binds PULL, children PUSH). Frontends also have a control
 connection (supervisor binds ROUTER, frontend n connects a DEALER with the identity of its index in
 four little-endian bytes): they send GetEngines, and receive Engines then and at every change. The one
-that serves the administrators sends SetServerState, and those with suspected requests send WantTrial.
+that serves the administrators sends SetServerState and RestartEngines, those with suspected requests send
+WantTrial, and GetStream is answered by HandedStream.
 
 `process` is the supervisor's name of the process: prepare, core, frontend, worker 0, worker 1, …
 """
@@ -12,6 +13,7 @@ import msgspec
 
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.launch import EngineAddress
+from atom.shared.messages.resume import GetStream, HandedStream
 from atom.shared.utils.exit_status import ExitStatus
 
 
@@ -69,6 +71,8 @@ class EngineEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One line; clients of its requests get it."""
     is_final: bool = False
     """Whether the engine is not started again."""
+    is_planned: bool = False
+    """Whether an administrator restarts it: no request has ended it."""
 
 
 class SetServerState(msgspec.Struct, tag=22, array_like=True, frozen=True, gc=False):
@@ -93,7 +97,11 @@ class Trial(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """As in its WantTrial."""
 
 
-ToControl = GetEngines | SetServerState | WantTrial
+class RestartEngines(msgspec.Struct, tag=26, array_like=True, frozen=True, gc=False):
+    """Restart all engines, one after the other."""
+
+
+ToControl = GetEngines | SetServerState | WantTrial | GetStream | RestartEngines
 
 
 class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
@@ -105,6 +113,13 @@ class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
     """The latest life that has ended, for each rank that has one."""
     state: ServerState = ServerState()
     trial: Trial = Trial()
+    is_leaving: bool = False
+    """Whether another server has taken the listening sockets over: frontends end after their connections."""
+    to_restart: list[int] = []
+    """Ranks of the engines that an administrator restarts and that are not ready again."""
+
+
+FromControl = Engines | HandedStream
 
 
 def control_identity(frontend: int) -> bytes:

@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 _BACKLOG = 4096
@@ -28,15 +29,27 @@ class ListenPort:
     `flag`.
     """
 
-    def __init__(self, host: str, port: int, count: int = 1, flag: str = "--server-port"):
-        # The first socket is bound without SO_REUSEPORT, which fails where another server has the port.
-        first = _listen_socket(host, port, joins=False, shared=count > 1, flag=flag)
-        self.port: int = first.getsockname()[1]
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        count: int = 1,
+        flag: str = "--server-port",
+        taken: Mapping[int, socket.socket] | None = None,
+    ):
+        """`taken` has those of the sockets, by number, that another server has bound to this port."""
         self._host = host
-        self._sockets: dict[int, socket.socket] = {0: first}
         self._count = count
+        self._sockets: dict[int, socket.socket] = dict(taken or {})
+        if self._sockets:
+            self.port = port
+        else:
+            # The first socket is bound without SO_REUSEPORT, which fails where another server has the port.
+            first = _listen_socket(host, port, joins=False, shared=count > 1, flag=flag)
+            self.port = int(first.getsockname()[1])
+            self._sockets[0] = first
         try:
-            for index in range(1, count):
+            for index in range(count):
                 self.open(index)
         except BaseException:
             self.close_all()
@@ -48,6 +61,11 @@ class ListenPort:
             shared = self._count > 1
             self._sockets[index] = _listen_socket(self._host, self.port, shared, shared)
         return self._sockets[index]
+
+    @property
+    def sockets(self) -> dict[int, socket.socket]:
+        """Those that are open, by number."""
+        return dict(self._sockets)
 
     def close(self, index: int) -> None:
         """Close socket `index`; a process that inherited it still listens."""
@@ -72,9 +90,16 @@ class AdminSocket:
     Port 0 takes a free one. Raises ListenError.
     """
 
-    def __init__(self, port: int | None, path: str | None):
+    def __init__(self, port: int | None, path: str | None, taken: tuple[str, socket.socket] | None = None):
+        """`taken`: address and socket that another server hands over, used if this is the same address."""
         self._path = None if path is None else Path(path).absolute()
-        if self._path is None:
+        self.is_own = True
+        """Whether the path is removed at the end: not while it is that of another server."""
+        wanted = f"http://127.0.0.1:{port}" if self._path is None else f"unix:{self._path}"
+        if taken is not None and taken[0] == wanted:
+            self.address, self.socket = taken
+            self.is_own = False
+        elif self._path is None:
             self.socket = _listen_socket("127.0.0.1", port or 0, False, False, "--admin-port")
             self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         else:
@@ -86,7 +111,7 @@ class AdminSocket:
 
     def __exit__(self, *_: object) -> None:
         self.socket.close()
-        if self._path is not None:
+        if self._path is not None and self.is_own:
             self._path.unlink(missing_ok=True)
 
 

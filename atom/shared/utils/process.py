@@ -46,11 +46,7 @@ def spawn(
         pass_fds=pass_fds,
         # Signals to the supervisor's process group (Ctrl-C, a service manager) must not reach the child.
         process_group=0,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([_import_root(), *_inherited_python_path()]),
-            "_ATOM_PARENT_PID": str(os.getpid()) if in_main_thread else "",
-        },
+        env={**module_environment(), "_ATOM_PARENT_PID": str(os.getpid()) if in_main_thread else ""},
     )
     assert child.stdin is not None
     # The exit status of a child that has died already is reported later.
@@ -97,6 +93,11 @@ def read_launch(kind: type[T]) -> T:
     launch = msgspec.json.decode(_read_exactly(size), type=kind)
     threading.Thread(target=_exit_at_end_of_input, name="parent-watch", daemon=True).start()
     return launch
+
+
+def module_environment() -> dict[str, str]:
+    """This process's environment, in which `python -P -m` finds the packages that this process runs."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([_import_root(), *_inherited_python_path()])}
 
 
 def _import_root() -> str:

@@ -10,6 +10,8 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ _UNLOCKED_PREFIX = "atom-new-"
 # Limit of the path of a local socket in bytes (sun_path), and the longest name we append.
 _MAX_SOCKET_PATH = 107
 _LONGEST_NAME = len("/engine-1023.99999/supervisor")
+_CREDENTIALS = struct.Struct("3i")
 
 
 class RunDirectory:
@@ -43,6 +46,35 @@ class RunDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def run_directory_of(target: str) -> Path:
+    """That of a running server: `target` is the process id of its supervisor, or its admin socket.
+
+    Raises OSError, whose text says what `target` is not.
+    """
+    candidates = [int(target)] if target.isdecimal() else _servers_of(Path(target))
+    for pid in candidates:
+        try:
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                path = Path(os.readlink(descriptor))
+                if path.name.startswith(_PREFIX) and path.is_dir():
+                    return path
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            raise OSError(f"process {pid} is another user's") from None
+    raise OSError("this is neither the process id nor the admin socket of a running server on this host")
+
+
+def _servers_of(path: Path) -> list[int]:
+    """The process that listens at a Unix socket, and its parent: a frontend has its parent's socket."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(raw)[0]
+    status = Path(f"/proc/{pid}/stat").read_text()
+    return [pid, int(status.rpartition(")")[2].split()[1])]
 
 
 def _sweep(parent: Path) -> None:

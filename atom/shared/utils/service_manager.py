@@ -35,6 +35,9 @@ class ServiceManager:
         environment = os.environ if environment is None else environment
         self._clock = clock
         self._next_watchdog = self._next_report = 0.0
+        names = ("NOTIFY_SOCKET", "WATCHDOG_USEC")
+        self.environment = {name: environment[name] for name in names if name in environment}
+        """For a process that is to be the service's main one after `replaced_by`."""
         self._address = _address(environment.pop("NOTIFY_SOCKET", ""))
         self._watchdog_s = _watchdog_s(environment) if self._address else 0.0
         self._socket: socket.socket | None = None
@@ -61,6 +64,11 @@ class ServiceManager:
         """The service ends, which takes at most so many seconds."""
         extension = f"EXTEND_TIMEOUT_USEC={_microseconds(at_most_s)}"
         self._send("STOPPING=1", extension, "STATUS=running requests may finish")
+
+    def replaced_by(self, pid: int) -> None:
+        """Another process is the service's main one from now on: only its messages count."""
+        self._send(f"MAINPID={pid}")
+        self.close()
 
     def close(self) -> None:
         """Close the socket."""

@@ -184,3 +184,22 @@ def test_a_key_of_another_frontend_is_refused() -> None:
     refusal = run.add(2, range(5), max_tokens=9, frontend=b"b", resumable=stream("k", 2))
     assert "key of its stream is in use" in refusal
     assert run.core.num_live == 1
+
+
+def test_another_server_takes_streams_with_their_tokens_and_they_end_here() -> None:
+    clock = Clock()
+    run = driver(clock)
+    run.add(1, range(5), max_tokens=6, resumable=stream("a", 1))
+    run.add(2, range(5), max_tokens=6, resumable=stream("b", 2))
+    run.add(3, range(5), max_tokens=6)
+    step(run)
+    clock.now += 3.0
+    run.core.abort_frontend(b"a")
+    clock.now += 10.0
+    found, left = run.core.take_streams()
+    assert left == 0 and [each.key for each in found] == ["a", "b"]
+    assert [each.left_s for each in found] == [GRACE_S - 10.0] * 2
+    assert all(len(each.requests[0].sequences[0].output_ids) == 4 for each in found)
+    assert run.core.num_live == 0 and run.core.stats().orphans == 0
+    assert run.core.take_streams() == ([], 0)
+    run.core.check_integrity()

@@ -29,6 +29,7 @@ from atom.shared.messages.worker import FromWorker, WorkerFailed
 from atom.shared.utils.exit_status import ExitStatus
 from atom.supervisor import StartError, Supervisor
 from atom.supervisor import failure as failure_module
+from atom.supervisor import supervisor as supervisor_module
 from atom.supervisor.child import Child
 from atom.supervisor.control import Control
 from atom.supervisor.engine_group import EngineGroup
@@ -260,6 +261,50 @@ def test_frontends_learn_of_ends_and_new_lives(supervisor: Supervisor) -> None:
         assert state.ended == [ended] and state.state == ServerState()
         frontend.send(encode(SetServerState(ServerState("debug", True))))
         assert next_state().state == supervisor._engine_state().state == ServerState("debug", True)
+
+
+def test_a_long_start_says_what_it_waits_for(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor_module, "STALL_NOTICE_S", 0.0)
+    first, second = add_engines(supervisor, (SLEEP,), (CRASH,))
+    assert first.life is not None
+    send(first.life, Ready("core"))
+    with caplog.at_level("INFO"), pytest.raises(StartError):
+        second.name = "engine 1"
+        supervisor.wait_ready()
+    assert "still waiting for: engine 1" in caplog.text
+
+
+def test_the_last_line_has_the_first_cause_of_failures_in_a_row(supervisor: Supervisor) -> None:
+    add_engines(supervisor, (CRASH, "raise SystemExit(4)", "raise SystemExit(5)"), max_restarts=2)
+    supervisor.restart_failed()
+    assert str(failure_of(supervisor)) == (
+        "core: ended with exit status 5; the first of 3 failures in a row: core: ended with exit status 3"
+    )
+
+
+def test_an_administrator_restarts_engines_one_after_the_other(supervisor: Supervisor) -> None:
+    """Frontends first learn that an engine leaves, and that no request has ended it."""
+    engines = add_engines(supervisor, (SLEEP, SLEEP), (SLEEP, SLEEP))
+    for engine in engines:
+        assert engine.life is not None
+        send(engine.life, Ready("core"))
+    supervisor.restart_failed()
+    check_until(supervisor, lambda: all(engine.is_ready for engine in engines))
+    supervisor.restart_engines()
+    assert supervisor.engine_state.to_restart == [0, 1]
+    for place, engine in enumerate(engines):
+        check_until(supervisor, lambda engine=engine: engine.number == 1)
+        assert [each.number for each in engines] == [1, place]
+        (ended,) = engine.ended
+        assert (ended.life, ended.is_planned, ended.is_final) == (0, True, False)
+        supervisor.check()
+        assert [each.number for each in engines] == [1, place]  # the next one waits for it
+        assert engine.life is not None
+        send(engine.life, Ready("core"))
+    check_until(supervisor, lambda: not supervisor.engine_state.to_restart)
+    assert all(engine.is_ready for engine in engines)
 
 
 def test_one_frontend_at_a_time_tries_requests(supervisor: Supervisor) -> None:

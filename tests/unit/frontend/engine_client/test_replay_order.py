@@ -312,3 +312,14 @@ def test_without_replays_all_fail() -> None:
     sequences = case(num=2)
     assert replays.died(sequences, 0, 0) == sequences
     assert (len(replays), replays.due(lambda sequence: True)) == (0, [])
+
+
+def test_planned_ends_are_no_deaths_of_any_request() -> None:
+    (one,) = case()
+    (other,) = case()
+    replays = Replays(3)
+    for life in range(20):
+        assert replays.died([one, other], 0, life, is_planned=True) == []
+        assert replays.due(lambda sequence: True) == [one, other]
+        for sequence in (one, other):
+            replays.sent(sequence, 20)

@@ -2,10 +2,11 @@
 
 import contextlib
 import socket
+from pathlib import Path
 
 import pytest
 
-from atom.shared.utils.net import ListenError, ListenPort
+from atom.shared.utils.net import AdminSocket, ListenError, ListenPort
 
 LOCAL = "127.0.0.1"
 
@@ -79,3 +80,29 @@ def test_a_closed_socket_gets_no_connections_until_it_is_opened_again(closed: in
         for _ in range(60):
             clients.enter_context(connect(port))
         assert min(accepted(port, 2)) > 5
+
+
+def test_sockets_of_another_server_are_used_and_the_missing_ones_are_made() -> None:
+    with ListenPort(LOCAL, 0, 3) as port:
+        taken = {index: port.open(index).dup() for index in (0, 2)}
+        with ListenPort(LOCAL, port.port, 3, taken=taken) as other:
+            assert sorted(other.sockets) == [0, 1, 2]
+            assert other.open(0) is taken[0]
+            port.close_all()
+            with connect(other):
+                pass
+
+
+def test_an_admin_socket_moves_to_the_same_address_alone(tmp_path: Path) -> None:
+    path = tmp_path / "admin"
+    with AdminSocket(None, str(path)) as old:
+        with AdminSocket(None, str(path), (old.address, old.socket.dup())) as new:
+            assert new.address == old.address
+            with AdminSocket(None, str(tmp_path / "other"), (old.address, old.socket)) as third:
+                assert third.socket is not old.socket
+        assert path.exists()  # a new server that fails leaves the old one's
+        with AdminSocket(None, str(path), (old.address, old.socket.dup())) as new:
+            new.is_own, old.is_own = True, False
+        assert not path.exists()
+        path.touch()
+    assert path.exists()

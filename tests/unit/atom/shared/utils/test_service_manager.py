@@ -124,3 +124,14 @@ def test_a_manager_that_is_gone_disturbs_nothing(make: Make, tmp_path: Path) -> 
 def test_bad_variables(environment: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="unset it"):
         ServiceManager(environment)
+
+
+def test_another_process_becomes_the_main_one(make: Make, manager_socket: socket.socket) -> None:
+    """It gets the variables that this process has removed; this one sends nothing more."""
+    environment = {"NOTIFY_SOCKET": str(manager_socket.getsockname()), "WATCHDOG_USEC": "1000000"}
+    given = dict(environment)
+    manager = make(environment)
+    assert not environment and manager.environment == given
+    manager.replaced_by(77)
+    manager.stopping(3.0)
+    assert received(manager_socket) == ["MAINPID=77"]

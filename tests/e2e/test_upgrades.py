@@ -1,0 +1,229 @@
+"""A running server is replaced by another one: no request fails, and streams that can be resumed go on."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.helpers.random_server import ARGS, write_checkpoint
+from tests.helpers.resuming import Resumed, follow
+from tests.helpers.server import Server, is_alive, running_server
+from tests.helpers.tiny_tokenizer import TEMPLATE
+
+pytestmark = pytest.mark.timeout(600)
+
+_PATH = "/v1/completions"
+_PLAIN = {"model": "random", "prompt": "one two", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+_LONG = {
+    "model": "random",
+    "prompt": "one two three",
+    "stream": True,
+    "temperature": 0.8,
+    "seed": 5,
+    "max_tokens": 1500,
+    "ignore_eos": True,
+}
+_MORE = ("--api-server-count", "2", "--orphan-grace", "150", "--shutdown-timeout", "3")
+_END_S = 90.0
+
+
+def checkpoint(directory: Path, **changes: Any) -> Path:
+    found = write_checkpoint(directory, **changes)
+    (found / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return found
+
+
+class Load:
+    """Clients of one URL, until `stop`: plain requests on open connections, and long streams."""
+
+    def __init__(self, url: str, text: str, events: list[str]):
+        """What an undisturbed server gave."""
+        self.problems: list[str] = []
+        self.requests = self.streams = self.resumptions = 0
+        self._url = url
+        self._text = text
+        self._events = events
+        self._stopped = False
+
+    async def run(self, work: Any) -> None:
+        """Until `work`, a coroutine, ends."""
+        clients = [
+            asyncio.create_task(each) for each in (self._plain(), self._plain(), self._long(), self._long())
+        ]
+        try:
+            await work
+        finally:
+            self._stopped = True
+            await asyncio.gather(*clients)
+
+    async def _plain(self) -> None:
+        async with aiohttp.ClientSession(self._url) as session:
+            while not self._stopped:
+                try:
+                    if (text := await plain(session)) != self._text:
+                        self.problems.append(f"another text: {text}")
+                except (aiohttp.ClientError, AssertionError) as error:
+                    self.problems.append(repr(error))
+                self.requests += 1
+
+    async def _long(self) -> None:
+        while not self._stopped:
+            try:
+                resumed = await follow(self._url, _PATH, _LONG)
+            except (aiohttp.ClientError, AssertionError, TimeoutError) as error:
+                self.problems.append(f"a stream: {error!r}")
+                return
+            if resumed.events != self._events:
+                self.problems.append("another stream")
+            self.streams += 1
+            self.resumptions += resumed.resumptions
+
+
+async def plain(session: aiohttp.ClientSession) -> str:
+    async with session.post(_PATH, json=_PLAIN) as response:
+        assert response.status == 200, await response.text()
+        return str((await response.json())["choices"][0]["text"])
+
+
+async def undisturbed(url: str) -> tuple[str, Resumed]:
+    async with aiohttp.ClientSession(url) as session:
+        return await plain(session), await follow(url, _PATH, _LONG)
+
+
+async def replaced(old: Server, *args: str) -> Server:
+    """A new server in place of `old`, which has ended well."""
+    new = Server(*args, "--upgrade-from", str(old.process.pid))
+    try:
+        await asyncio.to_thread(new.wait_ready)
+        assert await asyncio.to_thread(old.process.wait, _END_S) == 0, old.text()
+    except BaseException:
+        new.kill()
+        raise
+    return new
+
+
+@pytest.mark.slow
+def test_five_upgrades_in_a_row_under_load(tmp_path: Path) -> None:
+    args = ("--model", str(checkpoint(tmp_path / "model")), *ARGS, *_MORE)
+    servers = [Server(*args)]
+
+    async def upgrades() -> None:
+        for _ in range(5):
+            servers.append(await replaced(servers[-1], *args))
+
+    try:
+        servers[0].wait_ready()
+        url = servers[0].url
+        text, stream = asyncio.run(undisturbed(url))
+        load = Load(url, text, stream.events)
+        asyncio.run(load.run(upgrades()))
+        assert load.problems == []
+        assert load.requests > 20 and load.resumptions >= 3 and load.streams >= 2
+        assert all(server.url == url for server in servers)
+    finally:
+        for server in servers:
+            server.kill()
+
+
+@pytest.mark.slow
+def test_a_stream_does_not_go_on_with_another_model(tmp_path: Path) -> None:
+    """The error says what differs; the old server still finishes what it can."""
+    first = checkpoint(tmp_path / "first")
+    second = checkpoint(tmp_path / "second", num_hidden_layers=5)
+
+    async def upgrade(old: Server) -> tuple[str, Server]:
+        begun = asyncio.Event()
+        stream = asyncio.create_task(
+            follow(old.url, _PATH, _LONG | {"max_tokens": 7000}, lambda _: begun.set())
+        )
+        await begun.wait()
+        new = await replaced(old, "--model", str(second), *ARGS, *_MORE)
+        with pytest.raises(AssertionError) as caught:
+            await stream
+        return str(caught.value), new
+
+    with running_server("--model", str(first), *ARGS, *_MORE) as old:
+        text, new = asyncio.run(upgrade(old))
+        new.kill()
+    assert "stream_of_other_model" in text and "num_hidden_layers" in text
+
+
+@pytest.mark.slow
+def test_a_signal_replaces_a_server_by_one_like_itself(tmp_path: Path) -> None:
+    """The administration moves with it. One that fails to start leaves the running one as it is."""
+    model = checkpoint(tmp_path / "model")
+    socket = tmp_path / "admin"
+    with running_server("--model", str(model), *ARGS, *_MORE, "--admin-socket", str(socket)) as old:
+        config = (model / "config.json").read_text()
+        (model / "config.json").write_text("{")
+        old.process.send_signal(signal.SIGUSR2)
+        asyncio.run(_until(lambda: "this server goes on" in old.text()))
+        (model / "config.json").write_text(config)
+        old.process.send_signal(signal.SIGUSR2)
+        assert old.process.wait(180) == 0
+        pid = int(old.text().rpartition(" has taken over")[0].rpartition("process ")[2])
+        try:
+            assert is_alive(pid)
+            asyncio.run(_serves(old.url, socket))
+        finally:
+            _end(pid)
+
+
+async def _serves(url: str, admin: Path) -> None:
+    async with aiohttp.ClientSession(url) as session:
+        await plain(session)
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(admin))) as session,
+        session.get("http://localhost/requests") as response,
+    ):
+        assert response.status == 200
+
+
+async def _until(has_happened: Any) -> None:
+    async with asyncio.timeout(120):
+        while not has_happened():
+            await asyncio.sleep(0.1)
+
+
+def _end(pid: int) -> None:
+    """SIGTERM, then SIGKILL for one that does not end."""
+    os.kill(pid, signal.SIGTERM)
+    try:
+        asyncio.run(_until(lambda: not is_alive(pid)))
+    except TimeoutError:
+        os.kill(pid, signal.SIGKILL)
+        raise
+
+
+@pytest.mark.slow
+def test_engines_restart_one_after_the_other_under_load(tmp_path: Path) -> None:
+    """Their requests go on at the other one: no text changes, and no stream is interrupted."""
+    socket = tmp_path / "admin"
+    args = ("-dp", "2", "--admin-socket", str(socket))
+    with running_server("--model", str(checkpoint(tmp_path / "model")), *ARGS, *args) as server:
+        text, stream = asyncio.run(undisturbed(server.url))
+        load = Load(server.url, text, stream.events)
+        asyncio.run(load.run(_restart_engines(server, socket)))
+        ends = [line for line in server.log if "an administrator has restarted it" in line]
+    assert load.problems == []
+    assert load.requests > 5 and load.resumptions == 0
+    assert len(ends) == 2 and "engine 0, life 0" in ends[0] and "engine 1, life 0" in ends[1]
+
+
+async def _restart_engines(server: Server, admin: Path) -> None:
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(admin))) as session:
+        url = "http://localhost/restart_engines"
+        async with session.post(url) as response:
+            assert (await response.json())["left"] == [0, 1]
+        async with session.post(url) as response:
+            assert response.status == 409
+        async with asyncio.timeout(200):
+            while True:
+                async with session.get(url) as response:
+                    if not (await response.json())["left"]:
+                        return
+                await asyncio.sleep(0.3)

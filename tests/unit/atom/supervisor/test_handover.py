@@ -1,0 +1,135 @@
+"""Sockets and streams that pass from a running server to a new one, in one process."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from atom.shared.messages.handover import Leaving, Left, ListeningSockets, Serving
+from atom.shared.messages.resume import Claimed
+from atom.shared.utils.run_directory import RunDirectory
+from atom.supervisor.handover import HandoverError, NewServer, OldServer
+
+OFFER = ListeningSockets("127.0.0.1", 8000, [0, 2], 3, "unix:/admin", 4)
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """That of this process, as of a supervisor."""
+    directory = RunDirectory()
+    yield directory.path
+    directory.close()
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[socket.socket]]:
+    found = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    yield found
+    for each in found:
+        each.close()
+
+
+@pytest.fixture
+def old(run_dir: Path, listeners: list[socket.socket]) -> Iterator[NewServer]:
+    """What the running server has."""
+    end = NewServer(run_dir, lambda: (OFFER, [each.fileno() for each in listeners]))
+    yield end
+    end.close()
+
+
+def while_polled(end: NewServer, work: Callable[[], object]) -> list[Serving]:
+    """Run `work` in a thread, and poll meanwhile; what new servers have said."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    found = []
+    while thread.is_alive():
+        if (serving := end.poll()) is not None:
+            found.append(serving)
+            end.send(Leaving("they differ"))
+        thread.join(0.01)
+    return found
+
+
+def close(new: OldServer) -> None:
+    """A new server ends before it has used its sockets."""
+    new.close()
+    assert new.admin is not None
+    for each in (*new.sockets.values(), new.admin[1]):
+        each.close()
+
+
+def taken(end: NewServer) -> OldServer:
+    found: list[OldServer] = []
+    while_polled(end, lambda: found.append(OldServer(str(os.getpid()))))
+    return found[0]
+
+
+def test_the_new_server_gets_the_sockets_then_the_streams(
+    old: NewServer, listeners: list[socket.socket]
+) -> None:
+    new = taken(old)
+    assert new.offer == OFFER and old.pid == os.getpid()
+    assert list(new.sockets) == [0, 2] and new.admin is not None and new.admin[0] == "unix:/admin"
+    with new.admin[1], new.sockets[0], new.sockets[2] as taken_over:
+        assert taken_over.getsockname() == listeners[1].getsockname()
+        listeners[1].close()
+        with socket.create_connection(taken_over.getsockname(), 5):  # it still listens
+            pass
+    differences: list[str] = []
+    served = while_polled(old, lambda: differences.append(new.serving({"a": "b"}, True)))
+    assert served == [Serving({"a": "b"}, True)] and differences == ["they differ"]
+    assert new.streams() == [] and new.is_connected
+    old.send(Claimed(0, "k", left_s=3.0))
+    old.send(Left())
+    assert new.streams() == [Claimed(0, "k", left_s=3.0)] and not new.is_connected
+
+
+def test_a_new_server_that_ends_changes_nothing(old: NewServer) -> None:
+    close(taken(old))
+    assert old.poll() is None
+    again = taken(old)
+    assert again.is_connected
+    close(again)
+
+
+def test_only_one_server_takes_over_at_a_time(old: NewServer) -> None:
+    first = taken(old)
+    errors: list[str] = []
+
+    def try_it() -> None:
+        try:
+            OldServer(str(os.getpid()))
+        except HandoverError as error:
+            errors.append(str(error))
+
+    while_polled(old, try_it)
+    assert errors == [f"--upgrade-from {os.getpid()}: process {os.getpid()} is taking over from it already"]
+    close(first)
+
+
+@pytest.mark.parametrize("target", ["1", "999999999", "/nowhere/admin"])
+def test_what_is_no_server_is_an_error_in_one_line(target: str) -> None:
+    with pytest.raises(HandoverError, match=f"^--upgrade-from {target}: [^\n]+$"):
+        OldServer(target)
+
+
+def test_an_admin_socket_leads_to_its_server(old: NewServer, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as admin:
+        admin.bind(str(tmp_path / "admin"))
+        admin.listen()
+        found: list[OldServer] = []
+        while_polled(old, lambda: found.append(OldServer(str(tmp_path / "admin"))))
+    assert found[0].offer == OFFER
+    close(found[0])
+
+
+def test_nonsense_on_the_socket_is_dropped(old: NewServer, run_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(run_dir / "handover"))
+        client.sendall(b"\xff\xff\xff\xff")
+        client.shutdown(socket.SHUT_WR)
+        assert old.poll() is None
+        assert client.recv(1) == b""
