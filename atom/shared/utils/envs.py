@@ -156,6 +156,20 @@ VARIABLES: dict[str, Variable] = {
             Area.PLUGIN,
             "Keep vLLM's own attention, and register the rest of the plugin.",
         ),
+        Variable(
+            "ATOM_DISABLE_SGLANG_PLUGIN",
+            bool,
+            False,
+            Area.PLUGIN,
+            "Do not register with SGLang as a plugin.",
+        ),
+        Variable(
+            "ATOM_DISABLE_SGLANG_PLUGIN_ATTENTION",
+            bool,
+            False,
+            Area.PLUGIN,
+            "Keep SGLang's own attention backends, and register the rest of the plugin.",
+        ),
         _on_rocm("ATOM_USE_TRITON_GEMM", False, "MXFP4 GEMMs by AITER's Triton kernel instead of assembly."),
         _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched GEMMs in MLA."),
         Variable(
