@@ -51,7 +51,7 @@ class HostedModel:
         self.loaded = True
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load this rank's shards from a host's iterator. Raises WeightError for a tensor that does not fit."""
+        """Load this rank's shards from a host's iterator. Raises WeightError for one that does not fit."""
         if self.loaded:
             raise ValueError("ATOM's models in a host load their weights once: start it again for others")
         with _own_default_dtype():

@@ -1,6 +1,6 @@
 """A plugin of SGLang that writes down which model and attention a scheduler runs, for tests.sglang.generate.
 
-A line of the file that ATOM_TEST_PROBE names: the model's class and module, the backends of attention, and what
+A line of the file that ATOM_TEST_PROBE names: the modules of the model and of the attention backend, or what
 RadixAttention was told of saving keys and values.
 """
 

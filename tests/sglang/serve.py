@@ -23,8 +23,10 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen(
-        [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)]
-        + flags(run["engine"])
+        [
+            *(sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)),
+            *flags(run["engine"]),
+        ]
     )
     try:
         address = f"http://127.0.0.1:{port}"

@@ -1,6 +1,6 @@
 """ATOM as a plugin of SGLang: its models and its attention, in SGLang's server, scheduler and radix cache.
 
-registration       the entry point, which SGLang calls in each of its processes; imports SGLang only when called
+registration       the entry point, which SGLang calls in each process; imports SGLang only when called
 host_version       which versions of SGLang fit
 host_config        SGLang's configuration as a checkpoint and the context that layers are built in
 models             the external model package: a class for each architecture

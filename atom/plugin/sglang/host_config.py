@@ -32,8 +32,8 @@ def uses_own_attention() -> bool:
     own = {each in (ATTENTION, AITER) for each in attention_backends()}
     if len(own) > 1:
         raise ValueError(
-            "--prefill-attention-backend and --decode-attention-backend: ATOM's attention needs both, since it "
-            "has a KV layout of its own"
+            "--prefill-attention-backend and --decode-attention-backend: ATOM's attention has to be both, since "
+            "it has a KV layout of its own"
         )
     return own.pop()
 
@@ -90,8 +90,8 @@ def without_padding(settings: dict[str, Any]) -> dict[str, Any]:
             found[name] = settings.get(f"original_{name}", settings[name])
     if settings.get("num_attention_heads") != found.get("num_attention_heads"):
         raise ValueError(
-            f"--tp-size: SGLang pads the {found['num_attention_heads']} heads of this model on a CPU, and ATOM's "
-            "models do not: use a number of ranks that divides its heads and its key heads"
+            f"--tp-size: SGLang pads the {found['num_attention_heads']} heads of this model on a CPU, and "
+            "ATOM's models do not: use a number of ranks that divides its heads and its key heads"
         )
     return found
 

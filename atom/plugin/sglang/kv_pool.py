@@ -1,7 +1,7 @@
 """SGLang's KV pools in the layout of ATOM's ops.
 
-A slot of `KVLayer` has a token's keys, then its values. SGLang keeps them in two lists of tensors, which here are
-views of one tensor a layer:
+A slot of `KVLayer` has a token's keys, then its values. SGLang keeps them in two lists of tensors, which here
+are views of one tensor a layer:
 
     atom_kv      [slots, 2, K, E]     store_dtype of the pool
     k_buffer     atom_kv[:, 0]
@@ -30,7 +30,7 @@ def create_kv(create: Create, pool: Any) -> None:
         return
     if pool.head_dim != pool.v_head_dim or pool.kv_cache_layout != "nhd":
         raise ValueError(
-            "ATOM's attention in SGLang has keys and values of one size, in the layout nhd: use another backend"
+            "ATOM's attention in SGLang has keys and values of one size, in the layout nhd: use another one"
         )
     shape = (_slots(pool), 2, pool.head_num, pool.head_dim)
     kv = [torch.zeros(shape, dtype=pool.store_dtype, device=pool.device) for _ in range(pool.layer_num)]
@@ -88,6 +88,10 @@ def latent_layer(pool: Any, layer: int, latent_width: int) -> LatentLayer:
     scale = pool.atom_scales[number]
     rows = _paged(pool.kv_buffer[number].view(pool.dtype).squeeze(1)[:whole], pool)
     return LatentLayer(rows, latent_width, None if scale is None else _paged(scale[:whole], pool))
+
+
+def _unknown(pool: Any) -> str:
+    return f"ATOM's attention in SGLang does not read a {type(pool).__name__}: use another backend"
 
 
 def windowed_slots(pool: Any) -> torch.Tensor | None:

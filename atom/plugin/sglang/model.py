@@ -74,13 +74,13 @@ class AtomForCausalLM(nn.Module):
             raise ValueError(f"ATOM's models in SGLang take token ids alone, without {', '.join(given)}")
         if not self._hosted.loaded:
             raise ValueError(
-                f"--load-format {get_server_args().load_format} does not give weights to ATOM's models: use auto, "
-                "or set ATOM_DISABLE_SGLANG_PLUGIN=1"
+                f"--load-format {get_server_args().load_format} does not give weights to ATOM's models: use "
+                "auto, or set ATOM_DISABLE_SGLANG_PLUGIN=1"
             )
         hidden_TD = self._hosted.model(input_ids.long(), positions, self._attention.step(forward_batch))
         return self.logits_processor(input_ids, hidden_TD, self._lm_head, forward_batch)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load this rank's shards from SGLang's iterator. Raises WeightError for a tensor that does not fit."""
+        """Load this rank's shards from SGLang's iterator. Raises WeightError for one that does not fit."""
         self._hosted.load(weights)
         logger.info("%s", self._hosted.described_weights())

@@ -115,7 +115,7 @@ class RadixLayers:
     """Makes SGLang's attention layers of a model, and the forward context of its steps."""
 
     def __init__(self, model: CausalLM, heads: int, device: torch.device):
-        """`heads` are this rank's query heads. Raises ValueError for attention that the server does not run."""
+        """`heads`: this rank's query heads. Raises ValueError for attention that the server does not run."""
         self._own = uses_own_attention()
         self._fused = envs.ATOM_ROPE_FUSED_QKNORM
         if self._fused and not self._own:

@@ -1,7 +1,8 @@
 """The entry point. SGLang calls it in each of its processes, before it parses arguments.
 
-Nothing of SGLang is imported before it is called, and no torch. Settings come from SGLang's own server arguments,
-never from the command line: `sglang serve`, `python -m sglang.launch_server` and `sglang.Engine` are the same.
+Nothing of SGLang is imported before it is called, and no torch. Settings come from SGLang's own server
+arguments, never from the command line: `sglang serve`, `python -m sglang.launch_server` and `sglang.Engine`
+are the same.
 """
 
 import logging
@@ -75,7 +76,7 @@ def _aiter_attention(runner: Any) -> Any:
         import aiter  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "--attention-backend aiter needs AITER's kernels (pip install 'amd-aiter>=0.1.7', on an AMD GPU): "
+            "--attention-backend aiter needs AITER (pip install 'amd-aiter>=0.1.7', on an AMD GPU): "
             f"{error}; --attention-backend {ATTENTION} needs none"
         ) from error
     return _atom_attention(runner)

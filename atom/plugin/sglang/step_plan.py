@@ -37,7 +37,7 @@ class Planner:
     def step(self, batch: Any, windowed_slots: torch.Tensor | None = None) -> Step:
         """The plans of a `ForwardBatch`. Raises ValueError for a step that is neither prefill nor decode.
 
-        `windowed_slots` maps a slot of the pool of all tokens to that of the pool of windows, if there is one.
+        `windowed_slots` maps a slot of the pool of all tokens to one of the pool of windows, if there is one.
         """
         query_lens = _query_lens(batch)
         contexts = batch.seq_lens

@@ -1,4 +1,4 @@
-"""A class for each architecture that ATOM runs in SGLang, which knows models by the names of their classes."""
+"""A class for each architecture that ATOM runs in SGLang, which finds models by names of classes."""
 
 from atom.plugin.families import replaced
 from atom.plugin.sglang.model import AtomForCausalLM
