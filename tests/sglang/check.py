@@ -6,8 +6,8 @@
     servers     the HTTP server
     contract    the interfaces of SGLang that the plugin uses, in its wheel
 
-Token ids have to be transformers', from models of ATOM and by the attention of the run, and the prompts of the
-second round have to come from the radix cache. `--record` writes the table of docs/use/plugins.md.
+Token ids have to be transformers', from models of ATOM and by the attention of the run, and the prompts of
+the second round have to come from the radix cache. `--record` writes the table of docs/use/plugins.md.
 """
 
 import argparse

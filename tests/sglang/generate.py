@@ -2,9 +2,9 @@
 
     python -m tests.sglang.generate RUN.json
 
-A run has the `prompts` as ids, `max_tokens`, the number of `rounds`, and arguments for the `engine`. The result
-has `ids` (by round and prompt) and `cached` (tokens of each prompt of the last round that came from the radix
-cache).
+A run has the `prompts` as ids, `max_tokens`, the number of `rounds`, and arguments for the `engine`. The
+result has `ids` (by round and prompt) and `cached` (tokens of each prompt of the last round that came from
+the radix cache).
 """
 
 import json

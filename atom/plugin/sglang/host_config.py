@@ -32,8 +32,8 @@ def uses_own_attention() -> bool:
     own = {each in (ATTENTION, AITER) for each in attention_backends()}
     if len(own) > 1:
         raise ValueError(
-            "--prefill-attention-backend and --decode-attention-backend: ATOM's attention has to be both, since "
-            "it has a KV layout of its own"
+            "--prefill-attention-backend and --decode-attention-backend: ATOM's attention has to be both, "
+            "since it has a KV layout of its own"
         )
     return own.pop()
 

@@ -69,9 +69,7 @@ def kv_layer(pool: Any, layer: int) -> KVLayer:
     """The pool's keys and values of a layer, in its dtype. Raises ValueError for a pool of another layout."""
     part, number = _part(pool, layer)
     if not hasattr(part, "atom_kv"):
-        raise ValueError(
-            f"ATOM's attention in SGLang does not read a {type(part).__name__}: use another backend"
-        )
+        raise ValueError(_unknown(part))
     scale = part.atom_scales[number]
     kv = _paged(part.atom_kv[number].view(part.dtype), part)
     return KVLayer(kv, None if scale is None else _paged(scale, part))
@@ -80,9 +78,7 @@ def kv_layer(pool: Any, layer: int) -> KVLayer:
 def latent_layer(pool: Any, layer: int, latent_width: int) -> LatentLayer:
     """The pool's latents of a layer, in its dtype. Raises ValueError for a pool of another layout."""
     if not hasattr(pool, "atom_scales"):
-        raise ValueError(
-            f"ATOM's attention in SGLang does not read a {type(pool).__name__}: use another backend"
-        )
+        raise ValueError(_unknown(pool))
     number = layer - pool.start_layer
     whole = pool.size // pool.page_size * pool.page_size + pool.page_size
     scale = pool.atom_scales[number]
