@@ -9,9 +9,7 @@ from pathlib import Path
 from atom.plugin.sglang.host_version import misfit
 from tests.helpers.host_wheel import Interfaces, Wheel, check_wheels
 
-_LAYER = (
-    *("num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "sliding_window_size", "prefix"),
-)
+_LAYER = (*("num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "sliding_window_size", "prefix"),)
 _STEP = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")
 
 INTERFACES = Interfaces(
@@ -19,6 +17,10 @@ INTERFACES = Interfaces(
         "srt/distributed/parallel_state.py": {"get_tp_group": ()},
         "srt/runtime_context.py": {"get_server_args": ()},
         "srt/model_executor/forward_context.py": {"get_attn_backend": ()},
+        "srt/arg_groups/model_override_base.py": {
+            "resolved_view": ("server_args",),
+            "attention_backends_of": ("cfg",),
+        },
         "srt/plugins/__init__.py": {"load_plugins": ()},
         "srt/plugins/hook_registry.py": {"HookRegistry.register": ("target", "hook", "hook_type")},
         "srt/arg_groups/choices.py": {"ATTENTION_BACKEND_CHOICES": (), "add_attention_backend_choices": ()},
@@ -78,20 +80,29 @@ INTERFACES = Interfaces(
             "SWAKVPool": ("layers_mapping", "full_kv_pool", "swa_kv_pool", "full_to_swa_index_mapping")
         },
         "srt/model_executor/model_runner.py": {"ModelRunner": ("token_to_kv_pool", "req_to_token_pool")},
-        "srt/server_args.py": {
-            "ServerArgs": (
-                *("model_path", "load_format", "context_length", "page_size", "ep_size", "tp_size", "pp_size"),
-                *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
-                *("enable_dp_attention", "enable_eplb", "enable_two_batch_overlap", "enable_lora"),
-                *("speculative_algorithm", "is_embedding", "enable_memory_saver", "disaggregation_mode"),
-                "enable_hierarchical_cache",
-            )
+        "srt/arg_groups/fields/model.py": {
+            "Model": ("model_path", "load_format", "context_length", "is_embedding")
         },
+        "srt/arg_groups/fields/parallel.py": {
+            "Parallel": ("tp_size", "pp_size", "ep_size", "enable_dp_attention")
+        },
+        "srt/arg_groups/fields/schedule.py": {"Schedule": ("page_size",)},
+        "srt/arg_groups/fields/exec_.py": {
+            "ExecFeatures": ("enable_memory_saver",),
+            "ExecKernel": ("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+            "ExecMoe": ("enable_eplb",),
+            "ExecOverlap": ("enable_two_batch_overlap",),
+        },
+        "srt/arg_groups/fields/spec.py": {"Spec": ("speculative_algorithm",)},
+        "srt/arg_groups/fields/lora.py": {"Lora": ("enable_lora",)},
+        "srt/arg_groups/fields/memory.py": {"Memory": ("enable_hierarchical_cache",)},
+        "srt/arg_groups/fields/disagg.py": {"Disagg": ("disaggregation_mode",)},
     },
     texts={
         "srt/plugins/__init__.py": ("sglang.srt.plugins",),
         "srt/server_args.py": ("add_attention_backend_choices", "ATTENTION_BACKEND_CHOICES"),
         "srt/layers/logits_processor.py": ("lm_head.quant_method.apply(",),
+        "srt/arg_groups/overrides.py": ("attention_backends_of,", "resolved_view,"),
         "version.py": ("__version__",),
     },
 )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.runtime_context import get_server_args
 
@@ -29,7 +30,7 @@ def uses_own_attention() -> bool:
     """Whether this server runs ATOM's attention. Raises ValueError if it is for prefills or decodes alone."""
     if envs.ATOM_DISABLE_SGLANG_PLUGIN_ATTENTION:
         return False
-    own = {each in (ATTENTION, AITER) for each in attention_backends()}
+    own = {each in (ATTENTION, AITER) for each in attention_backends_of(server_args())}
     if len(own) > 1:
         raise ValueError(
             "--prefill-attention-backend and --decode-attention-backend: ATOM's attention has to be both, "
@@ -38,11 +39,9 @@ def uses_own_attention() -> bool:
     return own.pop()
 
 
-def attention_backends() -> tuple[str | None, str | None]:
-    """The names of the backends for prefills and for decodes."""
-    args = get_server_args()
-    common = args.attention_backend
-    return args.prefill_attention_backend or common, args.decode_attention_backend or common
+def server_args() -> Any:
+    """SGLang's server arguments, with what it chose where none were given."""
+    return resolved_view(get_server_args())
 
 
 def check_supported(args: Any, prefix: str) -> None:
@@ -73,7 +72,7 @@ def check_supported(args: Any, prefix: str) -> None:
 
 def checkpoint_of(hf_config: Any, architecture: str) -> Checkpoint:
     """The checkpoint of SGLang's server arguments. Raises ValueError for what is not supported."""
-    directory = get_server_args().model_path
+    directory = server_args().model_path
     # SGLang builds models with the compute dtype as torch's default.
     dtype = torch.get_default_dtype()
     return host_checkpoint(directory, without_padding(hf_config.to_dict()), [architecture], dtype)
@@ -98,7 +97,7 @@ def without_padding(settings: dict[str, Any]) -> dict[str, Any]:
 
 def build_context(checkpoint: Checkpoint, device: torch.device) -> BuildContext:
     """The context of this rank's layers, with SGLang's tensor-parallel group."""
-    args = get_server_args()
+    args = server_args()
     tp = HostCommunicator(get_tp_group())
     mesh = Mesh(device, tp=tp, ep=tp)
     return BuildContext(

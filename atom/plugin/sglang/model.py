@@ -6,11 +6,16 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.runtime_context import get_server_args
 from torch import nn
 
 from atom.plugin.hosted_model import HostedModel
-from atom.plugin.sglang.host_config import build_context, check_supported, checkpoint_of, query_heads
+from atom.plugin.sglang.host_config import (
+    build_context,
+    check_supported,
+    checkpoint_of,
+    query_heads,
+    server_args,
+)
 from atom.plugin.sglang.radix_layers import RadixLayers, use_radix_attention
 from workers.layers.attention.attention import KVGroup
 from workers.layers.causal_lm import CausalLM
@@ -39,7 +44,7 @@ class AtomForCausalLM(nn.Module):
         `quant_config` is SGLang's; ATOM reads the checkpoint's own.
         """
         super().__init__()
-        args = get_server_args()
+        args = server_args()
         check_supported(args, prefix)
         self.config = config
         # SGLang builds models with their device as torch's default.
@@ -74,7 +79,7 @@ class AtomForCausalLM(nn.Module):
             raise ValueError(f"ATOM's models in SGLang take token ids alone, without {', '.join(given)}")
         if not self._hosted.loaded:
             raise ValueError(
-                f"--load-format {get_server_args().load_format} does not give weights to ATOM's models: use "
+                f"--load-format {server_args().load_format} does not give weights to ATOM's models: use "
                 "auto, or set ATOM_DISABLE_SGLANG_PLUGIN=1"
             )
         hidden_TD = self._hosted.model(input_ids.long(), positions, self._attention.step(forward_batch))
