@@ -66,6 +66,7 @@ class Planner:
         context_lens: np.ndarray,
     ) -> GroupContext:
         table_RW = (slots_RT[:, :: self._page_size] // self._page_size).int().contiguous()
+        longest_query = int(query_lens.max(initial=1))
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         on_host = table_RW.device.type == "cpu"
         host_table = table_RW.numpy() if on_host else np.zeros((len(query_lens), 1), np.int32)
@@ -74,8 +75,8 @@ class Planner:
             context_lens_R=contexts.int(),
             query_starts_R1=torch.from_numpy(starts).to(table_RW.device),
             num_tokens=len(slots_T),
-            min_query_len=int(query_lens.min(initial=1)),
-            max_query_len=int(query_lens.max(initial=1)),
+            min_query_len=int(query_lens.min(initial=longest_query)),
+            max_query_len=longest_query,
             max_context_len=int(context_lens.max(initial=1)),
             # On a GPU without the table: what a kernel's launch needs, and whole prompts.
             host=HostRows(query_lens, context_lens, host_table, exact=on_host),
