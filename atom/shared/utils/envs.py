@@ -205,7 +205,14 @@ VARIABLES: dict[str, Variable] = {
             "Qwen3-MoE: ATOM's attention instead of AITER's: one kernel normalises queries and keys, applies "
             "RoPE and writes the KV cache, also a quantized one.",
         ),
-        _on_rocm("ATOM_ROPE_FUSED_QKNORM", False, "Qwen3-MoE: the same."),
+        Variable(
+            "ATOM_ROPE_FUSED_QKNORM",
+            bool,
+            False,
+            Area.ROCM,
+            "Qwen3-MoE: the same. In SGLang, with ATOM's attention, on every device and for every family: one op "
+            "normalises queries and keys, applies RoPE and writes the KV cache.",
+        ),
         Variable(
             "ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT",
             bool,
