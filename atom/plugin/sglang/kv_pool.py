@@ -62,7 +62,8 @@ def _scales(pool: Any, shape: tuple[int, ...]) -> list[torch.Tensor | None]:
 
 def _slots(pool: Any) -> int:
     """Slots of whole pages; the first page is for padding."""
-    return -(-pool.size // pool.page_size) * pool.page_size + pool.page_size
+    pages: int = -(-pool.size // pool.page_size) + 1
+    return pages * int(pool.page_size)
 
 
 def kv_layer(pool: Any, layer: int) -> KVLayer:
@@ -105,4 +106,4 @@ def _part(pool: Any, layer: int) -> tuple[Any, int]:
 
 
 def _paged(slots: torch.Tensor, pool: Any) -> torch.Tensor:
-    return slots.unflatten(0, (-1, pool.page_size))
+    return slots.view(-1, pool.page_size, *slots.shape[1:])

@@ -101,7 +101,8 @@ class RadixBackend(AttentionBackend):
         else:
             q_THE = rotate_and_write_kv(qkv_TO, cos_T1R, sin_T1R, cache.cache, slots_T, norms)
             out_TO = radix(q_THE.flatten(1), None, None, cache.batch, save_kv_cache=False, **sinks)
-        return out_TO.view(-1, radix.tp_q_head_num, radix.head_dim)
+        out_THE: Tensor = out_TO.view(-1, radix.tp_q_head_num, radix.head_dim)
+        return out_THE
 
 
 def use_radix_attention() -> str:
@@ -124,7 +125,7 @@ class RadixLayers:
             )
         self._groups = model.kv_groups
         self._empty = empty_attention(device)
-        made = {}
+        made: dict[int, nn.Module] = {}
         for group in self._groups:
             if isinstance(group, LatentGroup) and not self._own:
                 raise ValueError(
