@@ -49,23 +49,24 @@ class Planner:
             )
         context_lens = lengths.numpy().astype(np.int32)
         longest = int(context_lens.max(initial=1))
-        slots_RT = self._req_to_token[batch.req_pool_indices, :longest]
-        full = self._group(slots_RT, batch.out_cache_loc, contexts, query_lens, context_lens)
+        # The first slot of each page.
+        slots_RW = self._req_to_token[:, : longest : self._page_size].index_select(0, batch.req_pool_indices)
+        full = self._group(slots_RW, batch.out_cache_loc, contexts, query_lens, context_lens)
         if windowed_slots is None:
             return Step(full, full)
         slots_T = windowed_slots[batch.out_cache_loc]
-        slots_RT = windowed_slots[slots_RT.long()]
-        return Step(full, self._group(slots_RT, slots_T, contexts, query_lens, context_lens))
+        slots_RW = windowed_slots[slots_RW.long()]
+        return Step(full, self._group(slots_RW, slots_T, contexts, query_lens, context_lens))
 
     def _group(
         self,
-        slots_RT: torch.Tensor,
+        slots_RW: torch.Tensor,
         slots_T: torch.Tensor,
         contexts: torch.Tensor,
         query_lens: np.ndarray,
         context_lens: np.ndarray,
     ) -> GroupContext:
-        table_RW = (slots_RT[:, :: self._page_size] // self._page_size).int().contiguous()
+        table_RW = (slots_RW // self._page_size).int()
         longest_query = int(query_lens.max(initial=1))
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         on_host = table_RW.device.type == "cpu"
