@@ -22,8 +22,8 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)
     saves: bool = True
     """Whether RadixAttention is told to save keys and values."""
-    http: bool = False
-    """Through the HTTP server of `python -m sglang.launch_server`."""
+    server: list[str] = field(default_factory=list)
+    """Python's arguments that start an HTTP server; empty: the Engine."""
 
     @property
     def name(self) -> str:
@@ -51,4 +51,9 @@ FEATURES = [
     Case("chunked prefill", tiny("qwen3"), engine={"chunked_prefill_size": 16}),
 ]
 RANKS = [Case("two ranks", tiny(name), engine={"tp_size": 2}) for name in ("llama-gqa", "deepseek-v3")]
-SERVERS = [Case("HTTP server", tiny("llama-gqa"), http=True)]
+_COMMAND = "from sglang.cli.main import main; main()"
+"""What the console script `sglang` runs."""
+SERVERS = [
+    Case("HTTP server", tiny("llama-gqa"), server=["-m", "sglang.launch_server"]),
+    Case("sglang serve", tiny("qwen3"), server=["-c", _COMMAND, "serve"]),
+]

@@ -86,10 +86,11 @@ def run(python: str, case: Case, model: Path) -> dict[str, Any]:
             "prompts": PROMPTS,
             "max_tokens": NEW_TOKENS,
             "rounds": 2,
+            "server": case.server,
             "results": str(results),
         }
         (place / "run.json").write_text(json.dumps(request))
-        module = "tests.sglang.serve" if case.http else "tests.sglang.generate"
+        module = "tests.sglang.serve" if case.server else "tests.sglang.generate"
         command = [python, "-m", module, str(place / "run.json")]
         found = run_process(command, environment(case, place), results)
         probe = place / "probe.jsonl"

@@ -24,7 +24,7 @@ def main() -> None:
         port = free.getsockname()[1]
     server = subprocess.Popen(
         [
-            *(sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)),
+            *(sys.executable, *run["server"], "--host", "127.0.0.1", "--port", str(port)),
             *flags(run["engine"]),
         ]
     )
