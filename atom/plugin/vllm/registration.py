@@ -3,20 +3,13 @@
 Nothing of vLLM is imported before they are called, and no torch: a model class is registered by its name.
 """
 
-from collections.abc import Iterator
-
+from atom.plugin.families import replaced
 from atom.plugin.vllm.host_version import misfit
 from atom.shared.utils import envs
-from workers.checkpoint.families import architectures
 
 PLATFORM = "atom.plugin.vllm.platform.AtomPlatform"
 MODEL = "atom.plugin.vllm.model:AtomForCausalLM"
 ATTENTION_BACKEND = "atom.plugin.vllm.own_attention.AtomAttentionBackend"
-
-_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-"""Families with latent attention, which only ATOM's own attention runs."""
-_OTHERS = ("glm4_moe", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Further families that have been run in vLLM, see docs/use/plugins.md; of others it keeps its own models."""
 
 
 def register_platform() -> str | None:
@@ -52,9 +45,3 @@ def register_models() -> None:
         ModelRegistry.register_model(name, MODEL)
     kind = "ATOM's" if own_attention else "vLLM's"
     logger.info("ATOM runs these architectures, with %s attention: %s", kind, ", ".join(names))
-
-
-def replaced(own_attention: bool) -> Iterator[str]:
-    """The architectures that ATOM runs in vLLM, with its own attention or with vLLM's."""
-    for model_type in (*_OTHERS, *(_LATENT if own_attention else ())):
-        yield from architectures()[model_type]

@@ -156,6 +156,20 @@ VARIABLES: dict[str, Variable] = {
             Area.PLUGIN,
             "Keep vLLM's own attention, and register the rest of the plugin.",
         ),
+        Variable(
+            "ATOM_DISABLE_SGLANG_PLUGIN",
+            bool,
+            False,
+            Area.PLUGIN,
+            "Do not register with SGLang as a plugin.",
+        ),
+        Variable(
+            "ATOM_DISABLE_SGLANG_PLUGIN_ATTENTION",
+            bool,
+            False,
+            Area.PLUGIN,
+            "Keep SGLang's own attention backends, and register the rest of the plugin.",
+        ),
         _on_rocm("ATOM_USE_TRITON_GEMM", False, "MXFP4 GEMMs by AITER's Triton kernel instead of assembly."),
         _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched GEMMs in MLA."),
         Variable(
@@ -191,7 +205,14 @@ VARIABLES: dict[str, Variable] = {
             "Qwen3-MoE: ATOM's attention instead of AITER's: one kernel normalises queries and keys, applies "
             "RoPE and writes the KV cache, also a quantized one.",
         ),
-        _on_rocm("ATOM_ROPE_FUSED_QKNORM", False, "Qwen3-MoE: the same."),
+        Variable(
+            "ATOM_ROPE_FUSED_QKNORM",
+            bool,
+            False,
+            Area.ROCM,
+            "Qwen3-MoE: the same. In SGLang, with ATOM's attention, on every device and for every family: one op "
+            "normalises queries and keys, applies RoPE and writes the KV cache.",
+        ),
         Variable(
             "ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT",
             bool,

@@ -1,0 +1,180 @@
+"""SGLang's RadixAttention as the caches of ATOM's layers, and the forward context of a step.
+
+A layer with keys and values calls RadixAttention, which calls the server's attention backend:
+
+    ATOM_ROPE_FUSED_QKNORM=0    norms and RoPE; the backend writes keys and values       save_kv_cache=True
+    ATOM_ROPE_FUSED_QKNORM=1    one op for norms, RoPE and the write; the backend reads  save_kv_cache=False
+
+Layers with latents read ATOM's plan of the step and SGLang's pool themselves.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from torch import Tensor, nn
+
+from atom.plugin.sglang.attention_backend import AtomAttentionBackend
+from atom.plugin.sglang.host_config import uses_own_attention
+from atom.plugin.sglang.kv_pool import kv_layer, latent_layer
+from atom.shared.utils import envs
+from atom_ops import (
+    AttentionBackend,
+    AttentionConfig,
+    AttentionPlan,
+    AttentionRule,
+    HeadNorms,
+    empty_attention,
+    register_attention_backend,
+    rotate_and_write_kv,
+    rotated_heads,
+)
+from atom_ops.attention_backend import ATTENTION_BACKENDS
+from workers.layers.attention.attention import KVGroup
+from workers.layers.attention.cache_groups import LatentGroup
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import CacheLayer, ForwardContext, GroupContext
+
+NAME = "sglang"
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayer:
+    """A layer of SGLang in one step: what its attention needs."""
+
+    radix: RadixAttention
+    batch: Any
+    """SGLang's ForwardBatch."""
+    cache: Any
+    """The keys and values that the layer writes itself; None: the backend writes them."""
+
+
+class RadixBackend(AttentionBackend):
+    """Hands queries, keys and values to the layer of SGLang that is its cache."""
+
+    name = NAME
+    needs = "SGLang"
+
+    def supported(self, device: torch.device) -> bool:
+        return True
+
+    def supports(self, config: AttentionConfig) -> bool:
+        return True
+
+    def bytes_per_block(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        raise NotImplementedError("SGLang sizes the caches of its attention layers")
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Any:
+        raise NotImplementedError("SGLang allocates the caches of its attention layers")
+
+    def plan(self, plan: AttentionPlan) -> AttentionPlan:
+        return plan
+
+    def attend(
+        self,
+        qkv_TO: Tensor,
+        cos_T1R: Tensor,
+        sin_T1R: Tensor,
+        cache: StepLayer,
+        slots_T: Tensor,
+        norms: HeadNorms | None,
+        plan: Any,
+        rule: AttentionRule,
+    ) -> Tensor:
+        """Attention [T, H, E]; the plan is SGLang's, which its backend finds itself."""
+        radix = cache.radix
+        sinks = {} if rule.sinks_H is None else {"sinks": rule.sinks_H}
+        if cache.cache is None:
+            heads = rotated_heads(qkv_TO, cos_T1R, sin_T1R, radix.tp_k_head_num, radix.head_dim, norms)
+            q_TQ, k_TK, v_TK = (each.flatten(1).contiguous() for each in heads)
+            out_TO = radix(q_TQ, k_TK, v_TK, cache.batch, save_kv_cache=True, **sinks)
+        else:
+            q_THE = rotate_and_write_kv(qkv_TO, cos_T1R, sin_T1R, cache.cache, slots_T, norms)
+            out_TO = radix(q_THE.flatten(1), None, None, cache.batch, save_kv_cache=False, **sinks)
+        out_THE: Tensor = out_TO.view(-1, radix.tp_q_head_num, radix.head_dim)
+        return out_THE
+
+
+def use_radix_attention() -> str:
+    """Register the backend, once for a process; returns its name, for `backend.resolve`."""
+    if NAME not in ATTENTION_BACKENDS:
+        register_attention_backend(RadixBackend())
+    return NAME
+
+
+class RadixLayers:
+    """Makes SGLang's attention layers of a model, and the forward context of its steps."""
+
+    def __init__(self, model: CausalLM, heads: int, device: torch.device):
+        """`heads`: this rank's query heads. Raises ValueError for attention that the server does not run."""
+        self._own = uses_own_attention()
+        self._fused = envs.ATOM_ROPE_FUSED_QKNORM
+        if self._fused and not self._own:
+            raise ValueError(
+                "ATOM_ROPE_FUSED_QKNORM=1 needs --attention-backend atom, whose cache the op writes"
+            )
+        self._groups = model.kv_groups
+        self._empty = empty_attention(device)
+        made: dict[int, nn.Module] = {}
+        for group in self._groups:
+            if isinstance(group, LatentGroup) and not self._own:
+                raise ValueError(
+                    "ATOM's models with latent attention need --attention-backend atom in SGLang"
+                )
+            if isinstance(group, KVGroup):
+                made |= {layer: _radix(group, layer, heads) for layer in group.layers}
+        self.layers = nn.ModuleDict({str(layer): made[layer] for layer in sorted(made)})
+
+    def step(self, batch: Any) -> ForwardContext:
+        """The context of the step of SGLang's `ForwardBatch`."""
+        caches: dict[int, CacheLayer] = {}
+        groups = []
+        for group in self._groups:
+            caches |= {layer: self._cache(group, layer, batch) for layer in group.layers}
+            groups.append(self._group(group, batch))
+        return ForwardContext([caches[layer] for layer in sorted(caches)], groups)
+
+    def _cache(self, group: Any, layer: int, batch: Any) -> CacheLayer:
+        if isinstance(group, LatentGroup):
+            return latent_layer(_own_backend().token_to_kv_pool, layer, group.latent_width)
+        radix = self.layers[str(layer)]
+        return StepLayer(
+            radix, batch, kv_layer(_own_backend().token_to_kv_pool, layer) if self._fused else None
+        )
+
+    def _group(self, group: Any, batch: Any) -> GroupContext:
+        if self._own and isinstance(group, LatentGroup):
+            return _own_backend().plans(windowed=False)
+        if self._fused:
+            windowed = bool(group.window)
+            return GroupContext(_own_backend().plans(windowed).slots_T, self._empty)
+        return GroupContext(batch.out_cache_loc, self._empty)
+
+
+def _own_backend() -> AtomAttentionBackend:
+    backend = get_attn_backend()
+    assert isinstance(backend, AtomAttentionBackend), type(backend)
+    return backend
+
+
+def _radix(group: KVGroup, layer: int, heads: int) -> RadixAttention:
+    return RadixAttention(
+        heads,
+        group.head_dim,
+        group.head_dim**-0.5,
+        num_kv_heads=group.kv_heads,
+        layer_id=layer,
+        # SGLang counts the tokens before the current one.
+        sliding_window_size=group.window - 1 if group.window else -1,
+        prefix=f"model.layers.{layer}.self_attn.attn",
+    )

@@ -1,0 +1,59 @@
+"""What ATOM in SGLang is tried with: model families, features of SGLang, two ranks, the HTTP server."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.helpers.tiny_models import Tiny, tiny
+
+OWN, HOST = "ATOM's", "SGLang's"
+"""Whose attention."""
+_BACKENDS = {OWN: "atom", HOST: "torch_native"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of SGLang's Engine."""
+
+    what: str
+    row: Tiny
+    attention: str = OWN
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the Engine besides the common ones."""
+    environment: dict[str, str] = field(default_factory=dict)
+    saves: bool = True
+    """Whether RadixAttention is told to save keys and values."""
+    server: list[str] = field(default_factory=list)
+    """Python's arguments that start an HTTP server; empty: the Engine."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, {self.row.name}, {self.attention} attention"
+
+    @property
+    def backend(self) -> str:
+        # SGLang accepts few backends for GPT-OSS.
+        return "aiter" if self.row.model_type == "gpt_oss" else _BACKENDS[self.attention]
+
+
+_FUSED = {"ATOM_ROPE_FUSED_QKNORM": "1"}
+_DENSE = ("llama-gqa", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe", "gpt-oss")
+_LATENT = ("deepseek-v2-lite", "deepseek-v3")
+
+FAMILIES = [
+    *(Case("family", tiny(name)) for name in (*_DENSE, *_LATENT)),
+    *(Case("family", tiny(name), HOST) for name in ("llama-gqa", "qwen2", "qwen3", "qwen3-moe", "mixtral")),
+]
+"""Their results are a table of docs/use/plugins.md."""
+FEATURES = [
+    Case("fused norms, RoPE and write", tiny("qwen3-moe"), environment=_FUSED, saves=False),
+    Case("pages of 16 tokens", tiny("llama-gqa"), engine={"page_size": 16}),
+    Case("pages of 16 tokens", tiny("deepseek-v3"), engine={"page_size": 16}),
+    Case("chunked prefill", tiny("qwen3"), engine={"chunked_prefill_size": 16}),
+]
+RANKS = [Case("two ranks", tiny(name), engine={"tp_size": 2}) for name in ("llama-gqa", "deepseek-v3")]
+_COMMAND = "from sglang.cli.main import main; main()"
+"""What the console script `sglang` runs."""
+SERVERS = [
+    Case("HTTP server", tiny("llama-gqa"), server=["-m", "sglang.launch_server"]),
+    Case("sglang serve", tiny("qwen3"), server=["-c", _COMMAND, "serve"]),
+]

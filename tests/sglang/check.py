@@ -1,0 +1,147 @@
+"""ATOM inside SGLang, without a GPU: `make test-sglang`, with the names of some groups of runs in ARGS.
+
+    families    every family, with ATOM's attention and with SGLang's
+    features    fused norms and RoPE, pages, chunked prefill
+    ranks       tensor parallelism on two ranks
+    servers     the HTTP server
+    contract    the interfaces of SGLang that the plugin uses, in its wheel
+
+Token ids have to be transformers', from models of ATOM and by the attention of the run, and the prompts of
+the second round have to come from the radix cache. `--record` writes the table of docs/use/plugins.md.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.host_runs import (
+    PAGE,
+    Found,
+    check_groups,
+    run_process,
+    save_and_generate,
+    write_entry_points,
+    wrong_ids,
+)
+from tests.helpers.host_table import write_table
+from tests.helpers.reference import NEW_TOKENS, PROMPTS
+from tests.helpers.source import ROOT
+from tests.helpers.tiny_models import MAX_MODEL_LEN
+from tests.sglang.cases import FAMILIES, FEATURES, HOST, OWN, RANKS, SERVERS, Case
+from tests.sglang.contract import check_contracts
+
+GROUPS = {"families": FAMILIES, "features": FEATURES, "ranks": RANKS, "servers": SERVERS}
+STAND_INS = ROOT / "tests/sglang/stand_ins"
+PROBE = {"sglang.srt.plugins": {"atom_test_probe": "tests.sglang.probe:register"}}
+
+
+def environment(case: Case, place: Path) -> dict[str, str]:
+    """The variables of SGLang's processes, which find ATOM as if it were installed."""
+    own = {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, STAND_INS, place))),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # More ranks than NUMA nodes need it.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(case.engine.get("tp_size", 1)))),
+        "ATOM_TEST_PROBE": str(place / "probe.jsonl"),
+        "ATOM_DISABLE_SGLANG_PLUGIN_ATTENTION": "0" if case.attention == OWN else "1",
+        **case.environment,
+    }
+    return {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")} | own
+
+
+def settings(case: Case, model: Path) -> dict[str, Any]:
+    """The arguments of SGLang's Engine."""
+    return {
+        "model_path": str(model),
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": case.backend,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "skip_tokenizer_init": True,
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "context_length": MAX_MODEL_LEN,
+        "mem_fraction_static": 0.3,
+        "max_total_tokens": 2048,
+        "max_running_requests": 4,
+        **case.engine,
+    }
+
+
+def run(python: str, case: Case, model: Path) -> dict[str, Any]:
+    """The result of the run. Raises TimeoutExpired."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        write_entry_points(place, PROBE)
+        results = place / "result.jsonl"
+        request = {
+            "engine": settings(case, model),
+            "prompts": PROMPTS,
+            "max_tokens": NEW_TOKENS,
+            "rounds": 2,
+            "server": case.server,
+            "results": str(results),
+        }
+        (place / "run.json").write_text(json.dumps(request))
+        module = "tests.sglang.serve" if case.server else "tests.sglang.generate"
+        command = [python, "-m", module, str(place / "run.json")]
+        found = run_process(command, environment(case, place), results)
+        probe = place / "probe.jsonl"
+        lines = probe.read_text().splitlines() if probe.exists() else []
+        return {"facts": [json.loads(line) for line in lines], **(found[0] if found else {})}
+
+
+def problems(case: Case, expected: list[list[int]], found: dict[str, Any]) -> list[str]:
+    """What is wrong with a result."""
+    if "ids" not in found:
+        return [f"no result; the scheduler was {found['facts']}"]
+    wrong = wrong_ids(expected, found["ids"])
+    facts: dict[str, set[Any]] = {}
+    for line in found["facts"]:
+        for name, value in line.items():
+            facts.setdefault(name, set()).add(value)
+    module = f"atom.plugin.sglang.models.atom_models/workers.models.{case.row.model_type}"
+    own = {"atom.plugin.sglang.attention_backend"}
+    wanted = {"model": {module}, "saves": {case.saves}}
+    wrong += [
+        f"{name}: {facts.get(name)}" for name, value in wanted.items() if facts.get(name, value) != value
+    ]
+    if (facts.get("backend") == own) != (case.attention == OWN):
+        wrong.append(f"attention by {facts.get('backend')}")
+    if not all(found["cached"]):
+        wrong.append(f"tokens from the radix cache: {found['cached']}")
+    return wrong
+
+
+def run_group(python: str, cases: list[Case]) -> Found:
+    """The problems of each case, by its name."""
+    found = {}
+    for case in cases:
+        with tempfile.TemporaryDirectory() as place:
+            expected = save_and_generate(case.row, None, Path(place))
+            found[case.name] = problems(case, expected, run(python, case, Path(place)))
+    return found
+
+
+def _group(cases: list[Case]) -> Callable[[argparse.Namespace], Found]:
+    return lambda arguments: run_group(arguments.python, cases)
+
+
+def main() -> None:
+    groups = {name: _group(cases) for name, cases in GROUPS.items()}
+    check_groups(
+        __doc__,
+        {**groups, "contract": lambda arguments: check_contracts(arguments.wheels)},
+        lambda found: write_table(PAGE, "SGLang", FAMILIES, found, (OWN, HOST)),
+    )
+
+
+if __name__ == "__main__":
+    main()

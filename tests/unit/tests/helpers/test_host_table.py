@@ -1,0 +1,37 @@
+"""The tables of families in hosts say what was equal, what differs and what did not run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.host_table import marks, table, write_table
+from tests.helpers.tiny_models import Tiny, tiny
+
+
+@dataclass(frozen=True)
+class Ran:
+    name: str
+    row: Tiny
+    attention: str
+
+
+RUNS = [
+    Ran("a", tiny("llama-gqa"), "ours"),
+    Ran("b", tiny("llama-gqa"), "theirs"),
+    Ran("c", tiny("qwen3"), "ours"),
+]
+
+
+def test_each_cell_has_its_result() -> None:
+    lines = table("Host", RUNS, {"a": [], "b": ["wrong"]}, ("ours", "theirs"))
+    assert lines[0] == "| `model_type` | ours attention | theirs attention |"
+    assert lines[2:] == ["| `llama` | equal ids | differs |", "| `qwen3` | not run | Host's own model |"]
+
+
+def test_only_the_host_s_own_table_is_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    begin, end = marks("Host")
+    page.write_text(f"before\n{begin}\nold\n{end}\n{marks('Other')[0]}\nkept")
+    write_table(page, "Host", RUNS, {"a": [], "b": [], "c": []}, ("ours", "theirs"))
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nkept") and "old" not in text
+    assert "| `llama` | equal ids | equal ids |" in text
