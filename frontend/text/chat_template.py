@@ -33,6 +33,9 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
+_TOOLS = "tools"
+_XML_TOOLS = "xml_tools"
+"""SmolLM3's, of functions in place of tools."""
 # Private-use characters that mark the end of the message to be continued.
 _MARK = "\ue0c7\uf8a3"
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
@@ -88,8 +91,13 @@ class ChatTemplate:
     @cached_property
     def reads_tools(self) -> bool:
         """Whether the template tells the model of tools."""
-        found = self.reading.reads_tools() if self.source.reads_variable("tools") else False
+        found = self.reading.reads_tools() if self._tools_name is not None else False
         return True if found is None else found
+
+    @cached_property
+    def _tools_name(self) -> str | None:
+        """The variable with the tools; None: the template reads no such one."""
+        return next((name for name in (_TOOLS, _XML_TOOLS) if self.source.reads_variable(name)), None)
 
     def render(
         self,
@@ -126,6 +134,8 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None,
     ) -> str:
         variables = {**self._tokens, **options, "messages": messages}
+        if tools is not None and self._tools_name == _XML_TOOLS:
+            variables.setdefault(_XML_TOOLS, [tool["function"] for tool in tools])
         try:
             return self._template.render(
                 variables, tools=tools, documents=None, add_generation_prompt=add_generation_prompt

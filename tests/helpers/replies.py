@@ -133,6 +133,10 @@ def plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def plain_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def qwen3_coder(shape: Shape) -> str:
     blocks = []
     for name, values in shape.calls:
@@ -159,6 +163,36 @@ def minimax_m2(shape: Shape) -> str:
     return shape.text + (f"<minimax:tool_call>\n{''.join(calls)}</minimax:tool_call>" if calls else "")
 
 
+def mistral(shape: Shape, ids: bool = False) -> str:
+    calls = [
+        f"[TOOL_CALLS]{name}{f'[CALL_ID]{index:09}' if ids else ''}[ARGS]{as_json(values)}"
+        for index, (name, values) in enumerate(shape.calls)
+    ]
+    return shape.text + "".join(calls)
+
+
+def json_list(shape: Shape, begin: str, ids: bool = False) -> str:
+    calls = []
+    for index, (name, values) in enumerate(shape.calls):
+        id_text = f', "id": "{index:09}"' if ids else ""
+        calls.append(f'{{"name": "{name}", "arguments": {as_json(values)}{id_text}}}')
+    return shape.text + (f"{begin}[{', '.join(calls)}]" if calls else "")
+
+
+def phi4_mini(shape: Shape) -> str:
+    calls = (f'{{"name": "{name}", "arguments": {as_json(values)}}}' for name, values in shape.calls)
+    return shape.text + "".join(f"<|tool_call|>{call}<|/tool_call|>" for call in calls)
+
+
+def olmo3(shape: Shape, value: Callable[[Any], str]) -> str:
+    calls = [
+        f"{name}({', '.join(f'{key}={value(given)}' for key, given in values.items())})"
+        for name, values in shape.calls
+    ]
+    inner = "\n".join(calls)
+    return shape.text + (f"<function_calls>{inner}</function_calls>" if calls else "")
+
+
 WRITERS: dict[str, tuple[str, Callable[[Shape], str]]] = {
     "hermes": ("hermes", hermes),
     "llama3_json": ("llama3_json", llama),
@@ -166,7 +200,19 @@ WRITERS: dict[str, tuple[str, Callable[[Shape], str]]] = {
     "deepseek_v31": ("deepseek_v31", deepseek_v31),
     "deepseek_v32": ("deepseek_v32", deepseek_v32),
     "kimi_k2": ("kimi_k2", kimi),
+    "granite": ("granite", lambda shape: json_list(shape, "<|tool_call|>")),
+    "granite 3.1": (
+        "granite",
+        lambda shape: json_list(shape, "<tool_call>") + "</tool_call>" * bool(shape.calls),
+    ),
     "minimax_m2": ("minimax_m2", minimax_m2),
+    "mistral": ("mistral", mistral),
+    "mistral, ids": ("mistral", lambda shape: mistral(shape, ids=True)),
+    "mistral, list": ("mistral", lambda shape: json_list(shape, "[TOOL_CALLS] ", ids=True)),
+    "olmo3": ("olmo3", lambda shape: olmo3(shape, plain_json)),
+    "olmo3, python": ("olmo3", lambda shape: olmo3(shape, repr)),
+    "phi4_mini_json": ("phi4_mini_json", lambda shape: json_list(shape, "functools")),
+    "phi4_mini_json, tags": ("phi4_mini_json", phi4_mini),
     "qwen3_coder": ("qwen3_coder", qwen3_coder),
     "glm45": ("glm45", glm),
     "glm47": ("glm47", lambda shape: glm(shape, "")),
@@ -244,6 +290,8 @@ FRAGMENTS = [
         "```json",
         "```",
     ),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "functools", "<|/tool_call|>", "123456789"),
+    *("<function_calls>", "</function_calls>", "f(", "days=", "'", ")", "True", "</tool_call>"),
     *("<|python_tag|>", "{", "}", "[", "]", '"', "\\", ";", ",", J, '{"name": "f", "arguments": ', "f"),
     *('"name"', ": ", "function", "functions.f:0", "text", "你", "🦊", "<", "</", "days", "1", " "),
 ]

@@ -14,6 +14,8 @@ D_CALL, D_KEY = (
 )
 M_SECTION, M_END = "<minimax:tool_call>", "</minimax:tool_call>"
 M_CALL = f'{M_SECTION}<invoke name="f">'
+T_CALL, T_ID, T_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+O_OPEN, O_CLOSE = "<function_calls>", "</function_calls>"
 
 UNUSUAL: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     # family, output, content, calls
@@ -101,6 +103,44 @@ UNUSUAL: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("minimax_m2", f'{M_CALL}<parameter name="code">ab', "", [("f", '{"code": "ab"}')]),
     ("minimax_m2", '<minimax:tool_call>\n<invoke name="">\n</invoke>', '\n<invoke name="">\n</invoke>', []),
     ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>Nothing to do.", "Nothing to do.", []),
+    ("mistral", f'{T_CALL}f{{"days": 1}}', "", [D]),
+    ("mistral", f'{T_CALL} f {T_ARGS} {{"days": 1}}', "", [D]),
+    ("mistral", f"{T_CALL}f{T_ID}tooshort{T_ARGS}{{}}{T_CALL}f{T_ARGS}", "", [("f", "{}"), ("f", "{}")]),
+    ("mistral", f"{T_CALL}f{T_ARGS}oops{T_CALL}f{T_ARGS}{{}}", "", [("f", "oops"), ("f", "{}")]),
+    ("mistral", f"{T_CALL}two words{T_ARGS}{{}}", f"{T_CALL}two words{T_ARGS}{{}}", []),
+    ("mistral", f"{T_CALL}f", f"{T_CALL}f", []),
+    ("mistral", f"{T_CALL}f{T_CALL}f{T_ARGS}{{}}so", f"{T_CALL}fso", [("f", "{}")]),
+    ("mistral", f"{T_CALL}[{J}]", "", [D]),
+    ("mistral", f"{T_CALL}[{J}, {J}", "", [D, D]),
+    ("mistral", f"{T_CALL}{J}", "", [D]),
+    ("mistral", f"{T_CALL} []", f"{T_CALL} []", []),
+    ("granite", f"<|tool_call|> [\n  {J},\n  {J}\n]\n", "", [D, D]),
+    ("granite", f"<|tool_call|>{J}", "", [D]),
+    ("granite", f"<tool_call>[{J}]</tool_call>Done.", "Done.", [D]),
+    ("granite", f'<|tool_call|>[{{"arguments": {{"days": 1}}, "name": "f"}}, {J}]', "", [D, D]),
+    ("granite", f'<|tool_call|>[{J[:-1]}, "label": "$var_1"}}]', "", [D]),
+    ("granite", f"<|tool_call|>[{J[:-1]}]", "", [D]),
+    ("granite", f"<|tool_call|>[{J} and]", "and]", [D]),
+    ("granite", "<|tool_call|>[]", "<|tool_call|>[]", []),
+    ("granite", "<|tool_call|>[1, 2]", "<|tool_call|>[1, 2]", []),
+    ("granite", "<|tool_call|>none", "<|tool_call|>none", []),
+    ("phi4_mini_json", f"functools[{J}]<|tool_call|>{J}<|/tool_call|>", "", [D, D]),
+    ("phi4_mini_json", "I use functools, [1, 2].", "I use functools, [1, 2].", []),
+    ("olmo3", f"{O_OPEN}\nf(days=1)\nf( days = 1 , )\n{O_CLOSE}Done.", "Done.", [D, D]),
+    ("olmo3", f"{O_OPEN}f(\n    days=1,\n    yes=True\n)", "", [("f", '{"days": 1, "yes": true}')]),
+    ("olmo3", f"{O_OPEN}f(a.b=1)\nf(days=1){O_CLOSE}", "", [("f", "a.b=1)"), D]),
+    ("olmo3", f"{O_OPEN}f(5){O_CLOSE}so", "so", [("f", "5)")]),
+    ("olmo3", f"{O_OPEN}f(days=1{O_CLOSE}so", "so", [D]),
+    ("olmo3", f"{O_OPEN}f(days=1", "", [D]),
+    ("olmo3", f"{O_OPEN}f(city='a', days=1", "", [("f", '{"city": "a", "days": 1}')]),
+    ("olmo3", f"{O_OPEN}f(city='it\\'s \\x41\\u00e9\\n\\q\\U0001F98A \"')", "", [("f", '{"city": "it\'s A\\u00e9\\n\\\\q\\ud83e\\udd8a \\""}')]),
+    ("olmo3", f"{O_OPEN}f(deep={{'a': [None, 'it\\'s']}})", "", [("f", '{"deep": {"a": [null, "it\'s"]}}')]),
+    ("olmo3", f"{O_OPEN}f(ratio=NaN)", "", [("f", '{"ratio": "NaN"}')]),
+    ("olmo3", f"{O_OPEN}no call{O_CLOSE}", f"{O_OPEN}no call{O_CLOSE}", []),
+    ("olmo3", f"{O_OPEN}{O_CLOSE}", f"{O_OPEN}{O_CLOSE}", []),
+    ("olmo3", f"{O_OPEN}f(){O_CLOSE}", "", [("f", "{}")]),
+    ("olmo3", f"{O_OPEN}f()\nand so\nf(){O_CLOSE}", "and so", [("f", "{}"), ("f", "{}")]),
+    ("olmo3", f"{O_OPEN}a.b-c(k=1){O_CLOSE}", "", [("a.b-c", '{"k": 1}')]),
     ("glm45", "<tool_call>f", "<tool_call>f", []),
     ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
     ("glm45", "<tool_call>\nf\n<arg_key>days</arg_key>\n<arg_value>1</arg_value>\n", "", [D]),

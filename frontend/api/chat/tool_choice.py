@@ -103,7 +103,8 @@ def optional_calls(
 def _any_content(functions: Sequence[Function], text: CallText, is_single: bool) -> Format:
     """Text, and after each trigger the rest of a call or of a section."""
     if text.section[0]:
-        rest = _calls(_any_call(functions, text), replace(text, section=("", text.section[1])), is_single)
+        begin = text.section[0].removeprefix(text.trigger)
+        rest = _calls(_any_call(functions, text), replace(text, section=(begin, text.section[1])), is_single)
     else:
         rest = _any_call(functions, replace(text, before_name=text.before_name.removeprefix(text.trigger)))
     if not text.tokens:

@@ -96,6 +96,12 @@ class CallText:
     tokens: Mapping[str, int] = field(default_factory=dict)
     """The ids of the markers that are special tokens, which have no text for a grammar."""
 
+    @property
+    def markup(self) -> str:
+        """All that is written besides names and arguments, in no order."""
+        parts = self.before_name, self.before_arguments, self.end, self.separator, *self.section
+        return "\n".join(parts)
+
 
 @dataclass(frozen=True)
 class ReplyFrame:

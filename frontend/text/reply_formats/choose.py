@@ -10,9 +10,12 @@ from frontend.text.reply_formats.generic import Generic
 from frontend.text.reply_formats.glm import Glm
 from frontend.text.reply_formats.harmony import HarmonyFormat
 from frontend.text.reply_formats.hermes import Hermes
+from frontend.text.reply_formats.json_lists import Granite, Phi4Mini
 from frontend.text.reply_formats.kimi_k2 import KimiK2
 from frontend.text.reply_formats.llama3_json import Llama3Json
 from frontend.text.reply_formats.minimax_m2 import MiniMaxM2
+from frontend.text.reply_formats.mistral import ARGUMENTS, Mistral, MistralLists
+from frontend.text.reply_formats.olmo3 import Olmo3
 from frontend.text.reply_formats.qwen3_coder import Qwen3Coder
 from frontend.text.reply_formats.text import TextParser, Think
 from frontend.text.tokenizer import Tokenizer
@@ -31,10 +34,15 @@ TOOL_CALLS: dict[str, type[TextParser]] = {
     "generic": Generic,
     "glm45": Glm,
     "glm47": Glm,
+    "granite": Granite,
+    "granite4": Hermes,
     "hermes": Hermes,
     "kimi_k2": KimiK2,
     "llama3_json": Llama3Json,
     "minimax_m2": MiniMaxM2,
+    "mistral": Mistral,
+    "olmo3": Olmo3,
+    "phi4_mini_json": Phi4Mini,
     "qwen3_coder": Qwen3Coder,
     "qwen3_xml": Qwen3Coder,
 }
@@ -44,11 +52,16 @@ REASONING: dict[str, Think] = {
     "deepseek_r1": Think(implicit=True),
     "deepseek_v3": Think(),
     "glm45": Think(),
+    "granite": Think("Here is my thought process:", "Here is my response:"),
+    "granite_tags": Think(around=("<response>", "</response>")),
     "kimi_k2": Think(),
     "minimax_m2": Think(implicit=True),
+    "mistral": Think("[THINK]", "[/THINK]"),
+    "olmo3": Think(),
     "qwen3": Think(),
 }
-"""vLLM's names; besides these, "openai_gptoss" is Harmony, and "none" separates no reasoning."""
+"""vLLM's names, and "granite_tags"; besides these, "openai_gptoss" is Harmony, and "none" separates no
+reasoning."""
 
 # The first one whose texts the template writes.
 _SIGNS: tuple[tuple[tuple[str, ...], type[TextParser]], ...] = (
@@ -58,10 +71,22 @@ _SIGNS: tuple[tuple[tuple[str, ...], type[TextParser]], ...] = (
     (("<｜tool▁calls▁begin｜>",), DeepSeek),
     (("<arg_key>",), Glm),
     (("<minimax:tool_call>",), MiniMaxM2),
+    (("[TOOL_CALLS]",), Mistral),
+    (("<function_calls>",), Olmo3),
+    (("functools",), Phi4Mini),
+    (("<|tool_call|>", "<|/tool_call|>"), Phi4Mini),
+    (("<|tool_call|>",), Granite),
     (("<function=",), Qwen3Coder),
     (("<tool_call>",), Hermes),
     (("<|python_tag|>",), Llama3Json),
     (('"parameters": ',), Llama3Json),
+)
+
+# The first one whose text the template writes, before the common one.
+_THINK_SIGNS = (
+    ("[/THINK]", "mistral"),
+    ("Here is my response:", "granite"),
+    ("<response>", "granite_tags"),
 )
 
 
@@ -75,7 +100,7 @@ class TextFormat:
         self._calls = calls
         self._think = think
         self._tokenizer = tokenizer
-        markers = [*(calls.MARKERS if calls else ()), *((think.begin, think.end) if think else ())]
+        markers = [*(calls.MARKERS if calls else ()), *(think.markers if think else ())]
         self._special = {i: text for text in markers if (i := self._special_id(text)) is not None}
 
     @property
@@ -91,8 +116,10 @@ class TextFormat:
         text = self._calls.CALL_TEXT if self._calls is not None else None
         if text is None or self._calls is None:
             return None
-        tokens = {marker: i for i, marker in self._special.items() if marker in self._calls.MARKERS}
-        if tokens and (text.style != "json" or len(tokens) < len(self._calls.MARKERS)):
+        markers = self._calls.MARKERS
+        written = [marker for marker in markers if text.style != "json" or marker in text.markup]
+        tokens = {marker: i for i, marker in self._special.items() if marker in written}
+        if tokens and (text.style != "json" or len(tokens) < len(written)):
             return None  # tags of parameters must be text, and other markers all of one kind
         return replace(text, tokens=tokens)
 
@@ -158,6 +185,8 @@ def choose_format(
     if _is_harmony(model_type, tool_calls, reasoning):
         return HarmonyFormat(tokenizer)
     calls = _calls_of(template) if tool_calls is None else TOOL_CALLS.get(tool_calls)
+    if calls is Mistral and tokenizer.added_id(ARGUMENTS) is None:
+        calls = MistralLists
     think = _think_of(template) if reasoning is None else REASONING.get(reasoning)
     return TextFormat(calls, think, tokenizer) if calls or think else None
 
@@ -188,4 +217,5 @@ def _think_of(template: ChatTemplate | None) -> Think | None:
     source = template.source
     # Some templates only begin the reasoning, at the end of the prompt.
     is_named = source.writes(think.begin) or source.writes(think.end) or source.searches(think.end)
-    return think if is_named else None
+    other = next((name for text, name in _THINK_SIGNS if source.writes(text)), None)
+    return REASONING[other] if other is not None else think if is_named else None

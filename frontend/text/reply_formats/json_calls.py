@@ -12,7 +12,7 @@ from typing import ClassVar
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.text import MAX_HEADER, MAX_HELD, Markers, TextParser, Think
 
-__all__ = ["JsonCalls", "JsonSpan"]
+__all__ = ["JsonCalls", "JsonSpan", "more_than_fields"]
 
 _STRING = r'"(?:[^"\\]|\\.)*+"'
 _HEADER = re.compile(
@@ -25,12 +25,12 @@ _INSIDE = re.compile(r'["\\]')
 
 
 class JsonSpan:
-    """Finds the end of a JSON object or array in a streamed text."""
+    """Finds the end of a JSON object or array in a streamed text, of which `depth` have begun before it."""
 
     __slots__ = ("_depth", "_escaped", "broken", "in_string")
 
-    def __init__(self) -> None:
-        self._depth = 0
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
         self._escaped = False
         self.in_string = False
         self.broken = False
@@ -118,7 +118,7 @@ class JsonCalls(TextParser):
         self._raw += text
         if marker is None and not self._ended and len(self._raw) <= MAX_HEADER:
             return False
-        self._write(_more_than_fields(self._raw))
+        self._write(more_than_fields(self._raw))
         self._closed(marker)
         return marker is not None
 
@@ -196,7 +196,7 @@ def _call(text: str) -> tuple[str, str] | None:
         return None
 
 
-def _more_than_fields(tail: str) -> str:
+def more_than_fields(tail: str) -> str:
     """What follows the arguments and is no part of their object."""
     rest = tail.strip()
     if rest in ("", "}"):

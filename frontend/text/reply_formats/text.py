@@ -17,7 +17,7 @@ from typing import ClassVar
 from frontend.text.reply_formats.base import CallDelta, CallText, ReplyDelta, ReplyOptions, new_call_id
 from frontend.text.reply_formats.drafts import Drafts
 
-__all__ = ["MAX_HEADER", "MAX_HELD", "Markers", "TextParser", "Think"]
+__all__ = ["MAX_HEADER", "MAX_HELD", "Markers", "TextParser", "Think", "markers_of"]
 
 MAX_HEADER = 1024
 """Most characters of a tool call before its arguments; longer ones are content."""
@@ -63,6 +63,13 @@ class Think:
     end: str = "</think>"
     implicit: bool = False
     """Reasoning also begins without the first marker."""
+    around: tuple[str, str] | None = None
+    """Tags around the content that follows reasoning."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All markers and tags."""
+        return (self.begin, self.end, *(self.around or ()))
 
 
 class TextParser:
@@ -90,7 +97,7 @@ class TextParser:
         self._index = -1
         self._has_arguments = False
         parses = options.tools is not None and self.OPENERS
-        self._openers = _markers(self.OPENERS) if parses else None
+        self._openers = markers_of(self.OPENERS) if parses else None
         self._at_start = True
         self._drafts: Drafts | None = None
         """Calls in the reasoning."""
@@ -101,6 +108,8 @@ class TextParser:
         self._num_ended = 0
         """How many of these calls are whole."""
         self._in_call = False
+        self._content_end = ""
+        """The tag after the content, which is no part of it."""
         self._state: Callable[[], bool] = self._first_state()
 
     @property
@@ -173,7 +182,7 @@ class TextParser:
             return markers.held(self._buffer)
         if self._complete:
             return 0
-        others = _markers(self.MARKERS).held(self._buffer) if self._openers is not None else 0
+        others = markers_of(self.MARKERS).held(self._buffer) if self._openers is not None else 0
         return max(markers.held(self._buffer), others)
 
     def _skip(self, marker: str) -> bool | None:
@@ -218,7 +227,7 @@ class TextParser:
         if self._openers is not None and self._drafts is None:
             self._drafts = self._new_drafts()
         num_unread = len(self._buffer)
-        text, marker = self._take(_markers((self._think.end,)))
+        text, marker = self._take(markers_of((self._think.end,)))
         self._out.reasoning += text if self._drafts is None else self._drafts.read(text)
         if marker is not None:
             self._out.reasoning += "" if self._drafts is None else self._drafts.drop()
@@ -230,7 +239,7 @@ class TextParser:
 
     def _new_drafts(self) -> Drafts:
         parser = type(self)(self._options, None, {})
-        parser._openers = _markers(self.DRAFT_OPENERS or self.OPENERS[:1])
+        parser._openers = markers_of(self.DRAFT_OPENERS or self.OPENERS[:1])
         parser._state = parser._content
         return Drafts(parser)
 
@@ -238,7 +247,7 @@ class TextParser:
         """At the end of a reply that did not close its reasoning, or `was_cut` within the closing marker."""
         text, calls = drafts.end(self._complete)
         if not self._complete and not was_cut:
-            text = text[: len(text) - _markers(self.MARKERS).held(text)]
+            text = text[: len(text) - markers_of(self.MARKERS).held(text)]
         self._out.reasoning += text
         self._buffer = calls
         self._state = self._content
@@ -251,6 +260,24 @@ class TextParser:
         found = self._skip(self._think.end)
         if found is not False:
             return bool(found)
+        self._state = self._first_content if self._think.around is None else self._before_content
+        return True
+
+    def _before_content(self) -> bool:
+        """Where a tag may begin the content; another one ends it then."""
+        assert self._think is not None and self._think.around is not None
+        begin, end = self._think.around
+        found = self._skip(begin)
+        if found is None:
+            return False
+        self._content_end = end if found else ""
+        self._state = self._after_tag if found else self._first_content
+        return True
+
+    def _after_tag(self) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        if not self._buffer and not self._ended:
+            return False
         self._state = self._first_content
         return True
 
@@ -262,15 +289,21 @@ class TextParser:
         return True
 
     def _content(self) -> bool:
-        if self._openers is None:
+        openers = () if self._openers is None else self._openers.texts
+        ends = (self._content_end,) if self._content_end else ()
+        if not openers and not ends:
             self._out.text += self._buffer
             self._buffer = ""
             return False
-        text, marker = self._take(self._openers)
-        self._write(text)
+        text, marker = self._take(markers_of((*openers, *ends)))
+        if openers:
+            self._write(text)
+        else:
+            self._out.text += text
         if marker is None:
             return False
-        self._open(marker)
+        if marker != self._content_end:
+            self._open(marker)
         return True
 
     def _open(self, marker: str) -> None:
@@ -318,7 +351,11 @@ class TextParser:
         self._has_arguments = False
         self._in_call = True
         if self._shows_call:
-            self._out.calls.append(CallDelta(self._index, call_id or new_call_id(), name))
+            self._out.calls.append(CallDelta(self._index, call_id or self._new_id(), name))
+
+    def _new_id(self) -> str:
+        """The id of a call to which the model gives none."""
+        return new_call_id()
 
     def _argue(self, text: str) -> None:
         """Append to the arguments of the current call."""
@@ -350,7 +387,7 @@ class TextParser:
 _MADE: dict[tuple[str, ...], Markers] = {}
 
 
-def _markers(texts: tuple[str, ...]) -> Markers:
+def markers_of(texts: tuple[str, ...]) -> Markers:
     """One object for all parsers; the families' markers are few."""
     if texts not in _MADE:
         _MADE[texts] = Markers(*texts)

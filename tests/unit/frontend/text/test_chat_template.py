@@ -103,3 +103,13 @@ def test_without_a_generation_prompt() -> None:
 def test_a_template_that_does_not_compile_names_the_line() -> None:
     with pytest.raises(ValueError, match="line 2"):
         ChatTemplate("a\n{% for %}", {})
+
+
+def test_tools_under_the_name_that_smollm3_reads() -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    reads = "{% for tool in xml_tools or [] %}{{ tool.name }}{% endfor %}{{ messages[0].content }}"
+    assert template(reads).reads_tools
+    assert template(reads).render(HELLO, {}, tools=tools) == "lookhello"
+    assert template(reads).render(HELLO, {"xml_tools": [{"name": "own"}]}, tools=tools) == "ownhello"
+    both = template("{{ xml_tools is defined }}{{ tools[0].function.name }}")
+    assert both.render(HELLO, {}, tools=tools) == "Falselook"

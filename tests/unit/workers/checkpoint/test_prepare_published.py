@@ -34,6 +34,10 @@ CALLS = {
     "glm45": "<tool_call>{{ call.name }}{% for k, v in call.arguments.items() %}<arg_key>{{ k }}{% endfor %}",
     "deepseek_v31": "{{ '<｜tool▁calls▁begin｜>' + call['function']['arguments'] }}",
     "kimi_k2": "<|tool_calls_section_begin|>{{ call['function']['arguments'] | tojson }}",
+    "mistral, list": "{{ '[TOOL_CALLS] [' + call.function | tojson }}",
+    "mistral": "{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}",
+    "granite": "<|tool_call|>{{ call.function | tojson }}",
+    "olmo3": "{{ '<function_calls>' }}{% for k, v in call.function.arguments.items() %}{{ k }}{% endfor %}",
     "llama3_json": "{{ '\"parameters\": ' }}{{ call.arguments | tojson }}",
 }
 KIMI = {
@@ -51,7 +55,7 @@ class Published:
     model: str
     """Its row of the tiny models."""
     calls: str
-    """The format of its tool calls."""
+    """The writer of its tool calls."""
     model_type: str = ""
     tokenizer: Sequence[str] | None = ("</s>",)
     """The added tokens of tokenizer.json, the last of which ends replies; None: tiktoken.model instead."""
@@ -62,6 +66,8 @@ class Published:
     generation: dict[str, Any] = field(default_factory=dict)
     files: Sequence[str] = ()
     """Further files."""
+    caches: int = 1
+    """Groups of layers that cache alike."""
 
 
 PUBLISHED = [
@@ -71,11 +77,12 @@ PUBLISHED = [
     Published("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen3-moe", "qwen3_coder",
               tokenizer=("<|endoftext|>", "<|im_end|>"), files=("qwen3coder_tool_parser.py", "merges.txt")),
     Published("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3-next", "hermes", tokenizer=("<|im_end|>",),
-              template="tokenizer_config.json"),
+              template="tokenizer_config.json", caches=2),
     Published("meta-llama/Llama-3.1-8B-Instruct", "llama-llama3-rope", "llama3_json",
               tokenizer=("<|begin_of_text|>", "<|eom_id|>", "<|eot_id|>"), template="tokenizer_config.json",
               files=("original/params.json", "special_tokens_map.json")),
-    Published("mistralai/Mistral-7B-Instruct-v0.3", "mistral", "hermes",
+    Published("mistralai/Mistral-7B-Instruct-v0.3", "mistral", "mistral, list",
+              tokenizer=("[TOOL_CALLS]", "</s>"),
               files=("tokenizer.model.v3", "consolidated.safetensors", "params.json")),
     Published("deepseek-ai/DeepSeek-V3.1", "deepseek-v3", "deepseek_v31",
               files=("configuration_deepseek.py", "assets/code_agent_trajectory.html")),
@@ -86,6 +93,12 @@ PUBLISHED = [
               generation={"eos_token_id": 258}, files=("tokenization_kimi.py", "configuration_deepseek.py")),
     Published("moonshotai/Moonlight-16B-A3B-Instruct", "deepseek-v3", "kimi_k2", tokenizer=None,
               template="tokenizer_config.json", files=("tokenization_moonshot.py",)),
+    Published("mistralai/Ministral-3-8B-Instruct-2512", "ministral3", "mistral",
+              tokenizer=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]", "</s>")),
+    Published("ibm-granite/granite-3.3-8b-instruct", "granite", "granite",
+              tokenizer=("<|tool_call|>", "<|end_of_text|>"), template="tokenizer_config.json"),
+    Published("allenai/Olmo-3-7B-Instruct", "olmo3", "olmo3",
+              tokenizer=("<function_calls>", "</function_calls>", "<|endoftext|>", "<|im_end|>"), caches=2),
     Published("zai-org/GLM-4.5", "glm4-moe", "glm45", tokenizer=("<|endoftext|>", "<think>", "<|user|>")),
 ]  # fmt: skip
 
@@ -171,13 +184,11 @@ def test_a_published_checkpoint_starts_chats_and_calls_a_tool(tmp_path: Path, ro
     text = tokenizer.decode(prompt, skip_special_tokens=False)
     assert "Is it sunny in 北京?" in text and '"name": "get_weather"' in text
     worker = Worker(engine_config(load_dummy=True), checkpoint, place(), lambda *progress: None)
-    states = checkpoint.keeps_states
-    engine = WholeEngine(worker, [120] * (1 + states), caching=not states)
+    engine = WholeEngine(worker, [120] * row.caches, caching=not checkpoint.keeps_states)
     engine.add(0, prompt[-40:], 3)
     engine.run()
     assert len(engine.outputs[0].token_ids) == 3
 
-    family, writer = WRITERS[row.calls]
-    reply = called(checkpoint, template, tokenizer, writer(SHAPES["two"]))
-    assert family == row.calls and reply.text == ""
+    reply = called(checkpoint, template, tokenizer, WRITERS[row.calls][1](SHAPES["two"]))
+    assert reply.text == ""
     assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == SHAPES["two"].calls

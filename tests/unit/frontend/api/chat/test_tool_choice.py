@@ -56,10 +56,10 @@ STEPS = 150
 """After them the random model closes what it has opened."""
 ENFORCED = (
     *("hermes", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "qwen3_coder", "glm45"),
-    "minimax_m2",
+    *("minimax_m2", "mistral", "granite", "phi4_mini_json"),
 )
 HARMONY = "openai"
-WITH_SPECIAL = (HARMONY, "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2")
+WITH_SPECIAL = (HARMONY, "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "mistral", "granite")
 
 
 def is_text(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """The reply format of a model, and the form of its history, by the chat template or the command line."""
 
 import typing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from frontend.text.chat_template import ChatTemplate
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.choose import REASONING, TOOL_CALLS, TextFormat, choose_format
 from frontend.text.reply_formats.harmony import HarmonyFormat
+from frontend.text.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer.tokenizer()
@@ -57,6 +59,23 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
     ),
     "deepseek v3.1": ("deepseek_v31", "{{ '<｜tool▁calls▁begin｜>' + c['function']['arguments'] }}", "text"),
     "kimi": ("kimi_k2", "<|tool_calls_section_begin|>{{ c['function']['arguments'] | tojson }}", "object"),
+    "mistral": (
+        "mistral",
+        "{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + c.arguments | tojson }}",
+        "object",
+    ),
+    "granite": ("granite", "<|tool_call|>[{{ c.function | tojson }}]", "object"),
+    "olmo3": (
+        "olmo3",
+        "{{- '<function_calls>' -}}{% set args = c.arguments %}{% for k, v in args.items() %}{% endfor %}",
+        "fields",
+    ),
+    "phi 4 mini": ("phi4_mini_json", "functools[{{ c.function | tojson }}]", "object"),
+    "phi 4 mini, tags": (
+        "phi4_mini_json",
+        "{{- '<|tool_call|>' + (c.function | tojson) + '<|/tool_call|>' -}}",
+        "object",
+    ),
     "llama": ("llama3_json", "{{ '\"parameters\": ' }}{{ c.arguments | tojson }}", "object"),
 }
 
@@ -70,7 +89,8 @@ def test_families_are_found_by_their_templates(name: str) -> None:
     parser, call, form = FAMILIES[name]
     template = template_of(looped(call))
     found = choose_format("any", TOKENIZER, template)
-    assert isinstance(found, TextFormat) and found._calls is TOOL_CALLS[parser]
+    assert isinstance(found, TextFormat) and found._calls is not None
+    assert issubclass(found._calls, TOOL_CALLS[parser])
     assert not found.separates_reasoning and not found.is_needed(ReplyOptions())
     source = template.source
     assert form == (
@@ -126,6 +146,37 @@ def test_reasoning_is_found_where_the_template_names_a_tag(text: str) -> None:
     assert found is not None and found.separates_reasoning and not found.parses_calls
     assert found.ends_thinking([], "user: hi\n<think>\n")
     assert not found.ends_thinking([], "user: <think> hi")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("{{ messages }}[THINK]{{ messages[0].content }}[/THINK]", "mistral"),
+        ("{{ messages }}Write your response after 'Here is my response:'", "granite"),
+        ("{{ messages }}Use <think></think> and <response></response>", "granite_tags"),
+        ("{{ messages }}{{ '<think>' }}", "qwen3"),
+    ],
+)
+def test_other_marks_of_reasoning_are_found(text: str, name: str) -> None:
+    found = choose_format("any", TOKENIZER, template_of(text))
+    assert isinstance(found, TextFormat) and found._think == REASONING[name]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_the_vocabulary_says_how_mistral_writes_calls(tmp_path: Path, newer: bool) -> None:
+    tags = ["[TOOL_CALLS]", *(["[CALL_ID]", "[ARGS]"] if newer else [])]
+    tokenizer = Tokenizer.from_checkpoint(tiny_tokenizer.checkpoint(tmp_path, tags=tags))
+    found = choose_format("any", tokenizer, template_of(looped("[TOOL_CALLS]")))
+    assert found is not None and found.call_text is not None
+    assert found.call_text.section == (("", "") if newer else ("[TOOL_CALLS] [", "]"))
+    assert found.call_text.tokens.keys() == ({"[TOOL_CALLS]", "[ARGS]"} if newer else {"[TOOL_CALLS]"})
+
+
+def test_the_ids_of_mistrals_calls_are_those_that_its_templates_take() -> None:
+    parser = TextFormat(TOOL_CALLS["mistral"], None, None).parser(ReplyOptions(tools={"f": {}}))
+    calls = parser.feed(0, "[TOOL_CALLS]f[CALL_ID]aB3456789[ARGS]{}[TOOL_CALLS]f[ARGS]{}").calls
+    assert calls[0].id == "aB3456789"
+    assert len(calls[1].id) == 9 and calls[1].id.isalnum()
 
 
 def test_the_command_line_overrides_the_template() -> None:

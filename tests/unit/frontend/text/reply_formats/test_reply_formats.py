@@ -124,6 +124,15 @@ THINK: list[tuple[str, bool, str, str, str]] = [
     ("deepseek_r1", True, "why</think>\n\n so", " so", "why"),
     ("glm45", False, "\n<think>why</think>\nso", "so", "why"),
     ("kimi_k2", False, "<think>你好 🦊</think>好", "好", "你好 🦊"),
+    ("mistral", False, "[THINK]why [1][/THINK]so", "so", "why [1]"),
+    ("olmo3", True, "why</think>so", "so", "why"),
+    ("granite", False, "Here is my thought process:\n\nwhy\n\nHere is my response:\n\nso", "so", "why\n\n"),
+    ("granite", False, "Here is my answer.", "Here is my answer.", ""),
+    ("granite_tags", True, "why</think><response>so</response>", "so", "why"),
+    ("granite_tags", False, "<think>why</think>\n<response>\nso\n</response>", "so\n", "why"),
+    ("granite_tags", False, "<think>why</think>so </response>", "so </response>", "why"),
+    ("granite_tags", False, "<response>so</response>", "<response>so</response>", ""),
+    ("granite_tags", False, "<think>why</think><respon", "<respon", "why"),
 ]
 
 
@@ -173,6 +182,14 @@ def test_what_is_held_back_is_bounded() -> None:
         ("glm45", "<tool_call>"),
         ("kimi_k2", K_CALL),
         ("deepseek_v3", f"{CALL}function{SEP}"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]"),
+        ("mistral", '[TOOL_CALLS][{"arguments": {"a": "'),
+        ("granite", "<|tool_call|>[" + " " * 2000),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {}, "label": "'),
+        ("olmo3", "<function_calls>f(deep=["),
+        ("olmo3", "<function_calls>"),
+        ("olmo3", "<function_calls>f("),
     ]:
         parser = TextFormat(TOOL_CALLS[family], None, None).parser(ReplyOptions(TOOLS))
         out = parser.feed(0, begin).characters
