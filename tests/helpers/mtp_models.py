@@ -44,10 +44,13 @@ class MtpModel:
 
     def _hidden(self, ids: list[int]) -> Tensor:
         model = self.built.model
-        hidden_1TD = model.embed_tokens(torch.tensor([ids]))
-        for layer in model.layers[:-1]:
-            hidden_1TD = self._run(layer, hidden_1TD)
-        return model.norm(hidden_1TD)[0]
+        layers = model.layers
+        model.layers = layers[:-1]
+        try:
+            found: Tensor = model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        finally:
+            model.layers = layers
+        return found
 
     def _layer(self, hidden_TD: Tensor, next_ids: list[int]) -> Tensor:
         embedded_TD = self.built.model.embed_tokens(torch.tensor(next_ids))
@@ -76,7 +79,10 @@ class MtpModel:
 def save_mtp_model(model: Tiny, directory: Path) -> MtpModel:
     """Saves the row of the table, with one more layer, as published checkpoints name it."""
     layers = model.config.get("num_hidden_layers", 3)
-    built: Any = build_tiny(replace(model, config=model.config | {"num_hidden_layers": layers + 1}))
+    more: dict[str, Any] = {"num_hidden_layers": layers + 1}
+    if model.model_type == "glm_moe_dsa":  # that layer has an indexer, whichever have none
+        more["indexer_types"] = ["full"] * (layers - 1) + ["shared", "full"]
+    built: Any = build_tiny(replace(model, config=model.config | more))
     hidden = built.config.hidden_size
     generator = torch.Generator().manual_seed(model.seed)
     passing_on_D2D = _passing_on(hidden, generator)
@@ -98,6 +104,8 @@ def save_mtp_model(model: Tiny, directory: Path) -> MtpModel:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    if "indexer_types" in more:
+        config["indexer_types"] = more["indexer_types"][:layers]
     (directory / "config.json").write_text(json.dumps(config))
     return MtpModel(checkpoint_of(directory), built, own)
 
@@ -105,16 +113,6 @@ def save_mtp_model(model: Tiny, directory: Path) -> MtpModel:
 @dataclass(frozen=True)
 class DeltaMtpModel(MtpModel):
     """A model with recurrent layers; the one for multi-token prediction has full attention."""
-
-    def _hidden(self, ids: list[int]) -> Tensor:
-        model = self.built.model
-        layers = model.layers
-        model.layers = layers[:-1]
-        try:
-            found: Tensor = model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
-        finally:
-            model.layers = layers
-        return found
 
     def _norm(self, name: str, x_TD: Tensor) -> Tensor:
         eps = self.built.config.rms_norm_eps
