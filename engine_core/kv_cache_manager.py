@@ -96,8 +96,7 @@ class KVCacheManager:
         self._first_blocks: Recent[bytes] = Recent(_MAX_FIRST_BLOCKS)
         """By a digest without salt: the salt of the last request that cached such a first block."""
         self._to_free: deque[tuple[BlockPool, list[int]]] = deque()
-        self.offload: KVOffload | None = None
-        """Tiers for blocks that the cache evicts; see `offload_to`."""
+        self.offload: KVOffload | None = None  # tiers for blocks that the cache evicts: `offload_to`
         self.events = KVEventLog(self.block_size) if lists_events else None
         """What the prefix cache has gained and lost; None where it is not listed."""
         self._listed_group = listed_group(self.specs)

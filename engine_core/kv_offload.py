@@ -207,11 +207,13 @@ class KVOffload:
                 return False
             end = min(end, start + _LOOKED_UP_AT_ONCE)
             digests, hash_inputs = blocks.hashes(start, end)
-            self._quota.spend(len(digests) // LOOKUPS_PER_UNIT)
+            self._quota.spend(_UNITS_PER_LOOKED_UP * len(digests))
             for digest, hash_input in zip(digests, hash_inputs, strict=True):
                 if not all(self._has(group, digest, hash_input) for group in self._full):
                     return True
                 blocks.num_reached += 1
+            if self._quota.is_spent:
+                return False
         return True
 
     def load(self, blocks: RequestBlocks, hits: int, now: float) -> Load | None:
@@ -249,14 +251,18 @@ class KVOffload:
 
     def _begin(self, blocks: RequestBlocks, length: int, now: float) -> Load | None:
         found: list[list[int]] = []
+        needed: list[int] = []
         missing: list[_Missing] = []
         digests, hash_inputs = blocks.hashes(0, length)
-        for group, spec in enumerate(self._specs):
+        for group, (spec, pool) in enumerate(zip(self._specs, self._pools, strict=True)):
             first = length - 1 if isinstance(spec, RecurrentStateSpec) else self._first(spec, length)
-            self._quota.spend((length - first) // LOOKUPS_PER_UNIT)
-            pool = self._pools[group]
-            found.append([])
-            for index in range(first, length):
+            needed.append(length - first)
+            run = first + pool.cached_run(digests[first:], hash_inputs[first:])
+            found.append(pool.blocks_of(digests[first:run]))
+            self._quota.spend((run - first) // LOOKUPS_PER_UNIT)
+            for index in range(run, length):
+                if len(missing) == _LOADED_BLOCKS:
+                    break
                 digest = digests[index]
                 block = pool.find(digest, hash_inputs[index])
                 if block is not None:
@@ -267,24 +273,27 @@ class KVOffload:
                     missing.append((group, index, *place))
                 else:
                     return None  # lost since it was looked up
-        if not missing or not self._has_room(len(blocks.tokens), length, found, missing):
+        if not missing or not self._has_room(len(blocks.tokens), length, found, needed):
             return None
         kept = list(zip(self._pools, found, strict=True))
         for pool, cached in kept:
             pool.share(cached)  # the allocation must not evict them
         copies = []
-        for group, index, tier, slot in missing[:_LOADED_BLOCKS]:
+        for group, index, tier, slot in missing:
             (block,) = self._pools[group].allocate(1)
             copies.append(_Copied(group, block, tier, slot, digests[index], hash_inputs[index]))
         self._quota.spend(_UNITS_PER_LOADED * len(copies))
         return self._send_load(Load([], copies, now + LOAD_DEADLINE_S, blocks, kept))
 
     def _has_room(
-        self, num_tokens: int, length: int, found: Sequence[Sequence[int]], missing: Sequence[_Missing]
+        self, num_tokens: int, length: int, found: Sequence[Sequence[int]], needed: Sequence[int]
     ) -> bool:
-        """Whether the free blocks hold what is loaded, and the tokens that are computed after it."""
+        """Whether the free blocks hold what is loaded, and the tokens that are computed after it.
+
+        `needed`: blocks of the prefix by group, of which `found` are cached.
+        """
         for group, (spec, pool) in enumerate(zip(self._specs, self._pools, strict=True)):
-            loaded = sum(one[0] == group for one in missing)
+            loaded = needed[group] - len(found[group])
             if isinstance(spec, RecurrentStateSpec):
                 new = 1
             else:
