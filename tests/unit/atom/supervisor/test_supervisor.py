@@ -208,7 +208,8 @@ def test_it_gives_up_once_no_engine_is_left(supervisor: Supervisor) -> None:
     check_until(supervisor, lambda: second.number == 1)
     second.codes = (CRASH,)
     second.life.children["core"].process.kill()
-    assert str(failure_of(supervisor)) == "core: ended with exit status 3"
+    text = str(failure_of(supervisor))
+    assert text == "core: ended with exit status 3; the first of 3 failures in a row: core: killed by SIGKILL"
 
 
 def test_while_stopping_nothing_is_restarted(supervisor: Supervisor) -> None:
