@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from atom.plugin.families import LATENT
 from tests.helpers.tiny_models import Tiny
 
 
@@ -21,7 +22,7 @@ class Run(Protocol):
 def table(
     host: str, runs: Sequence[Run], problems: Mapping[str, list[str]], attentions: Sequence[str]
 ) -> list[str]:
-    """Lines of the table. A family without a run with the host's attention is not registered with it."""
+    """Lines of the table."""
     families = sorted({run.row.model_type for run in runs})
     lines = [
         f"| `model_type` | {' | '.join(f'{each} attention' for each in attentions)} |",
@@ -37,9 +38,9 @@ def _cell(
     host: str, runs: Sequence[Run], problems: Mapping[str, list[str]], family: str, attention: str
 ) -> str:
     of_cell = [run for run in runs if run.row.model_type == family and run.attention == attention]
-    if not of_cell:
+    if not of_cell and family in LATENT:
         return f"{host}'s own model"
-    if any(run.name not in problems for run in of_cell):
+    if not of_cell or any(run.name not in problems for run in of_cell):
         return "not run"
     return "differs" if any(problems[run.name] for run in of_cell) else "equal ids"
 

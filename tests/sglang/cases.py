@@ -36,12 +36,15 @@ class Case:
 
 
 _FUSED = {"ATOM_ROPE_FUSED_QKNORM": "1"}
-_DENSE = ("llama-gqa", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe", "gpt-oss")
+_DENSE = ("llama-gqa", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe", "gpt-oss")
 _LATENT = ("deepseek-v2-lite", "deepseek-v3")
 
 FAMILIES = [
     *(Case("family", tiny(name)) for name in (*_DENSE, *_LATENT)),
-    *(Case("family", tiny(name), HOST) for name in ("llama-gqa", "qwen2", "qwen3", "qwen3-moe", "mixtral")),
+    *(
+        Case("family", tiny(name), HOST)
+        for name in ("llama-gqa", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe")
+    ),
 ]
 """Their results are a table of docs/use/plugins.md."""
 FEATURES = [

@@ -17,14 +17,17 @@ class Ran:
 RUNS = [
     Ran("a", tiny("llama-gqa"), "ours"),
     Ran("b", tiny("llama-gqa"), "theirs"),
-    Ran("c", tiny("qwen3"), "ours"),
+    Ran("c", tiny("deepseek-v3"), "ours"),
 ]
 
 
 def test_each_cell_has_its_result() -> None:
     lines = table("Host", RUNS, {"a": [], "b": ["wrong"]}, ("ours", "theirs"))
     assert lines[0] == "| `model_type` | ours attention | theirs attention |"
-    assert lines[2:] == ["| `llama` | equal ids | differs |", "| `qwen3` | not run | Host's own model |"]
+    assert lines[2:] == [
+        "| `deepseek_v3` | not run | Host's own model |",
+        "| `llama` | equal ids | differs |",
+    ]
 
 
 def test_only_the_host_s_own_table_is_replaced(tmp_path: Path) -> None:
