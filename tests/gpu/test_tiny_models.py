@@ -19,9 +19,9 @@ GPU = torch.device("cuda", 0)
 BLOCKS, BLOCK_SIZE = 64, 16
 PLAIN = ("llama-gqa", "llama-odd-gqa", "llama-llama3-rope", "qwen3", "qwen3-odd-gqa-biases-windows")
 OTHERS = ("qwen3-moe", "gpt-oss", "deepseek-v2-groups-yarn", "deepseek-v3", "deepseek-v3.2", "glm-5")
-STATEFUL = ("qwen3-next", "qwen3-next-odd-heads-biases", "qwen3-next-every-second-mha-tied")
+STATEFUL = ("qwen3-next", "qwen3-next-odd-heads-biases", "qwen3-next-every-second-mha-tied", "kimi-linear")
 OURS = {"rms_norm", "add_rms_norm", "silu_and_mul", "embedding", "rotation_at", "rotate_and_write_kv"}
-OURS |= {"causal_conv", "gated_delta_rule", "gated_rms_norm", "sigmoid_and_mul"}
+OURS |= {"causal_conv", "gated_delta_rule", "kimi_delta_attention", "gated_rms_norm", "sigmoid_and_mul"}
 
 pytestmark = [
     pytest.mark.gpu,
