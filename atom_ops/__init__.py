@@ -73,6 +73,7 @@ from atom_ops.ops.linear.linear import linear, pack_linear_weight
 from atom_ops.ops.linear.linear_argmax import linear_argmax
 from atom_ops.ops.recurrent.causal_conv import causal_conv
 from atom_ops.ops.recurrent.gated_delta_rule import DecayWeights, gated_delta_rule
+from atom_ops.ops.recurrent.kimi_delta_attention import kimi_delta_attention
 from atom_ops.ops.recurrent.recurrent_state import (
     StateLayer,
     StatePart,
@@ -191,6 +192,7 @@ __all__ = [
     "index_bytes_per_block",
     "index_topk",
     "keep_latents",
+    "kimi_delta_attention",
     "kv_bytes_per_block",
     "kv_indices",
     "latent_attention",

@@ -44,17 +44,24 @@ void rms_norm(const T* x, const T* residual, const T* weight, T* out, T* total, 
     }
 }
 
-template <typename T> void silu_and_mul(const T* x, T* out, int64_t rows, int64_t size) {
+// The argument of the sigmoid in GELU's tanh approximation: twice sqrt(2 / pi) (g + 0.044715 g^3).
+inline float gelu_argument(float g) { return 1.5957691216f * g * (1.0f + 0.044715f * g * g); }
+
+template <typename T, bool GELU = false> void gate_and_mul(const T* x, T* out, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > WORTH_THREADS)
     for (int64_t row = 0; row < rows; ++row) {
         const T *gate = x + row * 2 * size, *up = gate + size;
         for (int64_t i = 0; i < size; ++i) {
             const float g = number(gate[i]);
             T activated;
-            put(activated, g / (1.0f + exponential(-g)));
+            put(activated, g / (1.0f + exponential(GELU ? -gelu_argument(g) : -g)));
             put(out[row * size + i], number(activated) * number(up[i]));
         }
     }
+}
+
+template <typename T> void silu_and_mul(const T* x, T* out, int64_t rows, int64_t size) {
+    gate_and_mul(x, out, rows, size);
 }
 
 constexpr int64_t MOST_FEATURES = 256;  // largest head
@@ -180,6 +187,10 @@ KERNEL(silu_and_mul)(const void* x, void* out, int64_t rows, int64_t size) {
     silu_and_mul((const T*)x, (T*)out, rows, size);
 }
 
+KERNEL(gelu_tanh_and_mul)(const void* x, void* out, int64_t rows, int64_t size) {
+    gate_and_mul<T, true>((const T*)x, (T*)out, rows, size);
+}
+
 KERNEL(rotate_and_write)(const void* qkv, int64_t qkv_stride, const float* cos, const float* sin,
                          int64_t cos_stride, int64_t sin_stride, void* q, void* kv, const int64_t* slots,
                          const void* q_weight, const void* k_weight, int64_t tokens, int64_t heads,
@@ -282,6 +293,7 @@ KERNEL(silu_linear_ints)(const void* x, void* gated, const void* words, const vo
 extern "C" const Kernel JOIN(atom_kernels, ATOM_DTYPE)[] = {
     ENTRY(rms_norm),
     ENTRY(silu_and_mul),
+    ENTRY(gelu_tanh_and_mul),
     ENTRY(rotate_and_write),
     ENTRY(attend),
     ENTRY(linear_ints),

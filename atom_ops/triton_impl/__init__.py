@@ -37,6 +37,7 @@ def load() -> None:
     import atom_ops.triton_impl.linear.linear
     import atom_ops.triton_impl.recurrent.causal_conv
     import atom_ops.triton_impl.recurrent.gated_delta_rule
+    import atom_ops.triton_impl.recurrent.kimi_delta_attention
     import atom_ops.triton_impl.sampling.decode_inputs
     import atom_ops.triton_impl.sampling.draft_inputs
     import atom_ops.triton_impl.sampling.logits_processors

@@ -20,7 +20,13 @@ BLOCKS, BLOCK_SIZE = 64, 16
 PLAIN = ("llama-gqa", "llama-odd-gqa", "llama-llama3-rope", "qwen3", "qwen3-odd-gqa-biases-windows")
 OTHERS = ("qwen3-moe", "gpt-oss", "deepseek-v2-groups-yarn", "deepseek-v3", "deepseek-v3.2", "glm-5")
 STATEFUL = ("qwen3-next", "qwen3-next-odd-heads-biases", "qwen3-next-every-second-mha-tied")
-STATEFUL += ("qwen3.5", "qwen3.5-odd-heads-biases", "qwen3.5-every-second-mha-tied", "qwen3.5-moe")
+STATEFUL += (
+    "qwen3.5",
+    "qwen3.5-odd-heads-biases",
+    "qwen3.5-every-second-mha-tied",
+    "qwen3.5-moe",
+    "kimi-linear",
+)
 DENSE = ("smollm3-odd-gqa-biases-windows", "gemma3-odd-gqa-biases-linear-rope", "olmo3-odd-gqa-biases")
 DENSE += (
     "phi3-odd-gqa-tied-window-longrope",
@@ -31,7 +37,7 @@ DENSE += (
 DENSE += ("ministral-odd-gqa-tied", "ministral3-odd-gqa-tied-window")
 EXPERTS = ("minimax-m2", "minimax-m2-odd-gqa-tied", "glm-4.7-flash", "glm-4.7-flash-odd-heads-biases-tied")
 OURS = {"rms_norm", "add_rms_norm", "silu_and_mul", "embedding", "rotation_at", "rotate_and_write_kv"}
-OURS |= {"causal_conv", "gated_delta_rule", "gated_rms_norm", "sigmoid_and_mul"}
+OURS |= {"causal_conv", "gated_delta_rule", "kimi_delta_attention", "gated_rms_norm", "sigmoid_and_mul"}
 
 pytestmark = [
     pytest.mark.gpu,

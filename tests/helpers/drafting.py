@@ -122,6 +122,10 @@ class PairOfRanks:
     def _runner(self) -> Any:
         return self._workers[0]._runner
 
+    @property
+    def tiers(self) -> None:
+        """No KV is kept outside the cache."""
+
     def _on_both(self, run: Callable[[Worker], Any]) -> Any:
         """The result of rank 0."""
 

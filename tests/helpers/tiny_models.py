@@ -3,6 +3,7 @@
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -174,6 +175,19 @@ _GRANITE4 = {
     "position_embedding_type": "rope",
     "mamba_n_heads": 8,
 }
+_KIMI_LINEAR = (
+    {name: value for name, value in _DEEPSEEK.items() if name != "head_dim"}
+    | _NO_TOKENS
+    | {
+        "num_hidden_layers": 4,
+        "num_local_experts": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+    }
+)
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 
 TINY_MODELS = [
@@ -315,6 +329,12 @@ TINY_MODELS = [
                                  "linear_conv_kernel_dim": 3,
                                  "layer_types": ["full_attention", "linear_attention"] * 2
                                                 + ["linear_attention"]}),
+    Tiny("kimi-linear", "kimi_linear", 1, _KIMI_LINEAR | {"q_lora_rank": None}, scale=1.0),
+    Tiny("kimi-linear-odd-heads", "kimi_linear", 2,
+         _KIMI_LINEAR | _THREE_HEADS | {"linear_num_heads": 3, "linear_conv_kernel_dim": 3, "n_group": 4,
+                                        "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False,
+                                        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+         scale=1.2),
     Tiny("qwen3.5-moe", "qwen3_5_moe_text", 2, _QWEN3_NEXT),
     Tiny("qwen3.5-moe-odd-heads-biases", "qwen3_5_moe_text", 1,
          _QWEN3_NEXT | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,
@@ -333,6 +353,11 @@ def tiny_config(model: Tiny) -> Any:
     """The row's config as transformers reads it."""
     # The config modifies its arguments.
     return AutoConfig.for_model(model.model_type, **deepcopy({**_COMMON, **model.config}))
+
+
+_SAVED: dict[str, tuple[torch.nn.Module, dict[str, bytes]]] = {}
+"""Models and the contents of their files, for `save_tiny`."""
+_MOST_SAVED = 8
 
 
 def build_tiny(model: Tiny) -> torch.nn.Module:
@@ -374,9 +399,22 @@ def _embedding_scale(model: torch.nn.Module) -> float:
 
 
 def save_tiny(model: Tiny, directory: Path, shard_size: str = "5GB") -> tuple[torch.nn.Module, Checkpoint]:
-    """Saves the model in `directory`; returns it with its `Checkpoint`."""
-    built = build_tiny(model)
-    built.save_pretrained(directory, max_shard_size=shard_size)
+    """Saves the model in `directory`; returns it, not to be changed, with its `Checkpoint`.
+
+    The last few models are made once.
+    """
+    key = f"{model}, {shard_size}"
+    if key not in _SAVED:
+        built = build_tiny(model)
+        with TemporaryDirectory() as made:
+            built.save_pretrained(made, max_shard_size=shard_size)
+            _SAVED[key] = built, {path.name: path.read_bytes() for path in Path(made).iterdir()}
+        while len(_SAVED) > _MOST_SAVED:
+            del _SAVED[next(iter(_SAVED))]
+    built, files = _SAVED[key]
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
     return built, checkpoint_of(directory)
 
 
@@ -435,18 +473,37 @@ class Greedy:
 
 
 def hf_greedy(model: torch.nn.Module, prompt: list[int], count: int, min_margin: float = 0.0) -> Greedy:
-    """Each token by a forward pass over the whole sequence, without a cache.
+    """Each token is the likeliest by a forward pass over the whole sequence, without a cache.
 
-    Ends early where the top-2 margin is at most `min_margin`.
+    Decoding with a cache drafts the tokens that such a pass verifies, all at once. Ends early where the top-2
+    margin is at most `min_margin`.
     """
-    ids, margins = list(prompt), []
-    for _ in range(count):
-        best = hf_logits(model, ids)[-1].topk(2)
-        ids.append(int(best.indices[0]))
-        margins.append(float(best.values[0] - best.values[1]))
-        if margins[-1] <= min_margin:
-            break
+    ids = list(prompt)
+    margins: list[float] = []
+    while len(margins) < count:
+        drafts = _hf_drafts(model, ids, count - len(margins))
+        for logits_V, draft in zip(hf_logits(model, ids + drafts[:-1])[len(ids) - 1 :], drafts, strict=True):
+            best = logits_V.topk(2)
+            ids.append(int(best.indices[0]))
+            margins.append(float(best.values[0] - best.values[1]))
+            if margins[-1] <= min_margin:
+                return Greedy(ids[len(prompt) :], min(margins))
+            if ids[-1] != draft:
+                break
     return Greedy(ids[len(prompt) :], min(margins))
+
+
+def _hf_drafts(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
+    """Greedy tokens, decoded with a cache."""
+    drafts: list[int] = []
+    new, past = ids, None
+    with torch.no_grad():
+        for _ in range(count):
+            found = model(torch.tensor([new]), past_key_values=past, use_cache=True)
+            past = found.past_key_values
+            new = [int(found.logits[0, -1].argmax())]
+            drafts += new
+    return drafts
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

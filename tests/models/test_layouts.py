@@ -24,7 +24,7 @@ SCRIPT = """
 """
 REPLICATED = {
     "deepseek_v2": 0.12, "deepseek_v3": 0.12, "glm4_moe_lite": 0.12,
-    "deepseek_v32": 0.31, "glm_moe_dsa": 0.26,
+    "deepseek_v32": 0.31, "glm_moe_dsa": 0.26, "kimi_linear": 0.12,
 }  # fmt: skip
 """The largest share of the weights that every rank has: projections to latents, and indexers; else 2 %."""
 OF_A_MOE_LAYER = {
@@ -50,23 +50,29 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-    """Each family's."""
+def selected(request: pytest.FixtureRequest) -> list[Case]:
+    """The cases that the session has selected."""
+    here = [item for item in request.session.items if item.path == request.path]
+    calls = [item.callspec.params for item in here if hasattr(item, "callspec")]
+    return [(call["family"], call["layout"]) for call in calls if {"family", "layout"} <= call.keys()]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(selected: list[Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    """Those of the selected families."""
     directory = tmp_path_factory.mktemp("models")
-    return {family: save_tiny(tiny(row), directory / row)[1] for family, row in ROWS.items()}
+    families = {family for family, _ in selected} | {MOVED}
+    return {family: save_tiny(tiny(ROWS[family]), directory / family)[1] for family in sorted(families)}
 
 
 @pytest.fixture(scope="module")
 def outcomes(
+    selected: list[Case],
     checkpoints: dict[str, Checkpoint],
     tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
 ) -> dict[Case, list[Outcome]]:
-    """What each rank of each case found that the session has selected."""
+    """What each rank of each selected case found."""
     path, base = tmp_path_factory.mktemp("jobs") / "jobs.json", engine_config()
-    here = [item for item in request.session.items if item.path == request.path]
-    calls = [item.callspec.params for item in here if hasattr(item, "callspec")]
-    selected = [(call["family"], call["layout"]) for call in calls if {"family", "layout"} <= call.keys()]
     every = [*selected, (MOVED, MOVING)]
     jobs = [Job(layout.config(base), checkpoints[family], layout, PROMPTS) for family, layout in every]
     path.write_bytes(msgspec.json.encode(jobs))

@@ -5,6 +5,7 @@
     rope_scaling {"type": …, …}             rope_parameters {"rope_type": …, …,
     rope_theta, partial_rotary_factor           "rope_theta": …, "partial_rotary_factor": …}
     rope_local_base_freq                    rope_parameters {"full_attention": …, "sliding_attention": …}
+    model_max_length                        max_position_embeddings
     text_config {…}                         its settings, in place of it
 
 All are converted before they are merged: otherwise an override with an old name would not replace a setting
@@ -23,6 +24,8 @@ from workers.checkpoint.families import config_defaults
 _FLAG = "--hf-overrides"
 _RENAMED = ("torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _OLD_LONGROPE = "su"
+_LENGTH = "max_position_embeddings"
+_OLD_LENGTH = "model_max_length"
 _LOCAL_THETA = "rope_local_base_freq"
 _OF_PARTS = ("text_config", "vision_config", "audio_config")
 # Settings that every config has, also if config.json does not state them.
@@ -68,6 +71,8 @@ def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
     made = {name: value for name, value in config.items() if name not in _RENAMED}
     if made.get("dtype") is None and config.get("torch_dtype") is not None:
         made["dtype"] = config["torch_dtype"]
+    if _LENGTH not in made and config.get(_OLD_LENGTH) is not None:
+        made[_LENGTH] = made.pop(_OLD_LENGTH)
     rope = _rope_object(config)
     for name in ("rope_theta", "partial_rotary_factor"):
         if config.get(name) is not None:

@@ -22,7 +22,10 @@ class WeightedModel(nn.Module):
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
     """Fused module -> the checkpoint's modules that are stacked into it, in this order."""
     renamed_on_disk: ClassVar[Mapping[str, str]] = {}
-    """Module name -> its name in the checkpoint, where the two differ."""
+    """Module name -> its name in the checkpoint, where the two differ.
+
+    A name that differs within some modules only stands with that of its parent, a dot between them.
+    """
     kv_groups: list[CacheGroup]
     """Every layer that caches something belongs to exactly one."""
     unused_on_disk: tuple[str, ...] = ()

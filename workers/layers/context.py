@@ -16,6 +16,17 @@ from workers.layers.attention.rotation import Rotation
 from workers.layers.moe.second_stream import SecondStream
 from workers.layers.quantization.config import QuantizationConfig
 
+
+def path_on_disk(path: str, renamed: Mapping[str, str]) -> str:
+    """The path of a module in the checkpoint, where `renamed` is as `CausalLM.renamed_on_disk`."""
+    names = path.split(".")
+    for at in range(len(names) - 1):
+        pair = renamed.get(f"{names[at]}.{names[at + 1]}")
+        if pair is not None:
+            names[at : at + 2] = pair.split(".")
+    return ".".join(renamed.get(name, name) for name in names)
+
+
 CacheLayer = KVLayer | LatentLayer | StateLayer | Any
 """The cache of one layer; other types belong to attention backends with layouts of their own."""
 
@@ -47,7 +58,7 @@ class BuildContext:
     """Whether to build the first layer for multi-token prediction."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Module name -> its name in the checkpoint, where the two differ."""
+    """As `CausalLM.renamed_on_disk`."""
     prefix: str = ""
     """Path in the checkpoint of the module that is built."""
     separate_tables: bool = False
@@ -55,8 +66,8 @@ class BuildContext:
 
     def at(self, path: str) -> "BuildContext":
         """The context of the module at `path` within this one."""
-        names = [self.renamed.get(name, name) for name in path.split(".")]
-        return replace(self, prefix=".".join(filter(None, [self.prefix, *names])))
+        whole = ".".join(filter(None, [self.prefix, path]))
+        return replace(self, prefix=path_on_disk(whole, self.renamed))
 
 
 @dataclass(frozen=True, slots=True)

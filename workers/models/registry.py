@@ -8,7 +8,7 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.online_quantization import OnlineQuantization
 from workers.checkpoint.families import check_supported
 from workers.layers.causal_lm import CausalLM
-from workers.layers.context import BuildContext
+from workers.layers.context import BuildContext, path_on_disk
 from workers.layers.quantization.config import resolve
 
 
@@ -42,4 +42,4 @@ def _paths(model: CausalLM) -> Iterator[str]:
     """Paths of all modules, here and in the checkpoint."""
     for path, _ in model.named_modules():
         yield path
-        yield ".".join(model.renamed_on_disk.get(name, name) for name in path.split("."))
+        yield path_on_disk(path, model.renamed_on_disk)

@@ -1,6 +1,7 @@
 """The safetensors files of a checkpoint directory."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,12 +197,16 @@ class TensorPlace:
     name: str
 
 
-def model_name(stored: str) -> str:
-    """The name that a tensor has in a checkpoint of its language model alone.
+_DENSE_MLP = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj\.)")
 
-    Multimodal checkpoints have language_model.model.… or model.language_model.… in place of model.….
+
+def model_name(stored: str) -> str:
+    """The name that a tensor has in a published checkpoint of its language model alone.
+
+    Multimodal checkpoints have language_model.model.… or model.language_model.… in place of model.…;
+    transformers saves dense MLPs under the name of those with experts, where the two differ (Kimi-Linear).
     """
-    return stored.replace(LANGUAGE_MODEL, "", 1)
+    return _DENSE_MLP.sub(r".mlp.\1", stored.replace(LANGUAGE_MODEL, "", 1))
 
 
 def tensor_places(directory: Path) -> dict[str, TensorPlace]:

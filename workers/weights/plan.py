@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.layers.causal_lm import WeightedModel
+from workers.layers.context import path_on_disk
 from workers.layers.weighted import CheckpointTensor, ShardSpec, WeightedLayer
 
 
@@ -51,7 +52,7 @@ def weighted_layers(model: WeightedModel) -> Iterator[tuple[str, WeightedLayer]]
 def load_targets(model: WeightedModel) -> Iterator[LoadTarget]:
     """One for each shard; a fused projection has one for each tensor stacked into it."""
     for module_path, layer in weighted_layers(model):
-        path = ".".join(model.renamed_on_disk.get(name, name) for name in module_path.split("."))
+        path = path_on_disk(module_path, model.renamed_on_disk)
         if layer.prefix not in (None, path):
             raise AssertionError(f"{path} was built as {layer.prefix}: pass it build.at(…) with its name")
         parent, _, last = path.rpartition(".")

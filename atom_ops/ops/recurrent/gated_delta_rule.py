@@ -97,8 +97,8 @@ def gated_delta_rule(
     qk_TC, v_TC = qkv_TC.float().split([qkv_TC.shape[1] - heads * value_size, heads * value_size], 1)
     q_TKE, k_TKE = qk_TC.unflatten(1, (-1, key_size)).chunk(2, 1)
     sharing = heads // q_TKE.shape[1]
-    q_TNE = (_unit(q_TKE) * key_size**-0.5).repeat_interleave(sharing, 1)
-    k_TNE = _unit(k_TKE).repeat_interleave(sharing, 1)
+    q_TNE = (unit_vectors(q_TKE) * key_size**-0.5).repeat_interleave(sharing, 1)
+    k_TNE = unit_vectors(k_TKE).repeat_interleave(sharing, 1)
     rate_TN, step_TN = gates_T2N.float().chunk(2, 1)
     fade_TN = -decay.a_log_N.exp() * functional.softplus(step_TN + decay.dt_bias_N)
     inputs = _Tokens(q_TNE, k_TNE, v_TC.unflatten(1, (heads, value_size)), fade_TN, rate_TN.sigmoid())
@@ -108,7 +108,7 @@ def gated_delta_rule(
     for rows_G, longest in plan.groups():
         token_GL = plan.query_starts_R1[rows_G, None] + torch.arange(longest, device=rows_G.device)
         padding_GL = token_GL >= plan.query_starts_R1[rows_G + 1, None]
-        given = _Tokens(*[_rows(x, token_GL.clamp(max=tokens - 1), padding_GL) for x in inputs])
+        given = _Tokens(*[padded_rows(x, token_GL.clamp(max=tokens - 1), padding_GL) for x in inputs])
         rule = _one_token if longest == 1 else _in_chunks
         out_GLNF, states = rule(given, plan.read(recurrent_SNEF, rows_G))
         plan.write(recurrent_SNEF, rows_G, states)
@@ -118,11 +118,12 @@ def gated_delta_rule(
     return out_TNF[:tokens].to(qkv_TC.dtype)
 
 
-def _unit(x_TKE: Tensor) -> Tensor:
+def unit_vectors(x_TKE: Tensor) -> Tensor:
+    """L2-normalised over the last dimension."""
     return x_TKE * (x_TKE.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
-def _rows(x: Tensor, token_GL: Tensor, padding_GL: Tensor) -> Tensor:
+def padded_rows(x: Tensor, token_GL: Tensor, padding_GL: Tensor) -> Tensor:
     """The rows' tokens, [G, L, …], zero in padding: rate 0 and decay 0 leave the state as it is."""
     found = x.index_select(0, token_GL.flatten()).unflatten(0, token_GL.shape)
     return found.masked_fill(padding_GL.view(*padding_GL.shape, *[1] * (x.dim() - 1)), 0.0)

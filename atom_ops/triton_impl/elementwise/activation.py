@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.ops.elementwise.activation import sigmoid_and_mul, silu_and_mul
+from atom_ops.ops.elementwise.activation import gelu_tanh_and_mul, sigmoid_and_mul, silu_and_mul
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
 from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
@@ -12,7 +12,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate_and_mul(
+    x_ptr, out_ptr, GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -20,21 +22,34 @@ def _silu_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: 
     gate_ptr = x_ptr + row * (2 * SIZE) + column
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + SIZE, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * SIZE + column, gate * tl.sigmoid(gate) * up, mask=inside)
+    # (1 + tanh(x)) / 2 is the sigmoid of 2x.
+    inner = 1.5957691216 * gate * (1.0 + 0.044715 * gate * gate) if GELU else gate
+    tl.store(out_ptr + row * SIZE + column, gate * tl.sigmoid(inner) * up, mask=inside)
 
 
 @silu_and_mul.provider(
     "triton", needs=NEEDS, supported=runs_on, supports=lambda x_T2F: x_T2F.is_floating_point()
 )
-def _launch(x_T2F: Tensor) -> Tensor:
+def _silu_and_mul(x_T2F: Tensor) -> Tensor:
+    return _launch(x_T2F, gelu=False)
+
+
+@gelu_tanh_and_mul.provider(
+    "triton", needs=NEEDS, supported=runs_on, supports=lambda x_T2F: x_T2F.is_floating_point()
+)
+def _gelu_tanh_and_mul(x_T2F: Tensor) -> Tensor:
+    return _launch(x_T2F, gelu=True)
+
+
+def _launch(x_T2F: Tensor, gelu: bool) -> Tensor:
     x_T2F = x_T2F.contiguous()
     size = x_T2F.shape[-1] // 2
     out_TF = x_T2F.new_empty((*x_T2F.shape[:-1], size))
     if out_TF.numel():
         block = min(triton.next_power_of_2(size), _BLOCK)
         grid = (out_TF.numel() // size, triton.cdiv(size, block))
-        _silu_and_mul[grid](
-            x_T2F, out_TF, SIZE=size, BLOCK=block, num_warps=4, **launch_options(x_T2F.device)
+        _gate_and_mul[grid](
+            x_T2F, out_TF, GELU=gelu, SIZE=size, BLOCK=block, num_warps=4, **launch_options(x_T2F.device)
         )
     return out_TF
 

@@ -69,7 +69,7 @@ class LatentDecoderLM(PredictingDecoderLM):
         moe = moe_args(config, rule, correction_bias)
 
         def mlp(layer: int, at: BuildContext) -> FeedForward:
-            return MoE(moe, at) if _has_experts(config, layer) else GatedMLP(args, at)
+            return MoE(moe, at) if has_experts(config, layer) else GatedMLP(args, at)
 
         super().__init__(config, args, build, mlp, token_mixers)
 
@@ -174,7 +174,8 @@ def _token_mixers(latent: LatentArgs, args: DecoderArgs, build: BuildContext) ->
     return TokenMixers(groups, lambda layer, at: kind(latent, layer, groups, at.at("self_attn")))
 
 
-def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
+def has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has experts."""
     kinds = config.get("mlp_layer_types") or ()  # layers for multi-token prediction are not listed
     return kinds[layer] == "sparse" if layer < len(kinds) else layer >= config["first_k_dense_replace"]
 
