@@ -42,6 +42,15 @@ def test_families_that_predict_several_tokens_say_which_field_counts_the_layers(
         "deepseek_v32",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
+        "qwen3_next",
+    ]
+    config = {"mtp_num_hidden_layers": 1}
+    assert [family for family in families() if mtp_layers(family, config)] == [
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
     ]
     assert mtp_layers("deepseek_v3", {}) == mtp_layers("glm4_moe", {"num_nextn_predict_layers": None}) == 0
 
