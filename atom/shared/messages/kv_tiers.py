@@ -53,7 +53,7 @@ class BlockCopy(msgspec.Struct, array_like=True, frozen=True, gc=False):
     block: int
     slot: int
     digest: bytes = b""
-    """Of its content, for tiers by content, as the fields below."""
+    """Digest of its content, for tiers by content; so are the fields below."""
     hash_input: bytes = b""
     """What the digest is computed from."""
     replaced: bytes = b""
