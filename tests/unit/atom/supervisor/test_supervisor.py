@@ -268,11 +268,18 @@ def test_a_long_start_says_what_it_waits_for(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor_module, "STALL_NOTICE_S", 0.0)
-    first, second = add_engines(supervisor, (SLEEP,), (CRASH,))
+    first, second = add_engines(supervisor, (SLEEP,), (SLEEP,))
+    second.name = "engine 1"
     assert first.life is not None
     send(first.life, Ready("core"))
-    with caplog.at_level("INFO"), pytest.raises(StartError):
-        second.name = "engine 1"
+    check_until(supervisor, lambda: first.is_ready)
+
+    def end_once_said() -> None:
+        if "still waiting" in caplog.text:
+            raise StartError("it is said")
+
+    supervisor._on_turn = end_once_said
+    with caplog.at_level("INFO"), pytest.raises(StartError, match="it is said"):
         supervisor.wait_ready()
     assert "still waiting for: engine 1" in caplog.text
 
