@@ -31,7 +31,9 @@ FP8_MODELS = [
                      "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}),
 ]  # fmt: skip
 
-QUANTIZED = re.compile(r"\.(self_attn|mlp|linear_attn)\..*_proj(_with_mqa|_qkvz?|_z)?\.weight$")
+QUANTIZED = re.compile(
+    r"\.(self_attn|mlp|linear_attn|block_sparse_moe)\..*(_proj(_with_mqa|_qkvz?|_z)?|\.w[123])\.weight$"
+)
 CONFIG: dict[str, Any] = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",

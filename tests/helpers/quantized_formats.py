@@ -5,7 +5,7 @@ A row is one format of one quantization method; docs/use/quantization.md lists t
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,24 @@ QUANTIZED_MODELS = [
          tiny("gpt-oss").config | {"hidden_size": 200, "num_hidden_layers": 1, "num_attention_heads": 4,
                                    "num_key_value_heads": 4, "head_dim": 64}),
 ]  # fmt: skip
+
+_WIDE = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "intermediate_size": 256}  # fmt: skip
+OTHER_FAMILIES = [
+    *(
+        replace(tiny(name), config=tiny(name).config | _WIDE)
+        for name in ("smollm3", "phi3", "olmo2", "olmo3", "ministral3")
+    ),
+    # Logits that are neither too small nor multiplied, for the tolerance.
+    replace(
+        tiny("gemma3"),
+        config=tiny("gemma3").config | _WIDE | {"tie_word_embeddings": False, "query_pre_attn_scalar": 64},
+    ),
+    replace(tiny("granite"), config=tiny("granite").config | _WIDE | {"logits_scaling": 1.0}),
+    replace(tiny("minimax-m2"), config=tiny("minimax-m2").config | _WIDE),
+    Tiny("glm-4.7-flash", "glm4_moe_lite", 1, _LATENT.config | {"num_hidden_layers": 2}),
+]
+"""Wide enough for whole blocks on two ranks; in one format of each kind."""
 
 
 def save_quantized(model: Tiny, format: StoredFormat, directory: Path) -> torch.nn.Module:

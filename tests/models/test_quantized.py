@@ -8,7 +8,13 @@ import torch
 from parallel.communicator import Communicator
 from tests.helpers.four_bits import FOUR_BIT_FORMATS, FOUR_BIT_MODELS
 from tests.helpers.fp8 import FP8_MODELS
-from tests.helpers.quantized_formats import FORMATS, QUANTIZED_MODELS, StoredFormat, save_quantized
+from tests.helpers.quantized_formats import (
+    FORMATS,
+    OTHER_FAMILIES,
+    QUANTIZED_MODELS,
+    StoredFormat,
+    save_quantized,
+)
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.thread_ranks import on_ranks
 from tests.helpers.tiny_models import Tiny, hf_logits, prompt_of
@@ -21,10 +27,19 @@ ALWAYS = {
     ("llama", "fbgemm_fp8"), ("qwen3-moe", "gptq, 32, desc_act"), ("llama", "awq, 64"),
     ("deepseek-v3", "pack-quantized, 32"), ("gpt-oss", "mxfp4-pack-quantized"),
 }  # fmt: skip
+OF_OTHERS = [
+    each
+    for each in FORMATS + FOUR_BIT_FORMATS
+    if each.name in ("fp8, blocks", "gptq, 32, desc_act", "awq, 64")
+]
+"""The formats of other families, whose layers are those of the above."""
+TABLES = (
+    (QUANTIZED_MODELS, FORMATS), (FOUR_BIT_MODELS, FOUR_BIT_FORMATS), (OTHER_FAMILIES, OF_OTHERS),
+)  # fmt: skip
 ROWS = [
     pytest.param(model, format, id=f"{model.name}-{format.name}",
                  marks=() if (model.name, format.name) in ALWAYS else pytest.mark.models)
-    for models, formats in ((QUANTIZED_MODELS, FORMATS), (FOUR_BIT_MODELS, FOUR_BIT_FORMATS))
+    for models, formats in TABLES
     for model in models
     for format in formats
 ]  # fmt: skip
@@ -62,3 +77,4 @@ def test_the_models_are_those_of_the_page() -> None:
     assert [model.name for model in QUANTIZED_MODELS] == [model.name for model in FOUR_BIT_MODELS]
     names = {model.name for model in QUANTIZED_MODELS}, {each.name for each in FORMATS + FOUR_BIT_FORMATS}
     assert all(model in names[0] and format in names[1] for model, format in ALWAYS)
+    assert len(OF_OTHERS) == 3

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from workers.layers.attention.cache_groups import LatentGroup, StateGroup
+from workers.layers.attention.cache_groups import CacheGroup, LatentGroup, StateGroup
 from workers.layers.config_values import check_value
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderLM, FeedForward, GatedMLP, TokenMixer, TokenMixers
@@ -74,7 +74,7 @@ def _token_mixers(config: Mapping[str, Any], build: BuildContext) -> TokenMixers
     )
     full = [layer for layer, kind in enumerate(kinds) if kind == _FULL]
     linear = [layer for layer, kind in enumerate(kinds) if kind == _LINEAR]
-    groups = [
+    groups: list[CacheGroup] = [
         LatentGroup(full, latent.kv_lora_rank, latent.rope_dim),
         StateGroup(linear, kimi_state_shape(delta, build)),
     ]
