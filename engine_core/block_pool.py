@@ -170,16 +170,24 @@ class BlockPool:
         steps = [step for step, written in self._unconfirmed.items() if not set(written).isdisjoint(blocks)]
         return max(steps, default=0)
 
+    def is_confirmed(self, block: int) -> bool:
+        """Whether no step in flight writes this cached block."""
+        return not any(block in written for written in self._unconfirmed.values())
+
     def uncache_unconfirmed(self) -> None:
         """Uncache the blocks that steps in flight write, after one of these has failed."""
         for block in {block for written in self._unconfirmed.values() for block in written}:
-            if self._digests[block] is None:
-                continue  # evicted since
-            self._drop_hash(block)
-            if not self._ref_counts[block]:
-                del self._evictable[block]
-                self._uncached.append(block)
+            self.uncache(block)
         self._unconfirmed.clear()
+
+    def uncache(self, block: int) -> None:
+        """Remove a block from the prefix cache, if it is there."""
+        if self._digests[block] is None:
+            return
+        self._drop_hash(block)
+        if not self._ref_counts[block]:
+            del self._evictable[block]
+            self._uncached.append(block)
 
     def check_integrity(self, users: Sequence[int]) -> Iterator[None]:
         """Raises AssertionError unless the lists match `users`, the uses of each block in block tables.

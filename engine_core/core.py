@@ -23,6 +23,7 @@ from atom.shared.messages.engine import (
     TokenDeltas,
 )
 from atom.shared.messages.grammar import DropGrammar, GetGrammar, GrammarBytes, GrammarLoaded, LoadGrammar
+from atom.shared.messages.kv_tiers import BlocksCopied, CopyBlocks
 from atom.shared.messages.resume import Claim, Claimed
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
 from engine_core.admission import check_request
@@ -219,6 +220,15 @@ class EngineCore:
         """The next step, or None when nothing can run now."""
         return self._scheduler.schedule()
 
+    def tier_messages(self) -> list[CopyBlocks]:
+        """Messages for the workers, to be sent after the steps that were scheduled."""
+        return [] if self._kv.offload is None else self._kv.offload.take_messages()
+
+    def blocks_copied(self, message: BlocksCopied) -> None:
+        """A rank has done copies to or from a KV tier. Raises ValueError if none were sent to it."""
+        self._check = None
+        self._scheduler.blocks_copied(message)
+
     def update_from_output(self, result: BatchResult) -> dict[bytes, TokenDeltas]:
         """Process the result of the oldest step in flight; returns the deltas for each frontend.
 
@@ -311,6 +321,7 @@ class EngineCore:
             experts_moved=self.expert_load.moved,
             orphans=self._resumable.num_orphans,
             orphans_expired=self._resumable.num_expired,
+            kv_tiers=[] if self._kv.offload is None else self._kv.offload.stats(counters.tier_hits),
         )
 
     def check_integrity(self) -> None:

@@ -20,11 +20,11 @@ execute steps in order, so a later step that gets the block writes to it after t
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from xxhash import xxh64_digest
 
 from atom.shared.messages.admin import Miss
+from atom.shared.messages.kv_tiers import BlocksCopied, TierSlots
 from atom.shared.messages.worker import (
     FullAttentionSpec,
     KVSpec,
@@ -35,60 +35,18 @@ from atom.shared.messages.worker import (
 from engine_core.block_pool import CHECKED_AT_ONCE, BlockPool
 from engine_core.iteration_quota import FREES_PER_UNIT, LOOKUPS_PER_UNIT, IterationQuota
 from engine_core.kv_events import KVEventLog, listed_group
+from engine_core.kv_offload import KVOffload, Load, OffloadPolicy
 from engine_core.kv_plan import covering_blocks, first_visible_block, peak_blocks
+from engine_core.kv_tier import KVTier
+from engine_core.prefix_lookup import visible_prefix
 from engine_core.recent import Recent
+from engine_core.request_blocks import RequestBlocks
 from engine_core.state_checkpoints import SavePoint, StateCheckpoints
 from engine_core.token_ids import TokenIds
 
 PLACEHOLDER = 0
 _MAX_FIRST_BLOCKS = 1 << 14
 _HASHED_AHEAD = 64  # blocks hashed before they are looked up
-
-
-@dataclass(slots=True)
-class RequestBlocks:
-    """The block tables of one request, and the digests of its full blocks."""
-
-    tokens: TokenIds
-    in_prompt: int
-    """Full blocks of the prompt; `tokens.prompt` has their digests."""
-    tables: list[list[int]]
-    first_live: list[int]
-    """For each group: entries of the table before this one are placeholders."""
-    digests: list[bytes] = field(default_factory=list)
-    """Digests of the full blocks after those of the prompt."""
-    hash_inputs: list[bytes] = field(default_factory=list)
-    num_found: int = 0
-    """Leading blocks that `find_prefix` has found so far."""
-    num_cached: int = 0
-    """Leading blocks that have been cached, or were found in the cache."""
-    collided: bool = False
-    """One digest collides with that of another cached content: nothing more may be cached."""
-    miss: Miss | None = None
-    """Why the cached prefix ended at the first admission; None before it."""
-    missed_block: int = -1
-    """The first block that was not cached then; -1 if all that may be were."""
-    shared_step: int = 0
-    """The last unconfirmed step, at admission, that writes one of the shared blocks; 0 if there is none."""
-
-    @property
-    def num_hashed(self) -> int:
-        """Leading blocks that have a digest."""
-        return self.in_prompt + len(self.digests) if self.digests else len(self.tokens.prompt.digests)
-
-    def hashes(self, start: int, end: int) -> tuple[list[bytes], list[bytes]]:
-        """Digests and hash inputs of these blocks."""
-        prompt = self.tokens.prompt
-        length = len(prompt.digests)
-        if start >= length:
-            own = slice(start - length, end - length)
-            return self.digests[own], self.hash_inputs[own]
-        digests = prompt.digests[start:end]
-        hash_inputs = prompt.hash_inputs[start:end]
-        if end > length:
-            digests += self.digests[: end - length]
-            hash_inputs += self.hash_inputs[: end - length]
-        return digests, hash_inputs
 
 
 class KVCacheManager:
@@ -132,15 +90,32 @@ class KVCacheManager:
             self._states = StateCheckpoints(states, self.block_size, state_interval)
         self._full = [pool for spec, pool in pairs if isinstance(spec, FullAttentionSpec)]
         self._paged = [each for each in enumerate(self.pools) if not self._is_state[each[0]]]
-        self._windows = [(spec, pool) for spec, pool in pairs if isinstance(spec, SlidingWindowSpec)]
+        self._windows = [
+            (i, spec) for i, spec in enumerate(self.specs) if isinstance(spec, SlidingWindowSpec)
+        ]
         self._first_blocks: Recent[bytes] = Recent(_MAX_FIRST_BLOCKS)
         """By a digest without salt: the salt of the last request that cached such a first block."""
         self._to_free: deque[tuple[BlockPool, list[int]]] = deque()
+        self.offload: KVOffload | None = None  # tiers for blocks that the cache evicts: `offload_to`
         self.events = KVEventLog(self.block_size) if lists_events else None
         """What the prefix cache has gained and lost; None where it is not listed."""
         self._listed_group = listed_group(self.specs)
         if self.events is not None:
             self.pools[self._listed_group].on_uncached = self.events.removed
+
+    def offload_to(self, tiers: Sequence[TierSlots], min_tokens: int = 0, num_ranks: int = 1) -> None:
+        """Keep blocks in these tiers, too; `min_tokens`, `num_ranks`: see `OffloadPolicy`.
+
+        Raises ValueError without prefix caching: no block would be found.
+        """
+        if not self._caching:
+            raise ValueError("KV tiers need prefix caching")
+        policy = OffloadPolicy(min_tokens, num_ranks, self._max_chunk)
+        self.offload = KVOffload(
+            self.specs, self.pools, [KVTier(slots) for slots in tiers], policy, self.quota, self._hash
+        )
+        if self.events is not None:
+            self.offload.list_events(self.events)
 
     @property
     def num_blocks(self) -> int:
@@ -203,8 +178,13 @@ class KVCacheManager:
             run = self._cached_run(blocks, 0, earlier)
             if run < earlier:
                 blocks.num_found = run
-        hits = self._visible_prefix(blocks, blocks.num_found) if self._windows else blocks.num_found
-        return hits if self._states is None else self._saved_prefix(blocks, hits, self._states)
+        hits = blocks.num_found
+        while True:  # at a shorter prefix, other blocks are the last window
+            visible = self._visible_prefix(blocks, hits) if self._windows else hits
+            saved = visible if self._states is None else self._saved_prefix(blocks, visible, self._states)
+            if saved == hits or not self._windows:
+                return saved
+            hits = saved
 
     def admit(self, blocks: RequestBlocks, hits: int) -> bool:
         """Put `hits` cached blocks, as `find_prefix` has found in this iteration, into empty tables.
@@ -231,7 +211,8 @@ class KVCacheManager:
             self._explain_miss(blocks, hits)
         blocks.shared_step = shared_step
         blocks.first_live[:] = starts
-        blocks.num_cached = hits
+        blocks.num_cached = blocks.num_hits = hits
+        blocks.num_waits = 0
         return True
 
     def reset(self, owners: Iterable[RequestBlocks]) -> int:
@@ -243,6 +224,8 @@ class KVCacheManager:
             blocks.collided = True
         if self._states is not None:
             self._states.forget_pending()
+        if self.offload is not None:
+            self.offload.reset()
         if self.events is not None:
             self.events.cleared()
         return sum(pool.reset() for pool in self.pools)
@@ -310,6 +293,8 @@ class KVCacheManager:
 
         The last blocks are freed first, so that a cached sequence is evicted from its end.
         """
+        if self.offload is not None:
+            self.offload.freed(blocks)
         for pool, table, live in zip(self.pools, blocks.tables, blocks.first_live, strict=True):
             if len(table) > live:
                 self._to_free.append((pool, table[live:]))
@@ -329,6 +314,15 @@ class KVCacheManager:
             pool.uncache_unconfirmed()
         if self._states is not None:
             self._states.forget_pending()
+
+    def copied(self, message: BlocksCopied) -> Load | None:
+        """A rank has done copies to or from a tier; returns the load that has ended with this, if one has.
+
+        Raises ValueError for a message that answers none of those sent.
+        """
+        assert self.offload is not None, "copies without a tier"
+        self.num_frees += 1
+        return self.offload.copied(message)
 
     # Saved states
 
@@ -400,7 +394,12 @@ class KVCacheManager:
             if self._states is not None and self._is_state[group]:
                 for slot in self._states.users(group):
                     users[slot] += 1
+            if self.offload is not None:
+                for block in self.offload.users(group):
+                    users[block] += 1
             yield from pool.check_integrity(users)
+        if self.offload is not None:
+            yield from self.offload.check_integrity()
 
     def check_covers(self, blocks: RequestBlocks, num_tokens: int) -> None:
         """Raises AssertionError unless the tables have the length for this many tokens."""
@@ -417,26 +416,14 @@ class KVCacheManager:
         return min((pool.cached_run(digests, hash_inputs) for pool in self._full), default=end - start)
 
     def _visible_prefix(self, blocks: RequestBlocks, length: int) -> int:
-        """The greatest number of blocks, up to `length`, whose last window is cached in every group.
-
-        Each group's blocks are looked up once, from the last one backwards.
-        """
+        """The greatest number of blocks, up to `length`, whose last window is cached in every group."""
         digests, hash_inputs = blocks.hashes(0, length)
-        cached_from = [length] * len(self._windows)  # blocks cached_from .. length - 1 are cached
-        changed = True
-        while changed:
-            changed = False
-            for number, (spec, pool) in enumerate(self._windows):
-                needed = first_visible_block(spec, length * self.block_size)
-                index = min(cached_from[number], length)
-                while index > needed and pool.find(digests[index - 1], hash_inputs[index - 1]) is not None:
-                    index -= 1
-                cached_from[number] = index
-                if index > needed:
-                    length = cached_from[number] = index - 1
-                    changed = True
-        self.quota.spend((len(digests) - length) * len(self._windows) // LOOKUPS_PER_UNIT)
-        return length
+        found = visible_prefix(self._windows, digests, hash_inputs, length, self._is_cached)
+        self.quota.spend((len(digests) - found) * len(self._windows) // LOOKUPS_PER_UNIT)
+        return found
+
+    def _is_cached(self, group: int, digest: bytes, hash_input: bytes) -> bool:
+        return self.pools[group].find(digest, hash_input) is not None
 
     def _explain_miss(self, blocks: RequestBlocks, hits: int) -> None:
         """Note the first block that the cache does not have, and why."""

@@ -44,7 +44,6 @@ _MAX_REQUEST_BYTES = 512  # of a subscription, or a request for a replay
 _MAX_TOPICS = 1000
 """Different topics of all subscriptions. ZeroMQ keeps some 50 bytes for each byte of a topic."""
 _END = b"\xff" * 8
-_MEDIUM = "GPU"  # vLLM's word for the cache that the model reads, on a CPU as well
 _WARN_EVERY_S = 60.0
 
 
@@ -183,12 +182,12 @@ class KVEventPublisher:
                     "token_ids": array("i", b"".join(event.token_ids)).tolist(),
                     "block_size": self._block_size,
                     "lora_id": None,
-                    "medium": _MEDIUM,
+                    "medium": event.medium,
                     "lora_name": None,
                 }
             case Removed():
                 kind = "BlockRemoved"
-                fields = {"block_hashes": _numbers(event.digests), "medium": _MEDIUM}
+                fields = {"block_hashes": _numbers(event.digests), "medium": event.medium}
             case Cleared():
                 kind = "AllBlocksCleared"
         if self._config.event_format == "arrays":

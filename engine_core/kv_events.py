@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from atom.shared.messages.engine import ID_BYTES
+from atom.shared.messages.kv_tiers import DEVICE
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec
 
 _MAX_RUN = 64
@@ -24,6 +25,8 @@ class Stored:
     digests: list[bytes]
     token_ids: list[bytes]
     """Packed int32, of each block."""
+    medium: str = DEVICE
+    """Where they are now: the device's cache or a KV tier."""
 
 
 @dataclass(slots=True)
@@ -31,6 +34,8 @@ class Removed:
     """Blocks that are cached no more."""
 
     digests: list[bytes]
+    medium: str = DEVICE
+    """Where they were."""
 
 
 @dataclass(slots=True)
@@ -47,34 +52,35 @@ class KVEventLog:
 
     block_size: int
     _events: list[KVEvent] = field(default_factory=list)
-    _listed: set[bytes] = field(default_factory=set)
-    """Digests of the blocks that subscribers know as cached."""
+    _listed: set[tuple[bytes, str]] = field(default_factory=set)
+    """Digests of the blocks that subscribers know as cached, and where."""
 
-    def stored(self, digest: bytes, hash_input: bytes) -> None:
+    def stored(self, digest: bytes, hash_input: bytes, medium: str = DEVICE) -> None:
         """A block is cached; one that was listed already is not listed twice."""
-        if digest in self._listed:
+        if (digest, medium) in self._listed:
             return
-        self._listed.add(digest)
+        self._listed.add((digest, medium))
         id_bytes = self.block_size * ID_BYTES
         parent = hash_input[:-id_bytes]
         ids = hash_input[-id_bytes:]
         last = self._events[-1] if self._events else None
-        if isinstance(last, Stored) and last.digests[-1] == parent and len(last.digests) < _MAX_RUN:
+        follows = isinstance(last, Stored) and last.digests[-1] == parent and last.medium == medium
+        if isinstance(last, Stored) and follows and len(last.digests) < _MAX_RUN:
             last.digests.append(digest)
             last.token_ids.append(ids)
         else:
-            self._events.append(Stored(parent, [digest], [ids]))
+            self._events.append(Stored(parent, [digest], [ids], medium))
 
-    def removed(self, digest: bytes) -> None:
+    def removed(self, digest: bytes, medium: str = DEVICE) -> None:
         """A block is cached no more; unlisted ones are left out."""
-        if digest not in self._listed:
+        if (digest, medium) not in self._listed:
             return
-        self._listed.remove(digest)
+        self._listed.remove((digest, medium))
         last = self._events[-1] if self._events else None
-        if isinstance(last, Removed) and len(last.digests) < _MAX_RUN:
+        if isinstance(last, Removed) and last.medium == medium and len(last.digests) < _MAX_RUN:
             last.digests.append(digest)
         else:
-            self._events.append(Removed([digest]))
+            self._events.append(Removed([digest], medium))
 
     def cleared(self) -> None:
         """All blocks were uncached at once, and nothing before that matters."""

@@ -1,5 +1,6 @@
 """How much KV a request can need, and how a memory budget becomes block counts."""
 
+import operator
 from collections.abc import Sequence
 
 from atom.shared.messages.worker import (
@@ -108,6 +109,18 @@ def _plan_paged(specs: Sequence[PagedSpec], kv_bytes: int, limits: Sequence[int 
         middle = (low + high + 1) // 2
         low, high = (middle, high) if size(middle) <= kv_bytes else (low, middle - 1)
     return counts(low)
+
+
+def plan_slots(
+    specs: Sequence[KVSpec], num_blocks: Sequence[int], tier_bytes: int, extra_bytes: int = 0
+) -> list[int]:
+    """Slots of each group in a tier of so many bytes, in the proportion of the cache's `num_blocks`.
+
+    A slot takes `extra_bytes` more than its block.
+    """
+    sizes = [unit_bytes(spec) + extra_bytes for spec in specs]
+    total = sum(map(operator.mul, sizes, num_blocks))
+    return [blocks * tier_bytes // total for blocks in num_blocks]
 
 
 def longest_sequence(specs: Sequence[KVSpec], num_blocks: Sequence[int], max_chunk: int) -> int | None:

@@ -5,9 +5,9 @@
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult,
                              GetGrammar, Claimed, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
-                             GrammarLoaded
+                             GrammarLoaded, BlocksCopied
                         out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel,
-                             LoadGrammar, DropGrammar
+                             LoadGrammar, DropGrammar, CopyBlocks
     supervisor  PUSH    out: Ready, Dead, Heartbeat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -38,6 +39,7 @@ from atom.shared.messages.engine import (
     TokenDeltas,
 )
 from atom.shared.messages.grammar import GrammarBytes, GrammarLoaded
+from atom.shared.messages.kv_tiers import BlocksCopied
 from atom.shared.messages.launch import CoreLaunch
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.resume import Claim
@@ -67,6 +69,7 @@ from atom.shared.utils.liveness import (
     worker_monitor,
 )
 from atom.shared.utils.logger import get_logger, set_log_level, setup_logging
+from atom.shared.utils.own_directory import NotOwnError
 from atom.shared.utils.process import read_launch
 from atom.shared.utils.stack_dump import add_note, dump_stacks_on_signal
 from atom.shared.utils.step_trace import StepTrace
@@ -80,6 +83,7 @@ from engine_core.kv_events import Cleared
 from engine_core.links import LinkError, WorkerLink
 from engine_core.profiling import MAX_RECORDING_S, Outcome, Profiling
 from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
+from engine_core.tier_seed import stored_seed
 
 StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
 
@@ -189,19 +193,34 @@ class CoreProcess:
             plan.specs,
             plan.num_blocks,
             limits.max_chunk,
-            self._launch.hash_seed,
+            self._hash_seed(),
             config.cache.enable_prefix_caching,
             lists_events=self._kv_events is not None,
             state_interval=config.cache.state_checkpoint_interval_tokens,
         )
+        if plan.tiers:
+            kv.offload_to(plan.tiers, config.cache.kv_offload_min_tokens, self._num_ranks)
         grace_s = config.reliability.orphan_grace
         max_queue_s = config.scheduler.max_queue_time
         core = EngineCore(limits, kv, plan.max_model_len, orphan_grace_s=grace_s, max_queue_s=max_queue_s)
-        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len))
-        if self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up") is None:
+        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len, plan.tiers))
+        ready = self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up")
+        if ready is None:
             return None
+        if kv.offload is not None and (count := kv.offload.adopt([worker.stored for worker in ready])):
+            get_logger().info("%d KV blocks of earlier starts are in --kv-offload-dir", count)
         self._report_ready(plan)
         return core, CoreReady(plan.max_model_len, plan.kv_tokens, [one.weight_bytes for one in loaded])
+
+    def _hash_seed(self) -> int:
+        """That of the launch, or of the directory that has blocks of earlier starts."""
+        directory = self._launch.config.cache.kv_offload_dir
+        if directory is None:
+            return self._launch.hash_seed
+        try:
+            return stored_seed(Path(directory))
+        except (OSError, NotOwnError) as error:
+            raise StartupError(f"--kv-offload-dir: {one_line(error, OSError, NotOwnError)}") from None
 
     def _collect(self, kind: type[StartMessage], deadline_s: float, doing: str) -> list[StartMessage] | None:
         """Wait for a message of type `kind` from every rank; returns them by rank, or None after a signal."""
@@ -278,6 +297,8 @@ class CoreProcess:
                 self._last_batch = batch
                 self._trace.mark("sent", batch.step)
                 self._steps_sent = True
+            for copies in core.tier_messages():
+                self._workers.send(copies)
             # Workers that wait for a batch of this engine delay the other engines: none will come for now.
             if self._lockstep and self._steps_sent and not core.num_in_flight:
                 self._workers.send(StepsDone())
@@ -305,6 +326,9 @@ class CoreProcess:
             return {}
         if isinstance(message, GrammarLoaded):
             return core.grammar_loaded(message)
+        if isinstance(message, BlocksCopied):
+            core.blocks_copied(message)
+            return {}
         if not isinstance(message, BatchResult):
             raise _unexpected(message)
         self._trace.mark("result", message.step)

@@ -3,7 +3,7 @@
 from enum import Enum, auto
 
 from atom.shared.messages.engine import AddRequest, FinishReason, Sampling
-from engine_core.kv_cache_manager import RequestBlocks
+from engine_core.request_blocks import RequestBlocks
 from engine_core.token_ids import TokenIds
 
 NO_ROW = -1
@@ -15,7 +15,7 @@ class State(Enum):
     WAITING = auto()
     """In the queue: new or preempted. Results of a preempted request may still be in flight."""
     HELD = auto()
-    """Was late for a step: returns to the queue at a time."""
+    """Was late for a step, or waits for a KV tier: returns to the queue at a time."""
     PREFILLING = auto()
     """Has tokens to compute besides the one that it sampled last."""
     DECODING = auto()

@@ -34,6 +34,13 @@ class RequestQueue:
         """Scheduling order: the smallest runs first and is preempted last."""
         return (request.priority if self._by_priority else 0, request.arrival)
 
+    def has(self, request: Request) -> bool:
+        """Whether the request waits here."""
+        return request.request_id in self._waiting
+
+    def charge(self, request: Request, tokens: int) -> None:
+        """The request computes so many tokens: nothing to a queue that does not share by tokens."""
+
     def add(self, request: Request) -> None:
         """Add a request."""
         self._waiting[request.request_id] = request

@@ -2,7 +2,7 @@
 
         WAITING --> PREFILLING --> DECODING --> DRAINING --> ENDED
            ^------------+-------------'    preempted, or HELD for a time before; every state --> ENDED by an
-                                           abort or a failure
+           '--> HELD                       abort or a failure
 
 A request that ends while steps in flight still use its row and blocks keeps both until the last of
 these steps is done: the workers will write to them.
@@ -30,7 +30,7 @@ class RequestStates:
         self.queue = queue
         """The waiting ones."""
         self.held: dict[int, tuple[Request, float]] = {}
-        """Those that were late for a step, and the times at which they return to the queue."""
+        """Those that were late for a step or wait for a KV tier, and when they return to the queue."""
         self.prefilling: dict[int, Request] = {}
         self.decode_batch = decode_batch
         """The decoding ones."""
@@ -97,6 +97,19 @@ class RequestStates:
             self._free(request)
         request.state = State.HELD
         self.held[request.request_id] = request, until
+
+    def wait_for_tier(self, request: Request, until: float) -> None:
+        """Keep a waiting request out of the queue while its blocks are loaded, until then at most."""
+        self.queue.remove(request)
+        request.state = State.HELD
+        self.held[request.request_id] = request, until
+
+    def end_wait(self, request: Request, until: float) -> None:
+        """Return a request to the queue that waits for a tier until then, unless it has gone on since."""
+        if self.held.get(request.request_id) == (request, until):
+            del self.held[request.request_id]
+            request.state = State.WAITING
+            self.queue.add(request)
 
     def release(self, now: float) -> None:
         """Return the held requests to the queue whose time has come."""

@@ -23,13 +23,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from atom.shared.messages.kv_tiers import BlocksCopied
 from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
 from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, check_frames, new_row_bytes
 from engine_core.decode_batch import DecodeBatch, union_of_stop_ids
 from engine_core.draft_batch import DraftBatch
 from engine_core.draft_width import DraftWidth
+from engine_core.fair_share import FairShareQueue
 from engine_core.iteration_quota import IDS_PER_UNIT, UNITS_PER_ADMISSION
 from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.kv_offload import Load
 from engine_core.kv_plan import holds_states
 from engine_core.request import Request, State
 from engine_core.request_queue import RequestQueue
@@ -59,6 +62,8 @@ class Limits:
     """Tokens computed in a step in which requests decode; 0: `max_num_batched_tokens`."""
     long_prefill_token_threshold: int = 0
     """Tokens of one prompt computed in a step; 0: as many as fit."""
+    fair_share: bool = False
+    """Whether API keys take turns by the tokens that they compute."""
     adapts_width: bool = False
     """Whether steps have no drafts while these do not pay."""
 
@@ -93,7 +98,7 @@ class Scheduler:
         self._limits = limits
         self._kv = kv
         self._clock = clock
-        self._queue = RequestQueue(limits.policy)
+        self._queue = (FairShareQueue if limits.fair_share else RequestQueue)(limits.policy)
         self._decode_batch = (
             DraftBatch(kv.block_size, limits.num_drafts) if limits.num_drafts else DecodeBatch(kv.block_size)
         )
@@ -105,6 +110,8 @@ class Scheduler:
         self._num_arrivals = 0
         self._no_room: tuple[Request, int] | None = None  # the request that did not fit, and `num_frees` then
         self._is_preparing = False
+        self._waiting_for: dict[Load, list[Request]] = {}
+        """Requests that wait for a KV tier."""
 
     @property
     def num_running(self) -> int:
@@ -129,8 +136,10 @@ class Scheduler:
     @property
     def has_deferred_work(self) -> bool:
         """Whether blocks are left to hash or to free: call `schedule` again without waiting."""
-        return self._kv.has_blocks_to_free or (
-            self._is_preparing and len(self._states.in_flight) < MAX_IN_FLIGHT
+        return (
+            self._kv.has_blocks_to_free
+            or (self._is_preparing and len(self._states.in_flight) < MAX_IN_FLIGHT)
+            or (self._kv.offload is not None and self._kv.offload.has_work)
         )
 
     @property
@@ -143,6 +152,7 @@ class Scheduler:
             self._states.last_completed,
             self._kv.num_frees,
             self._kv.num_hashed,
+            0 if self._kv.offload is None else self._kv.offload.num_copies,
         )
 
     def add(self, request: Request) -> None:
@@ -193,6 +203,16 @@ class Scheduler:
         """
         return self._results.process(result)
 
+    def blocks_copied(self, message: BlocksCopied) -> None:
+        """A rank has done copies to or from a KV tier.
+
+        Raises ValueError for a message that answers none of those sent.
+        """
+        load = self._kv.copied(message)
+        if load is not None:
+            for request in self._waiting_for.pop(load, ()):
+                self._states.end_wait(request, load.deadline)
+
     def check_integrity(self) -> Iterator[None]:
         """Raises AssertionError unless queue, decode batch, rows and blocks are consistent.
 
@@ -238,6 +258,8 @@ class Scheduler:
             full = plan.new_rows and plan.new_row_bytes + size > MAX_NEW_ROWS_BYTES
             if hits is None or full or not limit:
                 return
+            if self._waits_for_tier(request, hits):
+                continue
             if not self._kv.admit(request.blocks, hits):
                 self._no_room = request, self._kv.num_frees
                 return
@@ -270,8 +292,27 @@ class Scheduler:
             if prompt.num_left:
                 return None
         hits = self._kv.find_prefix(request.blocks) if request.prompt_logprobs < 0 else 0
-        self._is_preparing = hits is None
+        if hits is None or not self._reach(request):
+            return None
+        self._is_preparing = False
         return hits
+
+    def _reach(self, request: Request) -> bool:
+        """Look up the request's prefix in KV tiers; False if a later iteration must continue."""
+        offload = self._kv.offload
+        return offload is None or request.prompt_logprobs >= 0 or offload.reach(request.blocks)
+
+    def _waits_for_tier(self, request: Request, hits: int) -> bool:
+        """Let the request wait if a KV tier has more of its prefix than the `hits` cached blocks."""
+        offload = self._kv.offload
+        if offload is None or request.prompt_logprobs >= 0:
+            return False
+        load = offload.load(request.blocks, hits, self._clock())
+        if load is None:
+            return False
+        self._states.wait_for_tier(request, load.deadline)
+        self._waiting_for.setdefault(load, []).append(request)
+        return True
 
     def _admit(self, request: Request, cached: int, limit: int, plan: StepPlan) -> None:
         """Start a request whose first `cached` tokens are in its blocks; computes up to `limit` tokens."""
@@ -292,10 +333,13 @@ class Scheduler:
         """Count the first admission of a request."""
         request.cached_tokens = cached
         request.admitted_at = self._clock()
+        self._queue.charge(request, request.num_tokens - cached)
         self.counters.prompt_tokens += request.prompt_length
         if request.prompt_logprobs < 0:
             self.counters.prefix_queries += request.num_tokens
             self.counters.prefix_hits += cached
+            for tier, blocks in enumerate(request.blocks.num_fetched):
+                self.counters.tier_hits[tier] += min(blocks * self._kv.block_size, cached)
 
     def _token_budget(self, plan: StepPlan) -> int:
         # Never negative: a request that joins the decode batch had a token of the budget before, and the

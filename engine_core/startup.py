@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.engine import EngineConfig
+from atom.shared.messages.engine import ID_BYTES
+from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
 from atom.shared.messages.worker import KVSpec, Loaded, RecurrentStateSpec
 from atom.shared.utils.sizes import size_text
-from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, unit_bytes
+from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, plan_slots, unit_bytes
 from engine_core.scheduler import Limits
 
 _REMEDY = "--kv-cache-memory-bytes or --gpu-memory-utilization"
@@ -17,6 +19,8 @@ _MIXED_TOKENS = 2048
 _MIXED_TOKENS_OF_SMALL = 4096
 _MIXED_TOKENS_ON_CPU = 512
 _SMALL_WEIGHTS = 2 << 30
+_FILE_BYTES = 64
+"""Most bytes of a block's file besides the block and its token ids."""
 
 
 class StartupError(RuntimeError):
@@ -32,6 +36,8 @@ class CachePlan:
     max_model_len: int
     """Longest sequence that is accepted."""
     kv_tokens: int
+    tiers: list[TierSlots]
+    """Where blocks are kept after the cache has evicted them."""
 
 
 def limits_of(config: EngineConfig, loaded: Sequence[Loaded]) -> Limits:
@@ -47,7 +53,8 @@ def limits_of(config: EngineConfig, loaded: Sequence[Loaded]) -> Limits:
         config.speculative.num_speculative_tokens,
         scheduler.max_num_mixed_tokens or _mixed_tokens(config, loaded),
         scheduler.long_prefill_token_threshold,
-        config.adapts_draft_width,
+        fair_share=scheduler.fair_share,
+        adapts_width=config.adapts_draft_width,
     )
 
 
@@ -102,7 +109,28 @@ def plan_cache(
                 f"lower --max-model-len, or give the cache more memory with {_REMEDY}"
             )
         max_model_len = longest
-    return CachePlan(list(specs), num_blocks, max_model_len, cache_tokens(specs, num_blocks))
+    tiers = _tiers(config.cache, num_blocks, loaded)
+    return CachePlan(list(specs), num_blocks, max_model_len, cache_tokens(specs, num_blocks), tiers)
+
+
+def _tiers(cache: CacheConfig, num_blocks: Sequence[int], loaded: Sequence[Loaded]) -> list[TierSlots]:
+    """Host memory, then the disk. Raises StartupError for one that does not hold a block of each group."""
+    tiers = []
+    for medium, flag, size, extra in (
+        (HOST_MEMORY, "--kv-offload-memory", cache.kv_offload_memory, 0),
+        (DISK, "--kv-offload-disk", cache.kv_offload_disk, _FILE_BYTES + cache.block_size * ID_BYTES),
+    ):
+        if size is None:
+            continue
+        plans = [plan_slots(one.kv_specs, num_blocks, size, extra) for one in loaded]
+        slots = [min(counts) for counts in zip(*plans, strict=True)]
+        if not all(slots):
+            raise StartupError(
+                f"{flag} {size_text(size)} does not hold a KV block of each kind that this model has, in the "
+                "proportion of the KV cache: make it larger"
+            )
+        tiers.append(TierSlots(medium, slots))
+    return tiers
 
 
 def _num_blocks(

@@ -11,6 +11,8 @@ class Counters:
     prefill_preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    tier_hits: Counter[int] = field(default_factory=Counter)
+    """Those of the prefix hits that came from each KV tier, by its index."""
     chunked_prefills: int = 0
     overlapped_steps: int = 0
     prompt_tokens: int = 0

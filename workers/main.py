@@ -169,6 +169,7 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
             LockstepLoop(worker, link, rank, trace, link.waves).run()
     finally:
         trace.close()
+        worker.close()
         if worker.traces is not None:
             worker.traces.close()
     mesh.close()

@@ -10,6 +10,7 @@ import msgspec
 
 from atom.shared.messages.admin import SetLogLevel
 from atom.shared.messages.grammar import DropGrammar, LoadGrammar
+from atom.shared.messages.kv_tiers import CopyBlocks
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.worker import (
     AllocateKV,
@@ -74,14 +75,18 @@ class StepLoop:
         """How long to wait for a message."""
         if self._pending:
             return 0
-        if self._worker.grammars.is_loading:
+        tiers = self._worker.tiers
+        if self._worker.grammars.is_loading or (tiers is not None and tiers.is_busy):
             return _LOADING_POLL_MS
         traces = self._worker.traces
         return _WRITING_POLL_MS if traces is not None and traces.writing else _IDLE_POLL_MS
 
     def _send_finished(self) -> None:
-        """Send what is completed between steps: loaded grammars, traces, windows of expert load."""
+        """Send what is completed between steps: copies, loaded grammars, traces, windows of expert load."""
         grammars = self._worker.grammars
+        tiers = self._worker.tiers
+        while tiers is not None and (copied := tiers.next_copied()) is not None:
+            self._link.send(copied)
         traces = self._worker.traces
         while (loaded := grammars.next_loaded()) is not None:
             self._link.send(loaded)
@@ -103,7 +108,7 @@ class StepLoop:
                 self._worker.allocate(message)
                 gc.collect()
                 gc.freeze()  # exclude the model from garbage collection
-                self._link.send(WorkerReady(self._rank))
+                self._link.send(WorkerReady(self._rank, self._worker.stored))
             case Profile(on) if traces is not None:
                 traces.switch(on)
             case Profile(on):
@@ -114,6 +119,9 @@ class StepLoop:
                 self._worker.grammars.drop(key)
             case LoadGrammar() | DropGrammar():
                 pass  # rank 0 sends the masks of its rows
+            case CopyBlocks():
+                assert self._worker.tiers is not None, "the core was told of no tier"
+                self._worker.tiers.submit(message)
             case SetLogLevel(level):
                 set_log_level(level)
             case Shutdown():

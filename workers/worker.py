@@ -1,7 +1,9 @@
 """A worker without its sockets: load the model, allocate the KV cache, execute steps."""
 
 import contextlib
+import operator
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.eplb import eplb_config
+from atom.shared.messages.kv_tiers import StoredBlocks
 from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, ScheduledBatch
 from atom.shared.utils.logger import get_logger
 from atom_ops import backend
@@ -19,6 +22,11 @@ from workers.grammar.library import GrammarLibrary
 from workers.graphs.trace_ranges import add_module_ranges
 from workers.layers.attention.cache_groups import StateGroup
 from workers.layers.causal_lm import CausalLM
+from workers.layers.context import CacheLayer
+from workers.memory.block_rows import BlockRows
+from workers.memory.cache_fingerprint import cache_fingerprint
+from workers.memory.disk_tier import DiskTier
+from workers.memory.host_tier import HostTier
 from workers.memory.kv_cache import (
     attention_backends,
     available_memory,
@@ -28,6 +36,7 @@ from workers.memory.kv_cache import (
 )
 from workers.memory.memory_guard import SMALLER_CACHE, SMALLER_STEPS, explain_out_of_memory
 from workers.memory.peak import peak_bytes
+from workers.memory.tier_copier import KVTier, TierCopier, block_bytes, staged_bytes
 from workers.model_runner import ModelRunner
 from workers.pending_step import PendingStep
 from workers.profiler import TraceRecorder
@@ -44,6 +53,8 @@ from workers.weights.loader import (
     load_dummy,
     weight_bytes,
 )
+
+_MOST_TIERS = 2
 
 
 def worker_device(config: EngineConfig, index: int) -> torch.device:
@@ -72,6 +83,10 @@ class Worker:
     """Set by `load`; None without --enable-eplb."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, progress: Progress):
+        self.tiers: TierCopier | None = None
+        """Set by `allocate`, if blocks are kept outside of the KV cache."""
+        self.stored: list[StoredBlocks] = []
+        """Set by `allocate`: what tiers have from an earlier start."""
         self.traces: TraceRecorder | None = None
         """None unless the configuration names a directory for traces."""
         self._config = config
@@ -183,7 +198,15 @@ class Worker:
         room = available_memory() // self._config.parallel.workers_per_node if on_cpu else -1
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model), room)
 
+    def close(self) -> None:
+        """End the threads of the tiers."""
+        if self.tiers is not None:
+            self.tiers.close()
+        self.tiers = None
+        self.stored = []
+
     def _allocate(self, allocate: AllocateKV) -> None:
+        self.close()
         with self._tracing_captures():
             kv_layers = self._builder.kv_layers(allocate.num_blocks)
             inputs = self._builder.inputs(allocate.max_model_len, allocate.num_blocks)
@@ -194,11 +217,36 @@ class Worker:
         num_blocks = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
         capacity = num_blocks * self._config.block_tokens
         warm_up(self._builder, self._runner, min(capacity, allocate.max_model_len), self.idle_step)
+        if allocate.tiers:
+            self._open_tiers(allocate, kv_layers)
         if self.traces is not None:
             self.traces.prepare()
         if self._device.type != "cpu" and self._tp.rank == 0:
             names = ", ".join(backend.ran_in_torch()) or "none"
             get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
+
+    def _open_tiers(self, allocate: AllocateKV, kv_layers: Sequence[CacheLayer]) -> None:
+        config = self._config
+        specs = rank_specs(config, self._model)
+        sizes = list(map(block_bytes, specs))
+        groups = [
+            BlockRows([kv_layers[layer] for layer in group.layers], num_blocks, size)
+            for group, num_blocks, size in zip(self._model.kv_groups, allocate.num_blocks, sizes, strict=True)
+        ]
+        unused = sum(map(operator.mul, sizes, allocate.num_blocks)) if self._device.type == "cpu" else 0
+        room = available_memory() // config.parallel.workers_per_node - unused
+        tiers: list[KVTier] = []
+        for index, slots in enumerate(allocate.tiers):
+            if not slots.by_content:
+                tiers.append(HostTier(slots.num_slots, sizes, self._device, room))
+                continue
+            layers = [layout for group in groups for layout in group.layouts]
+            name = cache_fingerprint(config, self._checkpoint, specs, layers)
+            assert config.cache.kv_offload_dir is not None, "it has a tier in files"
+            disk = DiskTier(Path(config.cache.kv_offload_dir) / f"{name}-{self._tp.rank}")
+            tiers.append(disk)
+            self.stored.append(StoredBlocks(index, disk.stored(slots.num_slots)))
+        self.tiers = TierCopier(groups, tiers, self._tp.rank)
 
     def _build_model(self) -> CausalLM:
         model = build_rank(self._config, self._checkpoint, self._mesh, self._dispatch)
@@ -244,4 +292,6 @@ class Worker:
         if self._device.type == "cpu":
             return cpu_kv_bytes(self._config.cache, self._config.parallel.workers_per_node)
         peak = peak_bytes(self._builder)
+        if self._config.cache.offloads:
+            peak += _MOST_TIERS * staged_bytes(rank_specs(self._config, self._model))
         return cuda_kv_bytes(self._config.cache, self._device, peak, self._used_before)

@@ -30,6 +30,10 @@ class EngineOptions(TypedDict, total=False):
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | str | None
     num_kv_blocks: int | None
+    kv_offload_memory: int | str | None
+    kv_offload_dir: str | None
+    kv_offload_disk: int | str | None
+    kv_offload_min_tokens: int
     kv_events_config: str | dict[str, Any] | None
     # SchedulerConfig
     max_num_batched_tokens: int | None
@@ -38,6 +42,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int | None
     max_queue_time: float | None
     scheduling_policy: Literal["fcfs", "priority"]
+    fair_share: bool
     scheduler_delay_factor: float
     # ParallelConfig
     tensor_parallel_size: int

@@ -36,6 +36,7 @@ from atom.shared.messages.engine import (
     CoreStats,
     FromCore,
     GetStats,
+    KVTierStats,
     TokenDeltas,
 )
 from atom.shared.messages.grammar import CompiledGrammar, Grammar, GrammarSource
@@ -434,8 +435,12 @@ def _sum(stats: list[CoreStats]) -> CoreStats:
 
 
 def _sum_of(values: tuple[Any, ...]) -> Any:
-    if isinstance(values[0], list):
-        return [sum(places) for places in zip(*values, strict=True)]
+    first = values[0]
+    if isinstance(first, list):
+        return [_sum_of(places) for places in zip(*values, strict=True)]
+    if isinstance(first, KVTierStats):
+        columns = list(zip(*map(msgspec.structs.astuple, values), strict=True))
+        return KVTierStats(first.medium, *map(sum, columns[1:]))
     return sum(values)
 
 

@@ -207,6 +207,7 @@ class _Collector(Collector):
             yield self._cache_config(engines)
         yield from self._speculation({r: s for r, s in engines.items() if s.num_accepted_tokens_per_pos})
         yield from self._experts({r: s for r, s in engines.items() if s.expert_imbalance})
+        yield from self._tiers({r: s for r, s in engines.items() if s.kv_tiers})
 
     def _cache_config(self, engines: dict[int, CoreStats]) -> Metric:
         """What a gateway reads to know the prefixes that an engine can hold."""
@@ -230,6 +231,24 @@ class _Collector(Collector):
             for layer, imbalance in enumerate(stats.expert_imbalance):
                 family.add_metric([self._model, str(rank), str(layer)], imbalance)
         yield family
+
+    def _tiers(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
+        """Metrics of the engines that keep blocks in KV tiers."""
+        if not engines:
+            return
+        for kind, name, text, field in (
+            (CounterMetricFamily, "kv_tier_hits", "Prefix cache hits that came from a KV tier", "hits"),
+            (CounterMetricFamily, "kv_tier_stored_blocks", "Blocks copied to a KV tier", "stored"),
+            (CounterMetricFamily, "kv_tier_loaded_blocks", "Blocks copied back from a KV tier", "loaded"),
+            (CounterMetricFamily, "kv_tier_failed_blocks", "Copies of blocks that failed", "failed"),
+            (GaugeMetricFamily, "kv_tier_blocks_used", "Blocks that a KV tier has", "blocks_used"),
+            (GaugeMetricFamily, "kv_tier_blocks", "Blocks that a KV tier can have", "blocks_total"),
+        ):
+            family = kind(f"atom:{name}", text, labels=[*_LABELS, "tier"])
+            for rank, stats in engines.items():
+                for tier in stats.kv_tiers:
+                    family.add_metric([self._model, str(rank), tier.medium], getattr(tier, field))
+            yield family
 
     def _speculation(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
         """Metrics of the engines that verify draft tokens."""

@@ -1,7 +1,7 @@
 """Drives an EngineCore with a simulated worker, and checks everything that it sends to frontends."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,13 @@ from atom.shared.messages.engine import (
     pack_ids,
     unpack_ids,
 )
+from atom.shared.messages.kv_tiers import DEVICE, CopyBlocks, TierSlots
 from atom.shared.messages.worker import BatchResult, KVSpec, NewRow
 from engine_core.core import EngineCore
-from engine_core.kv_cache_manager import KVCacheManager, RequestBlocks
+from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.kv_events import Cleared, Removed, Stored, listed_group
 from engine_core.request import NO_ROW, Request
+from engine_core.request_blocks import RequestBlocks
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.simulated_worker import (
     FAILURE,
@@ -81,13 +83,18 @@ class CoreDriver:
         max_model_len: int = 64,
         enable_prefix_caching: bool = True,
         draft: Draft = lambda num_drafts: (num_drafts, 0),
+        tiers: Sequence[TierSlots] = (),
     ):
         """`draft(most)`: how many tokens a row proposes in a step, and how many of these are accepted."""
         self.clock = Clock()
         sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
         caching = enable_prefix_caching
         kv = KVCacheManager(specs, num_blocks, limits.max_chunk, 7, caching, True, STATE_INTERVAL)
+        if tiers:
+            kv.offload_to(tiers)
         self.core = EngineCore(limits, kv, max_model_len, self.clock)
+        self.copies: deque[CopyBlocks] = deque()
+        """Copies to and from KV tiers that are not done."""
         self._events = Subscriber(kv)
         self.worker = SimulatedWorker(specs, num_blocks, VOCABULARY, sizes, self._known_ids, draft)
         self.results: deque[BatchResult] = deque()
@@ -170,6 +177,7 @@ class CoreDriver:
         None is late so often that it fails.
         """
         batch = self.core.schedule()
+        self.copies += self.core.tier_messages()
         self.core.check_integrity()
         self._events.check()
         if batch is None:
@@ -183,6 +191,15 @@ class CoreDriver:
         self.num_late += len(self.results[-1].late)
         assert self.core.num_in_flight == len(self.results) <= MAX_IN_FLIGHT
         return True
+
+    def copy(self, place: int = 0, failing: Collection[int] = ()) -> None:
+        """Do one of the copies that are under way, all but the `failing` ones of its blocks."""
+        message = self.copies[place]
+        del self.copies[place]
+        self.core.blocks_copied(self.worker.copy(message, failing))
+        self.copies += self.core.tier_messages()
+        self.core.check_integrity()
+        self._events.check()
 
     def deliver(self) -> None:
         """Process the oldest result in the core, and check the messages for the frontends."""
@@ -217,6 +234,9 @@ class CoreDriver:
         for _ in range(max_steps):
             while len(self.results) < MAX_IN_FLIGHT and self.send():
                 pass
+            if self.copies:
+                self.copy()
+                continue
             if not self.results and self.core.has_held:
                 self.clock.now += 10.0
                 continue
@@ -279,6 +299,7 @@ class Subscriber:
 
     def __init__(self, kv: KVCacheManager):
         self.known: set[bytes] = set()
+        self.tiers: defaultdict[str, set[bytes]] = defaultdict(set)
         self._kv = kv
         self._salted: set[bytes] = set()
         cache = kv.cache
@@ -295,20 +316,25 @@ class Subscriber:
         assert self._kv.events is not None
         for event in self._kv.events.take():
             match event:
-                case Stored(parent, digests, token_ids):
+                case Stored(parent, digests, token_ids, medium):
+                    known = self.known if medium == DEVICE else self.tiers[medium]
                     inputs = [
                         before + ids for before, ids in zip([parent, *digests], token_ids, strict=False)
                     ]
                     assert digests == [xxh64_digest(one, 7) for one in inputs]
-                    assert self.known.isdisjoint(digests), "stored twice"
-                    self.known.update(digests)
-                case Removed(digests):
-                    assert self.known.issuperset(digests), "removed without being stored"
-                    self.known.difference_update(digests)
+                    assert known.isdisjoint(digests), "stored twice"
+                    known.update(digests)
+                case Removed(digests, medium):
+                    known = self.known if medium == DEVICE else self.tiers[medium]
+                    assert known.issuperset(digests), "removed without being stored"
+                    known.difference_update(digests)
                 case Cleared():
                     self.known.clear()
-        pool = self._kv.pools[listed_group(self._kv.specs)]
-        assert self.known == set(pool._block_of) - self._salted
+                    self.tiers.clear()
+        group = listed_group(self._kv.specs)
+        assert self.known == set(self._kv.pools[group]._block_of) - self._salted
+        for tier in [] if self._kv.offload is None else self._kv.offload.tiers:
+            assert self.tiers[tier.medium] == set(tier.pools[group]._block_of) - self._salted
 
 
 def counts_of(delta: TokenDeltas) -> list[int]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from atom.shared.messages.engine import LogprobTable, PromptLogprobs, SampledLogprobs, pack_ids, unpack_ids
+from atom.shared.messages.kv_tiers import BlocksCopied, CopyBlocks
 from atom.shared.messages.worker import (
     BatchResult,
     FullAttentionSpec,
@@ -163,7 +164,30 @@ class SimulatedWorker:
         self._known_ids = known_ids
         self._draft = draft
         self._rows: dict[int, Row] = {}
+        self._tiers: dict[tuple[int, int, int | bytes], list[int | None]] = {}
+        """By tier, group, and slot or digest: what the block had that was copied there."""
         self._step = 0
+
+    def copy(self, message: CopyBlocks, failing: Collection[int] = (), rank: int = 0) -> BlocksCopied:
+        """Copy blocks to or from a tier; those of the indices `failing` become unreadable."""
+        failed = set(failing)
+        for index, copy in enumerate(message.copies):
+            spec = self._specs[copy.group]
+            size = 1 if isinstance(spec, RecurrentStateSpec) else spec.block_size
+            part = slice(copy.block * size, (copy.block + 1) * size)
+            place = message.tier, copy.group, copy.digest or copy.slot
+            if copy.replaced:
+                self._tiers.pop((message.tier, copy.group, copy.replaced), None)
+            if message.is_load and copy.digest and place not in self._tiers:
+                failed.add(index)
+            if message.is_load:
+                content = [INVALID] * size if index in failed else self._tiers[place]
+                self._slots[copy.group][part] = content
+            elif index not in failed:
+                self._tiers[place] = self._slots[copy.group][part]
+            elif not copy.digest:
+                self._tiers[place] = [INVALID] * size
+        return BlocksCopied(rank, message.number, sorted(failed))
 
     def execute(
         self, batch: ScheduledBatch, failing: Collection[int] = (), late: Collection[int] = ()

@@ -1,5 +1,6 @@
 """An engine core and a worker in one process, without sockets; unused KV blocks hold NaN."""
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from atom.shared.messages.engine import AddRequest, LogprobTable, Sampling, TokenDeltas, pack_ids, unpack_ids
+from atom.shared.messages.kv_tiers import TierSlots
 from atom.shared.messages.worker import AllocateKV, BatchResult
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
@@ -15,6 +17,8 @@ from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.core_driver import GREEDY, counts_of
 from tests.helpers.tiny_models import MAX_MODEL_LEN
 from workers.worker import Worker
+
+_COPY_POLL_S = 0.001
 
 
 @dataclass
@@ -38,13 +42,16 @@ class WholeEngine:
         max_tokens: int = 16,
         max_rows: int = 8,
         caching: bool = True,
+        tiers: Sequence[TierSlots] = (),
     ):
         """`max_tokens` are computed in one step."""
         specs = worker.load().kv_specs
-        worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN))
+        worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN, list(tiers)))
         drafts = worker._config.speculative.num_speculative_tokens
         limits = Limits(max_rows, max_tokens, num_drafts=drafts)
         self.kv = KVCacheManager(specs, num_blocks, limits.max_chunk, seed=7, enable_prefix_caching=caching)
+        if tiers:
+            self.kv.offload_to(tiers)
         self.core = EngineCore(limits, self.kv, MAX_MODEL_LEN)
         self.outputs: dict[int, Output] = {}
         self.most_used = [0] * len(specs)
@@ -76,16 +83,38 @@ class WholeEngine:
         while self.core.num_live or self._results:
             while len(self._results) < MAX_IN_FLIGHT and self._send():
                 pass
+            if not self._results:
+                time.sleep(_COPY_POLL_S)  # all requests wait for a tier
+                continue
             for deltas in self.core.update_from_output(self._results.popleft()).values():
                 self._add(deltas)
+
+    def finish_copies(self) -> None:
+        """Wait until no block is being copied to a tier."""
+        assert self.kv.offload is not None
+        while self._copy() or self.kv.offload.num_under_way:
+            time.sleep(_COPY_POLL_S)
+
+    def _copy(self) -> bool:
+        """Begin the copies that the core asks for, and confirm those that are done; whether any began."""
+        tiers = self._worker.tiers
+        messages = self.core.tier_messages()
+        for message in messages:
+            assert tiers is not None
+            tiers.submit(message)
+        while tiers is not None and (copied := tiers.next_copied()) is not None:
+            self.core.blocks_copied(copied)
+        return bool(messages)
 
     def _send(self) -> bool:
         batch = self.core.schedule()
         if batch is None:
+            self._copy()
             return False
         self.core.check_integrity()
         self._poison({(copy.group, copy.source) for copy in batch.state_saves})
         self._results.append(self._worker.execute(batch).result())
+        self._copy()
         return True
 
     def _poison(self, kept: set[tuple[int, int]]) -> None:

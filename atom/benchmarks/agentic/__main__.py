@@ -16,6 +16,7 @@ from pathlib import Path
 
 import uvloop
 
+from atom.benchmarks.agentic.cache_hits import read_cache_hits
 from atom.benchmarks.agentic.contexts import Tokens
 from atom.benchmarks.agentic.flags import check, make_parser, session_model
 from atom.benchmarks.agentic.replay import Replay, Target
@@ -104,12 +105,15 @@ async def _run(args: argparse.Namespace, sessions: Sequence[Session], source: Te
     replay = Replay(sessions, target, Tokens(source, args.seed), args.max_concurrency)
     async with open_session(None) as session:
         function = ASYNC_REQUEST_FUNCS[args.backend]
+        before = await read_cache_hits(session, server_url(args))
         results, seconds = await replay.run(
             lambda request: function(request, session), args.duration, not args.disable_tqdm
         )
+        after = await read_cache_hits(session, server_url(args))
     outputs = [result.output for result in results]
     count_tokens(outputs, source.tokenizer)
-    metrics = measure(results, seconds, args.metric_percentiles, dict(args.goodput or []))
+    hits = after - before if before is not None and after is not None else None
+    metrics = measure(results, seconds, args.metric_percentiles, dict(args.goodput or []), hits)
     print(*report_lines(args, metrics), sep="\n")
     for line in failures(outputs):
         print(line, file=sys.stderr)

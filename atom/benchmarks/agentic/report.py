@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from atom.benchmarks.agentic.cache_hits import CacheHits
 from atom.benchmarks.agentic.replay import TurnResult
 from atom.benchmarks.serving.errors import BenchmarkError
 from atom.benchmarks.serving.metrics import BenchmarkMetrics, calculate_metrics, is_good
@@ -47,6 +48,8 @@ class AgenticMetrics:
     """Prompt tokens that were in earlier prompts and replies: the highest hit rate that is possible."""
     hit_rate: float | None
     """None if the server's usage does not say."""
+    tier_rates: dict[str, float]
+    """Hit rates by tier, from the server's /metrics; empty if it does not say."""
     good_output_throughput: float | None
     """Output tokens/s of requests that met every goal; None without --goodput."""
     sessions: list[SessionFigures]
@@ -57,6 +60,7 @@ def measure(
     duration_s: float,
     percentiles: Sequence[float],
     goals_ms: dict[str, float],
+    hits: CacheHits | None = None,
 ) -> AgenticMetrics:
     """The figures of the requests that did not fail."""
     for result in results:
@@ -74,6 +78,7 @@ def measure(
         later_ttft_ms=_median(result.output.ttft * 1e3 for result in done if result.turn > 0),
         known_rate=sum(result.known_tokens for result in done) / prompt if prompt else 0.0,
         hit_rate=sum(cached) / prompt if cached and prompt else None,
+        tier_rates=hits.rates if hits is not None else {},
         good_output_throughput=good_tokens / duration_s if goals_ms else None,
         sessions=_sessions(results),
     )
@@ -94,6 +99,8 @@ def report_lines(args: argparse.Namespace, metrics: AgenticMetrics) -> list[str]
         _line("Known part of the prompts:", f"{metrics.known_rate:.3f}"),
         _line("Hit rate:", hits),
     ]
+    if len(metrics.tier_rates) > 1:
+        lines += [_line(f"Hit rate of {name}:", f"{rate:.3f}") for name, rate in metrics.tier_rates.items()]
     if metrics.good_output_throughput is not None:
         lines.append(_line("Output tok/s that met the goals:", f"{metrics.good_output_throughput:.2f}"))
     if args.num_gpus is not None:

@@ -24,5 +24,18 @@ class CacheConfig:
     """KV cache of each worker in bytes, or as 4G. If unset: what a GPU has left, on a CPU 4 GiB at most."""
     num_kv_blocks: Annotated[int, Meta(ge=1)] | None = None
     """Exact number of KV blocks; overrides the other memory settings."""
+    kv_offload_memory: Annotated[int, bytes_from(1)] | None = None
+    """Host memory of each worker for KV blocks that its cache evicts, in bytes, or as 64G. If unset: none."""
+    kv_offload_dir: Annotated[str, Meta(min_length=1)] | None = None
+    """Directory for KV blocks, which later starts find again; needs --kv-offload-disk."""
+    kv_offload_disk: Annotated[int, bytes_from(1)] | None = None
+    """Bytes of each worker's files in --kv-offload-dir, or as 500G."""
+    kv_offload_min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Blocks are kept there of sequences with as many cached tokens, and any that were hit before."""
     kv_events_config: Annotated[str, OBJECT] | None = None
     """JSON object; '{"enable_kv_cache_events": true}' publishes what the prefix cache gains and loses."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether blocks are kept outside of the KV cache."""
+        return self.kv_offload_memory is not None or self.kv_offload_dir is not None

@@ -108,6 +108,7 @@ def resolve(
         _check_experts(config.parallel.num_workers, checkpoint)
     _check_eplb(config.parallel, checkpoint)
     _check_online_quantization(config.model, checkpoint)
+    _check_offload(config.cache, config.parallel)
     cache = _cache(config.cache, checkpoint, notes)
     _check_level(config)
     kv_events_config(cache, config.parallel.data_parallel_size)  # raises for one that cannot act
@@ -305,6 +306,21 @@ def _check_eplb(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
+def _check_offload(cache: CacheConfig, parallel: ParallelConfig) -> None:
+    if cache.offloads and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "--kv-offload-memory and --kv-offload-dir keep blocks for the prefix cache: omit "
+            "--no-enable-prefix-caching"
+        )
+    if (cache.kv_offload_dir is None) != (cache.kv_offload_disk is None):
+        raise ConfigError("--kv-offload-dir and --kv-offload-disk go together: give both, or none")
+    if cache.kv_offload_dir is not None and parallel.nnodes > 1:
+        raise ConfigError(
+            "--kv-offload-dir is not supported on several nodes, which have a directory each: use "
+            "--kv-offload-memory"
+        )
+
+
 def _cache(cache: CacheConfig, checkpoint: Checkpoint, notes: list[str]) -> CacheConfig:
     """`auto` is the format that the checkpoint asks for."""
     if cache.kv_cache_dtype != "auto":
@@ -474,6 +490,8 @@ def _without_effect(
         reasons["dp_load_balance"] = "one engine serves all requests; --data-parallel-size adds more"
     if not checkpoint.keeps_states or not cache.enable_prefix_caching:
         reasons["state_checkpoint_interval_tokens"] = "it is for recurrent layers with prefix caching"
+    if not cache.offloads:
+        reasons["kv_offload_min_tokens"] = "it needs --kv-offload-memory or --kv-offload-dir"
     if config.observability.torch_profiler_dir is None:
         reasons["mark_trace"] = "it needs --torch-profiler-dir"
     if config.model.trust_remote_code:

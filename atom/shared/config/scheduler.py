@@ -24,5 +24,7 @@ class SchedulerConfig:
     limits the queue."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """fcfs runs requests in order of arrival, priority runs the smallest `priority` first."""
+    fair_share: bool = False
+    """API keys take turns by tokens: those of one key do not delay those of others, however many they are."""
     scheduler_delay_factor: Annotated[float, Meta(ge=0)] = 0.0
     """While requests are running, delay new prompts by this multiple of the last prefill step's time."""

@@ -255,6 +255,24 @@ class TokenDeltas(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False
     them were accepted as the request has ids after its first."""
 
 
+class KVTierStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One tier of memory to which blocks of the KV cache are copied: counters since start, and its use."""
+
+    medium: str
+    """As KV events name it: CPU for host memory."""
+    blocks_total: int
+    blocks_used: int
+    """Blocks that it has."""
+    hits: int
+    """Prompt tokens that were found in the prefix cache because they had been copied back from this tier."""
+    stored: int
+    """Blocks copied to it."""
+    loaded: int
+    """Blocks copied back to the device."""
+    failed: int
+    """Copies that failed."""
+
+
 class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     """Counters since start and current gauges; the response to `GetStats`."""
 
@@ -296,6 +314,8 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     """Unfinished sequences whose frontend is gone, and that wait for a client to resume them."""
     orphans_expired: int = 0
     """Sequences that were ended since no frontend had claimed them in time."""
+    kv_tiers: list[KVTierStats] = []
+    """In the order in which they are read."""
 
 
 class GetStats(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):

@@ -8,6 +8,7 @@ size is bounded by the limits of a step, not by the length of prompts (`engine_c
 Start-up:   worker -> Loaded, core -> AllocateKV, worker -> WorkerReady
 Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send WorkerFailed)
 Any time:   worker -> WorkerHeartbeat (from a second socket)
+            core -> CopyBlocks, each worker -> BlocksCopied, with KV tiers
             core -> Profile, worker -> RankTrace (of a stop, steps later: when its file is written)
 """
 
@@ -16,6 +17,7 @@ import msgspec
 from atom.shared.messages.admin import SetLogLevel
 from atom.shared.messages.engine import PromptLogprobs, SampledLogprobs, Sampling
 from atom.shared.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar, RowGrammar
+from atom.shared.messages.kv_tiers import BlocksCopied, CopyBlocks, StoredBlocks, TierSlots
 from atom.shared.messages.profile import Profile, RankTrace
 
 
@@ -140,6 +142,8 @@ class AllocateKV(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     num_blocks: list[int]
     max_model_len: int
     """Length of the longest sequence that may be scheduled."""
+    tiers: list[TierSlots] = []
+    """Where blocks are kept after the KV cache has evicted them."""
 
 
 class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
@@ -171,6 +175,8 @@ class WorkerReady(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False
     """The KV cache is allocated, and warm-up is done."""
 
     rank: int
+    stored: list[StoredBlocks] = []
+    """What the tiers that keep blocks between starts have."""
 
 
 class RowFailure(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -232,7 +238,15 @@ class ExpertLoad(msgspec.Struct, tag=17, array_like=True, frozen=True, gc=False)
 
 
 ToWorker = (
-    ScheduledBatch | AllocateKV | Shutdown | StepsDone | Profile | SetLogLevel | LoadGrammar | DropGrammar
+    ScheduledBatch
+    | AllocateKV
+    | Shutdown
+    | StepsDone
+    | Profile
+    | SetLogLevel
+    | LoadGrammar
+    | DropGrammar
+    | CopyBlocks
 )
 FromWorker = (
     Loaded
@@ -243,4 +257,5 @@ FromWorker = (
     | RankTrace
     | ExpertLoad
     | GrammarLoaded
+    | BlocksCopied
 )

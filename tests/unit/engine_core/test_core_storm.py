@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core import state_checkpoints
 from engine_core.kv_plan import holds_states
@@ -67,13 +68,20 @@ def drafting(chance: random.Random) -> Draft:
     return draft
 
 
+def tiers_of(sizes: list[int], specs: list[KVSpec]) -> list[TierSlots]:
+    """A tier for each number of slots of each group."""
+    media = (HOST_MEMORY, DISK)
+    return [TierSlots(medium, [size] * len(specs)) for medium, size in zip(media, sizes, strict=False)]
+
+
 def limits_of(rows: int, budget: int, policy: str, num_drafts: int, specs: list[KVSpec]) -> Limits:
     """States allow no drafts; a step has room for the drafts of all rows. Odd budgets limit prompts more."""
     num_drafts = 0 if holds_states(specs) else num_drafts
     decodes = rows * (1 + num_drafts)
     budget = max(budget, decodes) if num_drafts else budget
     mixed, longest = (min(budget, decodes), budget // 2) if budget % 2 else (0, 0)
-    return Limits(rows, budget, policy, 0, num_drafts, mixed, longest, adapts_width=rows % 2 == 0)
+    shares = bool(budget % 2)
+    return Limits(rows, budget, policy, 0, num_drafts, mixed, longest, shares, adapts_width=rows % 2 == 0)
 
 
 class Storm(RuleBasedStateMachine):
@@ -85,6 +93,7 @@ class Storm(RuleBasedStateMachine):
         caching=st.booleans(),
         num_drafts=st.sampled_from([0, 1, 2, 3, 6]),
         chance=st.randoms(use_true_random=False),
+        tiers=st.lists(st.sampled_from([1, 4, 40]), max_size=2),
     )
     def start(
         self,
@@ -95,10 +104,12 @@ class Storm(RuleBasedStateMachine):
         caching: bool,
         num_drafts: int,
         chance: random.Random,
+        tiers: list[int],
     ) -> None:
         specs, blocks = LAYOUTS[layout]
         limits = limits_of(rows, budget, policy, num_drafts, specs)
-        self.driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, caching, drafting(chance))
+        slots = tiers_of(tiers, specs) if caching else []
+        self.driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, caching, drafting(chance), slots)
         self.arrivals = 0
 
     @rule(
@@ -141,7 +152,7 @@ class Storm(RuleBasedStateMachine):
     @precondition(lambda self: len(self.driver.results) < MAX_IN_FLIGHT)
     def send(self) -> None:
         if not self.driver.send():
-            runs = self.driver.results or self.driver.core.has_held
+            runs = self.driver.results or self.driver.core.has_held or self.driver.copies
             assert runs or not self.driver.live, "requests wait, and nothing runs"
 
     @rule(data=st.data())
@@ -166,6 +177,19 @@ class Storm(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.results)
     def deliver(self) -> None:
         self.driver.deliver()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.driver.copies)
+    def copy(self, data: st.DataObject) -> None:
+        """A copy to or from a tier is done, in any order; some of its blocks may be lost."""
+        place = data.draw(st.integers(0, len(self.driver.copies) - 1))
+        indices = range(len(self.driver.copies[place].copies))
+        self.driver.copy(place, data.draw(st.lists(st.sampled_from(indices), unique=True, max_size=1)))
+
+    @rule()
+    @precondition(lambda self: self.driver.core._kv._caching)
+    def reset(self) -> None:
+        self.driver.core.reset_prefix_cache()
 
     @invariant()
     def books_agree(self) -> None:

@@ -6,7 +6,8 @@ from atom.shared.messages.engine import pack_ids
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core import kv_cache_manager
 from engine_core.block_pool import BlockPool
-from engine_core.kv_cache_manager import PLACEHOLDER, KVCacheManager, RequestBlocks
+from engine_core.kv_cache_manager import PLACEHOLDER, KVCacheManager
+from engine_core.request_blocks import RequestBlocks
 from engine_core.token_ids import Prompt, TokenIds
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)

@@ -1,8 +1,8 @@
 import pytest
 
 from atom.shared.messages.engine import AddRequest, Sampling, pack_ids
-from engine_core.kv_cache_manager import RequestBlocks
 from engine_core.request import Request, SharedSettings
+from engine_core.request_blocks import RequestBlocks
 from engine_core.request_queue import RequestQueue
 from engine_core.token_ids import Prompt, TokenIds
 

@@ -6,7 +6,8 @@ import pytest
 
 from atom.shared.messages.engine import pack_ids
 from atom.shared.messages.worker import FullAttentionSpec, RecurrentStateSpec, StateCopy
-from engine_core.kv_cache_manager import KVCacheManager, RequestBlocks
+from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.request_blocks import RequestBlocks
 from engine_core.token_ids import Prompt, TokenIds
 
 BLOCK = 4

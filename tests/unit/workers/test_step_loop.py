@@ -41,6 +41,7 @@ def test_other_results_are_sent_while_a_step_runs() -> None:
         return waiting.pop() if running and waiting else None
 
     worker = SimpleNamespace(
+        tiers=None,
         grammars=SimpleNamespace(is_loading=False, next_loaded=lambda: next_of(grammars)),
         traces=SimpleNamespace(writing=False, next_result=lambda: next_of(traces)),
         expert_load=lambda: next_of(loads),

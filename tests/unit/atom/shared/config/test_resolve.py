@@ -371,6 +371,22 @@ def test_the_interval_of_saved_states_is_for_recurrent_layers() -> None:
         assert any(note.startswith("--state-checkpoint-interval-tokens has no effect") for note in notes)
 
 
+def test_tiers_of_the_cache_need_what_they_need() -> None:
+    both = {"kv_offload_memory": "2G", "kv_offload_dir": "kv", "kv_offload_disk": "8G"}
+    cache = resolved(CPU, **both).config.cache
+    assert (cache.kv_offload_memory, cache.kv_offload_disk, cache.offloads) == (2 << 30, 8 << 30, True)
+    for options, message in (
+        ({"kv_offload_memory": "2G", "enable_prefix_caching": False}, "omit --no-enable-prefix-caching"),
+        ({"kv_offload_dir": "kv"}, "go together"),
+        ({"kv_offload_disk": "8G"}, "go together"),
+        (both | {"nnodes": 2, "tensor_parallel_size": 2}, "not supported on several nodes"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolved(CPU, **options)
+    notes = resolved(CPU, kv_offload_min_tokens=64).notes
+    assert any(note.startswith("--kv-offload-min-tokens has no effect") for note in notes)
+
+
 def test_recurrent_layers_rule_out_batch_invariance() -> None:
     stateful = replace(CHECKPOINT, model_type="qwen3_next", keeps_states=True)
     with pytest.raises(ConfigError, match="--batch-invariant: qwen3_next computes its recurrent states"):

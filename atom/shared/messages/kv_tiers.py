@@ -1,0 +1,82 @@
+"""Messages of the KV tiers: copies of blocks between a device's cache and slower memory.
+
+The core decides what is copied and knows where everything is; workers copy. Every rank copies its own part
+of a block, and confirms it.
+"""
+
+import msgspec
+
+__all__ = [
+    "DEVICE",
+    "DISK",
+    "HOST_MEMORY",
+    "BlockCopy",
+    "BlocksCopied",
+    "CopyBlocks",
+    "StoredBlocks",
+    "TierSlots",
+]
+
+# vLLM's words in KV events; the first is for the cache that the model reads, on a CPU as well.
+DEVICE = "GPU"
+HOST_MEMORY = "CPU"
+DISK = "STORAGE"
+
+
+class TierSlots(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Slots of one tier on each worker; a slot holds one block of one KV group."""
+
+    medium: str
+    """`HOST_MEMORY` or `DISK`."""
+    num_slots: list[int]
+    """By KV group."""
+
+    @property
+    def by_content(self) -> bool:
+        """Whether blocks are stored under their digests and compared when they are read, and may be lost."""
+        return self.medium == DISK
+
+
+class StoredBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Blocks that a tier of one rank has from an earlier start."""
+
+    tier: int
+    """Index in `AllocateKV.tiers`."""
+    digests: list[bytes]
+    """By KV group: 8 bytes of each block, least recently used first."""
+
+
+class BlockCopy(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One block of one KV group, and its slot in a tier."""
+
+    group: int
+    block: int
+    slot: int
+    digest: bytes = b""
+    """Digest of its content, for tiers by content; so are the fields below."""
+    hash_input: bytes = b""
+    """What the digest is computed from."""
+    replaced: bytes = b""
+    """Digest of the block that was in the slot, and is to be removed; empty if none was."""
+
+
+class CopyBlocks(msgspec.Struct, tag=23, array_like=True, frozen=True, gc=False):
+    """Copy blocks to a tier, or back, after the steps sent so far. No step waits for it.
+
+    The core uses neither these blocks nor these slots until every rank has sent `BlocksCopied`.
+    """
+
+    number: int
+    tier: int
+    """Index in `AllocateKV.tiers`."""
+    is_load: bool
+    """Whether the tier is the source."""
+    copies: list[BlockCopy]
+
+
+class BlocksCopied(msgspec.Struct, tag=24, array_like=True, frozen=True, gc=False):
+    """One rank has done `CopyBlocks`, except the copies `failed`, by index."""
+
+    rank: int
+    number: int
+    failed: list[int] = []

@@ -1,0 +1,109 @@
+"""Blocks in files: found by later starts, shared, bounded, and never trusted."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from atom.shared.messages.kv_tiers import BlockCopy
+from atom.shared.utils.own_directory import NotOwnError
+from workers.memory import disk_tier
+from workers.memory.disk_tier import DiskTier
+
+A, B, C = (bytes([number]) * 8 for number in (1, 2, 3))
+ROWS = torch.arange(48, dtype=torch.uint8).view(3, 16)
+
+
+def copies(*digests: bytes, replaced: bytes = b"") -> list[BlockCopy]:
+    return [BlockCopy(0, 5, 0, digest, b"input" + digest, replaced) for digest in digests]
+
+
+def read(tier: DiskTier, *digests: bytes) -> tuple[list[int], torch.Tensor]:
+    rows = torch.zeros(len(digests), 16, dtype=torch.uint8)
+    return tier.read(0, copies(*digests), rows), rows
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> DiskTier:
+    made = DiskTier(tmp_path / "kv" / "model-0")
+    assert made.write(0, copies(A, B, C), ROWS) == []
+    return made
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "kv" / "model-0").iterdir())
+
+
+def test_later_starts_find_blocks_in_the_order_of_their_use(tmp_path: Path, tier: DiskTier) -> None:
+    for age, path in enumerate(files(tmp_path)):
+        os.utime(path, (age, age))
+    failed, rows = read(tier, A)
+    assert failed == [] and torch.equal(rows[0], ROWS[0])
+    later = DiskTier(tmp_path / "kv" / "model-0")
+    assert later.stored([3, 2]) == [B + C + A, b""]
+    failed, rows = read(later, C, A)
+    assert failed == [] and torch.equal(rows, ROWS[[2, 0]])
+
+
+def test_a_start_with_fewer_slots_removes_the_least_recently_used(tmp_path: Path, tier: DiskTier) -> None:
+    for age, path in enumerate(files(tmp_path)):
+        os.utime(path, (age, age))
+    assert tier.stored([1]) == [C]
+    assert len(files(tmp_path)) == 1
+
+
+def test_replaced_blocks_are_removed(tmp_path: Path, tier: DiskTier) -> None:
+    assert tier.write(0, copies(bytes(8), replaced=A), ROWS[:1]) == []
+    assert read(tier, A)[0] == [0] and read(tier, B, C)[0] == []
+
+
+def test_damaged_and_missing_blocks_are_misses(
+    tmp_path: Path, tier: DiskTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, _ = files(tmp_path)
+    first.write_bytes(first.read_bytes()[:-1])
+    second.unlink()
+    with caplog.at_level(logging.WARNING):
+        failed, rows = read(tier, A, B, C)
+    assert failed == [0, 1] and torch.equal(rows[2], ROWS[2])
+    assert not first.exists()
+    assert len(caplog.records) == 1 and "is damaged, and is computed again" in caplog.text
+
+
+def test_a_block_that_another_engine_has_stored_is_not_written_again(tmp_path: Path, tier: DiskTier) -> None:
+    before = [path.stat().st_ino for path in files(tmp_path)]
+    other = DiskTier(tmp_path / "kv" / "model-0")
+    assert other.write(0, copies(A), ROWS[:1]) == []
+    assert [path.stat().st_ino for path in files(tmp_path)] == before
+
+
+def test_a_full_disk_costs_blocks_only(
+    tmp_path: Path, tier: DiskTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk_tier, "write_block", full)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert tier.write(0, copies(bytes(8), A), ROWS[:2]) == [0]
+    assert len(caplog.records) == 1 and "No space left on device" in caplog.text
+
+
+def test_partial_files_of_ended_processes_are_removed(tmp_path: Path, tier: DiskTier) -> None:
+    directory = tmp_path / "kv" / "model-0"
+    old, new = directory / ".partial-1-0", directory / ".partial-2-0"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (1, 1))
+    (directory / "not a block").touch()
+    tier.stored([3])
+    assert not old.exists() and new.exists() and (directory / "not a block").exists()
+
+
+def test_directories_that_others_may_use_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(mode=0o777)
+    with pytest.raises(NotOwnError, match="chmod 700"):
+        DiskTier(tmp_path / "kv" / "model-0")

@@ -1,0 +1,29 @@
+"""Slots in host memory keep the rows that were written there."""
+
+import pytest
+import torch
+
+from atom.shared.messages.kv_tiers import BlockCopy
+from workers.memory.host_tier import HostTier
+
+CPU = torch.device("cpu")
+
+
+def test_rows_come_back() -> None:
+    tier = HostTier([3, 2], [8, 16], CPU, room=1 << 20)
+    narrow, wide = (torch.randint(0, 255, (2, size), dtype=torch.uint8) for size in (8, 16))
+    assert tier.write(0, [BlockCopy(0, 7, 2), BlockCopy(0, 1, 0)], narrow) == []
+    assert tier.write(1, [BlockCopy(1, 7, 1), BlockCopy(1, 1, 0)], wide) == []
+    found = torch.zeros(2, 8, dtype=torch.uint8)
+    assert tier.read(0, [BlockCopy(0, 3, 0), BlockCopy(0, 4, 2)], found) == []
+    assert torch.equal(found, narrow.flip(0))
+    found = torch.zeros(1, 16, dtype=torch.uint8)
+    assert tier.read(1, [BlockCopy(1, 3, 1)], found) == []
+    assert torch.equal(found[0], wide[0])
+
+
+def test_more_than_the_host_has_is_refused() -> None:
+    with pytest.raises(
+        MemoryError, match=r"--kv-offload-memory: 1\.0 KiB .* 1,?000 bytes are left; lower it"
+    ):
+        HostTier([64], [16], CPU, room=1000)

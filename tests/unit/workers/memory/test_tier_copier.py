@@ -1,0 +1,97 @@
+"""Copies in threads: all are confirmed, failed ones by their indices, and errors reach the step loop."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, CopyBlocks
+from workers.memory import tier_copier
+from workers.memory.block_rows import BlockRows
+from workers.memory.host_tier import HostTier
+from workers.memory.tier_copier import TierCopier
+
+CPU = torch.device("cpu")
+DEADLINE_S = 60.0
+
+
+class Gate:
+    """A tier that fails every second block, after `open`."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.calls: list[str] = []
+
+    def write(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        self.calls.append("write")
+        assert self.open.wait(DEADLINE_S)
+        return list(range(0, len(copies), 2))
+
+    def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        self.calls.append("read")
+        return []
+
+
+def groups(*tensors: torch.Tensor) -> list[BlockRows]:
+    return [BlockRows([tensor], len(tensor), tensor[0].nbytes) for tensor in tensors]
+
+
+def next_of(copier: TierCopier) -> BlocksCopied:
+    deadline = time.monotonic() + DEADLINE_S
+    while (done := copier.next_copied()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return done
+
+
+def test_blocks_go_to_a_tier_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_copier, "_STAGED_BYTES", 70)  # two blocks of the first group at a time
+    narrow, wide = torch.rand(8, 2, 4), torch.rand(5, 3, 4)
+    expected = narrow.clone(), wide.clone()
+    copier = TierCopier(groups(narrow, wide), [HostTier([9, 9], [32, 48], CPU, 1 << 20)], rank=3)
+    copies = [BlockCopy(index % 2, index // 2, index) for index in range(9)]
+    copier.submit(CopyBlocks(1, 0, False, copies))
+    assert copier.is_busy and next_of(copier) == BlocksCopied(3, 1) and not copier.is_busy
+    narrow.zero_()
+    wide.zero_()
+    copier.submit(CopyBlocks(2, 0, True, copies))
+    assert next_of(copier) == BlocksCopied(3, 2)
+    assert torch.equal(narrow[:5], expected[0][:5]) and not narrow[5:].any()
+    assert torch.equal(wide[:4], expected[1][:4]) and not wide[4:].any()
+    copier.close()
+    assert not any(thread.is_alive() for thread in copier._threads)
+
+
+def test_loads_come_before_stores_that_wait_and_failures_are_told() -> None:
+    tier = Gate()
+    copier = TierCopier(groups(torch.rand(8, 2, 4)), [tier], rank=0)
+    copies = [BlockCopy(0, index, index) for index in range(4)]
+    copier.submit(CopyBlocks(1, 0, False, copies))
+    deadline = time.monotonic() + DEADLINE_S
+    while not tier.calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    copier.submit(CopyBlocks(2, 0, False, copies[:1]))
+    copier.submit(CopyBlocks(3, 0, True, copies))
+    tier.open.set()
+    assert [next_of(copier) for _ in range(3)] == [
+        BlocksCopied(0, 1, [0, 2]),
+        BlocksCopied(0, 3),
+        BlocksCopied(0, 2, [0]),
+    ]
+    assert tier.calls == ["write", "read", "write"]
+    copier.close()
+
+
+def test_an_error_of_the_thread_ends_the_worker() -> None:
+    class Broken(Gate):
+        def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+            raise RuntimeError("the device is lost")
+
+    copier = TierCopier(groups(torch.rand(8, 2, 4)), [Broken()], rank=0)
+    copier.submit(CopyBlocks(1, 0, True, [BlockCopy(0, 0, 0)]))
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        next_of(copier)
+    copier.close()

@@ -1,0 +1,82 @@
+"""Blocks of one KV group as rows of bytes: what all of its layers cache, one after another.
+
+N blocks, S bytes of a block on this rank. Reading and writing may be done in another thread than steps, if
+no step uses these blocks meanwhile.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+import torch
+
+from atom_ops import to_device
+from workers.layers.context import CacheLayer
+
+__all__ = ["BlockRows"]
+
+
+class BlockRows:
+    """The tensors of a group's layers, whose first dimension is the block."""
+
+    def __init__(self, layers: Sequence[CacheLayer], num_blocks: int, num_bytes: int):
+        """`num_bytes`: of a block in all layers, as the group's spec says.
+
+        Raises ValueError for a cache that is not made of blocks of that size.
+        """
+        self.num_bytes = num_bytes
+        tensors = [tensor for layer in layers for tensor in _tensors(layer) if tensor.dim() > 1]
+        found = sum(tensor[0].nbytes for tensor in tensors)
+        if found != num_bytes or any(len(each) != num_blocks or not each.is_contiguous() for each in tensors):
+            name = type(layers[0]).__name__
+            raise ValueError(
+                f"--kv-offload-memory: the cache of {name} has {found} bytes in a block and not {num_bytes}, "
+                "or another layout than one block after another; omit the flag"
+            )
+        self.layouts = [f"{tensor.dtype} {list(tensor.shape[1:])}" for tensor in tensors]
+        """dtype and shape of a block in each tensor."""
+        self._tensors = [tensor.view(torch.uint8).view(num_blocks, -1) for tensor in tensors]
+        self.device = self._tensors[0].device
+        # numpy copies in this thread alone; torch would start threads of its own for it.
+        on_cpu = self.device.type == "cpu"
+        self._arrays = [tensor.numpy() for tensor in self._tensors] if on_cpu else []
+
+    def read(self, blocks: Sequence[int], rows_NS: torch.Tensor) -> None:
+        """Copy blocks to rows of bytes on the same device."""
+        start = 0
+        if self._arrays:
+            rows = rows_NS.numpy()
+            for array in self._arrays:
+                end = start + array.shape[1]
+                rows[:, start:end] = array[blocks]
+                start = end
+            return
+        blocks_N = to_device(np.array(blocks, np.int64), self.device)
+        for tensor in self._tensors:
+            width = tensor.shape[1]
+            rows_NS.narrow(1, start, width).copy_(tensor.index_select(0, blocks_N))
+            start += width
+
+    def write(self, blocks: Sequence[int], rows_NS: torch.Tensor) -> None:
+        """Copy rows of bytes on the same device to blocks."""
+        start = 0
+        if self._arrays:
+            rows = rows_NS.numpy()
+            for array in self._arrays:
+                end = start + array.shape[1]
+                array[blocks] = rows[:, start:end]
+                start = end
+            return
+        blocks_N = to_device(np.array(blocks, np.int64), self.device)
+        for tensor in self._tensors:
+            width = tensor.shape[1]
+            tensor.index_copy_(0, blocks_N, rows_NS.narrow(1, start, width))
+            start += width
+
+
+def _tensors(cache: CacheLayer) -> Iterator[torch.Tensor]:
+    if isinstance(cache, torch.Tensor):
+        yield cache
+    elif is_dataclass(cache):
+        for part in fields(cache):
+            yield from _tensors(getattr(cache, part.name))

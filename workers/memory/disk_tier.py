@@ -1,0 +1,128 @@
+"""A KV tier in files, one for each block of a KV group, named after its digest.
+
+    DIRECTORY/seed                           of the digests, for all engines (`engine_core.tier_seed`)
+    DIRECTORY/FINGERPRINT-RANK/GROUP-DIGEST  a block (`workers.memory.block_file`)
+
+Engines of one host may share a directory: each finds what others had stored when it started, and a file that
+another one has removed is a miss. The file's times say when it was used last.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from atom.shared.messages.kv_tiers import BlockCopy
+from atom.shared.utils.errors import one_line
+from atom.shared.utils.logger import get_logger
+from atom.shared.utils.own_directory import make_own_directory
+from workers.memory.block_file import DamagedFileError, read_block, write_block
+
+__all__ = ["DiskTier"]
+
+_NAME = re.compile(r"(\d{1,4})-([0-9a-f]{16})")
+_PARTIAL = ".partial-"
+_STALE_S = 600.0
+"""A partial file of this age is of a process that has ended."""
+_WARN_EVERY_S = 60.0
+
+
+class DiskTier:
+    """The files of one rank. Only the thread of the tier reads and writes blocks."""
+
+    def __init__(self, directory: Path):
+        """Raises NotOwnError or OSError for a directory that cannot be used."""
+        make_own_directory(directory.parent)
+        make_own_directory(directory)
+        self._directory = directory
+        self._numbers = itertools.count()
+        self._warned_at = -_WARN_EVERY_S
+        self._num_silent = 0
+
+    def stored(self, num_slots: Sequence[int]) -> list[bytes]:
+        """Digests of the blocks of each KV group, packed, least recently used first.
+
+        Removes what is more than `num_slots`, by group, and partial files of processes that have ended.
+        """
+        found: list[list[tuple[int, bytes, str]]] = [[] for _ in num_slots]
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another engine has removed it
+                    times = entry.stat(follow_symlinks=False)
+                    name = _NAME.fullmatch(entry.name)
+                    if name is not None and int(name[1]) < len(found):
+                        digest = bytes.fromhex(name[2])
+                        found[int(name[1])].append((times.st_mtime_ns, digest, entry.path))
+                    elif entry.name.startswith(_PARTIAL) and time.time() - times.st_mtime > _STALE_S:
+                        os.unlink(entry.path)
+        digests = []
+        for blocks, count in zip(found, num_slots, strict=True):
+            blocks.sort()
+            for _, _, path in blocks[: max(len(blocks) - count, 0)]:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            digests.append(b"".join(digest for _, digest, _ in blocks[max(len(blocks) - count, 0) :]))
+        return digests
+
+    def write(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        """Write rows of bytes to files; returns the failed ones. Waits for the device."""
+        failed = []
+        for index, (copy, row_S) in enumerate(zip(copies, rows_NS.cpu().numpy(), strict=True)):
+            try:
+                if copy.replaced:
+                    self._path(group, copy.replaced).unlink(missing_ok=True)
+                self._write(self._path(group, copy.digest), copy.hash_input, row_S)
+            except OSError as error:
+                failed.append(index)
+                self._warn(f"a KV block cannot be written: {one_line(error, OSError)}")
+        return failed
+
+    def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        """Read files to rows of bytes; returns the failed ones, which are removed if they are damaged."""
+        failed = []
+        found = np.empty(rows_NS.shape, np.uint8)
+        for index, (copy, row_S) in enumerate(zip(copies, found, strict=True)):
+            path = self._path(group, copy.digest)
+            try:
+                read_block(path, copy.hash_input, row_S)
+                os.utime(path)
+                continue
+            except FileNotFoundError:
+                self._warn(f"a KV block is missing, and is computed again: {path}")
+            except DamagedFileError as error:
+                self._warn(f"a KV block is damaged, and is computed again: {path}: {error}")
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            except OSError as error:
+                self._warn(f"a KV block cannot be read, and is computed again: {one_line(error, OSError)}")
+            failed.append(index)
+        rows_NS.copy_(torch.from_numpy(found))
+        return failed
+
+    def _write(self, path: Path, hash_input: bytes, row_S: NDArray[np.uint8]) -> None:
+        """Write a file unless there is one: another engine has stored the same block."""
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            temporary = self._directory / f"{_PARTIAL}{os.getpid()}-{next(self._numbers)}"
+            write_block(path, temporary, hash_input, row_S)
+
+    def _path(self, group: int, digest: bytes) -> Path:
+        return self._directory / f"{group}-{digest.hex()}"
+
+    def _warn(self, text: str) -> None:
+        """Log the first of such lines in a minute."""
+        if time.monotonic() - self._warned_at < _WARN_EVERY_S:
+            self._num_silent += 1
+            return
+        self._warned_at = time.monotonic()
+        more = f" ({self._num_silent} more before this line)" if self._num_silent else ""
+        self._num_silent = 0
+        get_logger().warning("%s%s", text, more)

@@ -1,0 +1,62 @@
+"""A KV tier in memory of the host: pinned for a GPU, so that it copies without the CPU."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from atom.shared.messages.kv_tiers import BlockCopy
+from atom.shared.utils.sizes import size_text
+
+__all__ = ["HostTier"]
+
+
+class HostTier:
+    """Slots of each KV group; S bytes in a slot of it."""
+
+    def __init__(self, num_slots: Sequence[int], slot_bytes: Sequence[int], device: torch.device, room: int):
+        """`num_slots` and `slot_bytes` by KV group; `room`: bytes that are left on the host.
+
+        Raises MemoryError if the host lacks the memory, or may not pin so much.
+        """
+        sizes = list(zip(num_slots, slot_bytes, strict=True))
+        total = sum(count * size for count, size in sizes)
+        if total > room:
+            raise MemoryError(_lack(total, f"{size_text(max(room, 0))} are left"))
+        try:
+            # Pages that were never written take no memory on a CPU; a GPU needs all of them at once.
+            memory = torch.from_numpy(np.zeros(total, np.uint8))
+        except MemoryError:
+            raise MemoryError(_lack(total, "it cannot be allocated")) from None
+        if device.type == "cuda":
+            status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), total, 0))
+            if status:
+                raise MemoryError(_lack(total, f"it cannot be pinned (error {status})"))
+        parts = memory.split([count * size for count, size in sizes])
+        self._slots = [part.view(count, size) for part, (count, size) in zip(parts, sizes, strict=True)]
+        self._arrays = [] if device.type == "cuda" else [slots.numpy() for slots in self._slots]
+
+    def write(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        """Copy rows of bytes on the device to slots, on a GPU asynchronously; returns no failed ones."""
+        if self._arrays:
+            self._arrays[group][[copy.slot for copy in copies]] = rows_NS.numpy()
+            return []
+        for copy, row_S in zip(copies, rows_NS, strict=True):
+            self._slots[group][copy.slot].copy_(row_S, non_blocking=True)
+        return []
+
+    def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        """Copy slots to rows of bytes on the device, on a GPU asynchronously; returns no failed ones."""
+        if self._arrays:
+            rows_NS.numpy()[:] = self._arrays[group][[copy.slot for copy in copies]]
+            return []
+        for copy, row_S in zip(copies, rows_NS, strict=True):
+            row_S.copy_(self._slots[group][copy.slot], non_blocking=True)
+        return []
+
+
+def _lack(total: int, why: str) -> str:
+    return (
+        f"--kv-offload-memory: {size_text(total)} of host memory for a worker: {why}; lower it, or raise the "
+        "limits of this host or container (memory, ulimit -l)"
+    )

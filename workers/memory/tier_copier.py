@@ -1,0 +1,162 @@
+"""Copies blocks between the KV cache of one rank and its tiers, in a thread for each tier.
+
+    step loop   ──CopyBlocks──▶   thread of the tier:  blocks ─▶ rows of bytes on the device ─▶ tier
+                ◀──BlocksCopied──                      blocks ◀─ rows of bytes on the device ◀─ tier
+
+On a GPU the copies run on a stream of their own, after the steps launched before the message came. No step
+waits for them: the core uses a block again only when its copy is confirmed.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import count
+from queue import Empty, PriorityQueue, SimpleQueue
+from typing import Protocol
+
+import torch
+
+from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, CopyBlocks
+from atom.shared.messages.worker import KVSpec, RecurrentStateSpec
+from workers.memory.block_rows import BlockRows
+
+__all__ = ["KVTier", "TierCopier", "block_bytes", "staged_bytes"]
+
+_STAGED_BYTES = 32 << 20
+_STOP_S = 5.0
+_Job = tuple[int, int, CopyBlocks | None, "torch.cuda.Event | None"]
+"""(whether loads go first, its place among the jobs, the message or None to end, an event before it)."""
+
+
+class KVTier(Protocol):
+    """Memory for blocks, in slots of each KV group. S bytes of a block; rows are on the cache's device."""
+
+    def write(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        """Copy rows to the slots of `copies`; returns the indices of those that failed.
+
+        May return before it is done on a GPU's current stream.
+        """
+
+    def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+        """Copy the slots of `copies` to rows; returns the indices of those that failed.
+
+        May return before it is done on a GPU's current stream.
+        """
+
+
+def staged_bytes(specs: Sequence[KVSpec]) -> int:
+    """Bytes on the device for the rows of one tier's copies: those being copied, and one layer's part."""
+    return 2 * max(_STAGED_BYTES, *map(block_bytes, specs))
+
+
+class TierCopier:
+    """The tiers of one rank. Methods are called by one thread, and do not wait."""
+
+    def __init__(self, groups: Sequence[BlockRows], tiers: Sequence[KVTier], rank: int):
+        """`groups` by KV group."""
+        self._rank = rank
+        self._groups = groups
+        self._device = groups[0].device
+        self._copied: SimpleQueue[BlocksCopied | Exception] = SimpleQueue()
+        self._num_pending = 0
+        self._places = count()
+        self._queues: list[PriorityQueue[_Job]] = [PriorityQueue() for _ in tiers]
+        self._threads = [
+            threading.Thread(target=self._run, args=(tier, queue), name="kv-tier", daemon=True)
+            for tier, queue in zip(tiers, self._queues, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies are under way, or done and not taken."""
+        return self._num_pending > 0
+
+    def submit(self, message: CopyBlocks) -> None:
+        """Begin copies after the steps launched so far; loads come before stores that wait."""
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        self._num_pending += 1
+        self._queues[message.tier].put((not message.is_load, next(self._places), message, event))
+
+    def next_copied(self) -> BlocksCopied | None:
+        """Copies that are done. Raises what a tier's thread raised."""
+        try:
+            done = self._copied.get_nowait()
+        except Empty:
+            return None
+        self._num_pending -= 1
+        if isinstance(done, Exception):
+            raise done
+        return done
+
+    def close(self) -> None:
+        """End the threads once the copies under way are done, but wait a moment only."""
+        for queue in self._queues:
+            queue.put((2, next(self._places), None, None))
+        for thread in self._threads:
+            thread.join(_STOP_S)
+
+    # The threads
+
+    def _run(self, tier: KVTier, queue: "PriorityQueue[_Job]") -> None:
+        try:
+            with torch.inference_mode(), self._on_own_stream():
+                num_bytes = max(_STAGED_BYTES, *(group.num_bytes for group in self._groups))
+                staged = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+                while True:
+                    _, _, message, event = queue.get()
+                    if message is None:
+                        break
+                    self._copied.put(self._copy(tier, message, event, staged))
+        except Exception as error:  # of any kind: the step loop raises it
+            self._copied.put(error)
+
+    def _copy(
+        self, tier: KVTier, message: CopyBlocks, event: "torch.cuda.Event | None", staged: torch.Tensor
+    ) -> BlocksCopied:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+        failed: list[int] = []
+        for group in range(len(self._groups)):
+            indices = [index for index, copy in enumerate(message.copies) if copy.group == group]
+            size = self._groups[group].num_bytes
+            most = len(staged) // size
+            for start in range(0, len(indices), most):
+                part = indices[start : start + most]
+                rows_NS = staged[: len(part) * size].view(len(part), size)
+                copies = [message.copies[index] for index in part]
+                failed += [
+                    part[place] for place in self._copy_rows(tier, group, message.is_load, copies, rows_NS)
+                ]
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return BlocksCopied(self._rank, message.number, failed)
+
+    def _copy_rows(
+        self, tier: KVTier, group: int, is_load: bool, copies: Sequence[BlockCopy], rows_NS: torch.Tensor
+    ) -> list[int]:
+        blocks = [copy.block for copy in copies]
+        if is_load:
+            failed = tier.read(group, copies, rows_NS)
+            self._groups[group].write(blocks, rows_NS)
+            return failed
+        self._groups[group].read(blocks, rows_NS)
+        return tier.write(group, copies, rows_NS)
+
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(self._device)  # of this thread
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            yield
+
+
+def block_bytes(spec: KVSpec) -> int:
+    """Bytes of one block, or of one state."""
+    return spec.bytes_per_slot if isinstance(spec, RecurrentStateSpec) else spec.bytes_per_block
