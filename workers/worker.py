@@ -209,13 +209,6 @@ class Worker:
         self.tiers = None
         self.stored = []
 
-    def close(self) -> None:
-        """End the threads of the tiers."""
-        if self.tiers is not None:
-            self.tiers.close()
-        self.tiers = None
-        self.stored = []
-
     def _allocate(self, allocate: AllocateKV) -> None:
         self.close()
         with self._tracing_captures():

@@ -175,22 +175,6 @@ def test_hits_are_shown_by_tier() -> None:
     assert CacheHits.parse(page) == CacheHits(140, 100, {"CPU": 64, "STORAGE": 32})
 
 
-def test_hits_are_shown_by_tier() -> None:
-    assert not any("kv_tier" in name for name, _ in scrape(Metrics(), STATS))
-    tiers = [KVTierStats("CPU", 100, 60, 32, 70, 8, 1), KVTierStats("STORAGE", 500, 300, 16, 310, 5, 0)]
-    found = scrape(Metrics(), msgspec.structs.replace(STATS, kv_tiers=tiers))
-    assert found["atom:kv_tier_hits_total", ("CPU",)] == 32
-    assert found["atom:kv_tier_hits_total", ("STORAGE",)] == 16
-    assert found["atom:kv_tier_stored_blocks_total", ("CPU",)] == 70
-    assert found["atom:kv_tier_loaded_blocks_total", ("STORAGE",)] == 5
-    assert found["atom:kv_tier_failed_blocks_total", ("CPU",)] == 1
-    assert found["atom:kv_tier_blocks_used", ("CPU",)] == 60
-    assert found["atom:kv_tier_blocks", ("STORAGE",)] == 500
-    engines = {rank: msgspec.structs.replace(STATS, kv_tiers=tiers) for rank in (0, 1)}
-    page = expose(Snapshot("tiny", Metrics(), engines, {0: True, 1: True}, {0: 0, 1: 0}, live=0)).decode()
-    assert CacheHits.parse(page) == CacheHits(140, 100, {"CPU": 64, "STORAGE": 32})
-
-
 def test_the_balance_of_experts_is_shown_by_layer() -> None:
     assert not any("expert" in name for name, _ in scrape(Metrics(), STATS))
     stats = msgspec.structs.replace(STATS, expert_imbalance=[1.5, 1.25], experts_moved=7)
