@@ -210,8 +210,8 @@ VARIABLES: dict[str, Variable] = {
             bool,
             False,
             Area.ROCM,
-            "Qwen3-MoE: the same. In SGLang, with ATOM's attention, on every device and for every family: one op "
-            "normalises queries and keys, applies RoPE and writes the KV cache.",
+            "Qwen3-MoE: the same. In SGLang, with ATOM's attention, on every device and for every family: one "
+            "op normalises queries and keys, applies RoPE and writes the KV cache.",
         ),
         Variable(
             "ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT",
