@@ -117,7 +117,7 @@ class _Channel(Generic[T]):
 
 
 class NewServer:
-    """The end of the running server: offers its sockets to a new one, then sends it streams."""
+    """The new server, as the running one sees it: is offered the sockets, then gets the streams."""
 
     def __init__(
         self, run_dir: Path, offer: Callable[[], tuple[ListeningSockets, list[int]]], declines: str = ""
@@ -197,7 +197,7 @@ class NewServer:
 
 
 class OldServer:
-    """The end of the new server: takes the sockets of a running one, then its streams."""
+    """The running server, as a new one sees it: gives its sockets, then its streams."""
 
     def __init__(self, target: str):
         """`target` is the process id of its supervisor, or its admin socket.
