@@ -37,7 +37,7 @@ def documents() -> list[Path]:
     found += [ROOT / "Makefile", ROOT / ".ci/run", *(ROOT / "tests/requirements").iterdir()]
     found += [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).glob("*.mk")]
     found += [path for folder in ("docs", "deploy") for path in (ROOT / folder).rglob("*") if path.is_file()]
-    return sorted(path.relative_to(ROOT) for path in found)
+    return sorted(path.relative_to(ROOT) for path in found if path.parent.name != "__pycache__")
 
 
 @pytest.mark.parametrize("path", [*all_files(), *documents()], ids=str)

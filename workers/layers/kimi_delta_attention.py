@@ -36,7 +36,7 @@ class KimiDeltaArgs:
     hidden_size: int
     heads: int
     features: int
-    """Of a key, value and query, and of the narrow projections."""
+    """Size of a key, a value, a query and the narrow projections."""
     conv_kernel_size: int
     eps: float
 

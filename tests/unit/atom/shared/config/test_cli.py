@@ -58,6 +58,7 @@ def test_defaults_are_the_declared_ones() -> None:
 SAMPLES: dict[type | str, tuple[str, Any]] = {
     int: ("1024", 1024),
     float: ("0.5", 0.5),
+    "spec_decode_acceptance_length": ("1.5", 1.5),
     str: ("text", "text"),
     "max_body_bytes": ("2048", 2048),
     **dict.fromkeys(("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"), ("3", 3)),
@@ -306,7 +307,7 @@ def test_another_engines_flag_without_effect_is_noted() -> None:
     namespace = parse("--swap_space", "4", "--enable-auto-tool-choice", "--load-format=auto", "-fa", "on")
     assert cli.explicit_fields(namespace) == set()
     first, second, third, fourth = cli.notes_of(namespace)
-    assert first.startswith("--swap_space 4 has no effect, it is a flag of vLLM: nothing is swapped")
+    assert first.startswith("--swap_space 4 has no effect, it is a flag of vLLM: host memory keeps KV")
     assert second.startswith("--enable-auto-tool-choice has no effect")
     assert third.startswith("--load-format auto has no effect")
     assert fourth.startswith("-fa on has no effect, it is a flag of llama.cpp")
@@ -333,7 +334,7 @@ def test_another_engines_flag_names_ours(
 
 
 def test_another_engines_setting_is_named_for_the_library_too() -> None:
-    with pytest.raises(TypeError, match="'swap_space'; it is vLLM's: leave it out, nothing is swapped"):
+    with pytest.raises(TypeError, match="'swap_space'; it is vLLM's: leave it out, host memory keeps KV"):
         cli.engine_config_from_kwargs(swap_space=4)
 
 

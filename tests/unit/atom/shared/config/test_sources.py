@@ -17,6 +17,7 @@ FIELDS = cli.all_fields()
 SAMPLES: dict[type | str, tuple[str, Any]] = {
     int: ("1024", 1024),
     float: ("0.5", 0.5),
+    "spec_decode_acceptance_length": ("1.5", 1.5),
     str: ("text", "text"),
     bool: ("yes", True),
     **dict.fromkeys(("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"), ("3", 3)),
@@ -138,7 +139,7 @@ def test_unknown_variables_are_reported() -> None:
         ("frobnicate: 3", "FILE: frobnicate is not a setting: see --help"),
         (
             "swap-space: 4",
-            "FILE: swap-space is not a setting: it is vLLM's: leave it out, nothing is swapped",
+            "FILE: swap-space is not a setting: it is vLLM's: leave it out, host memory keeps KV",
         ),
         ("ctx_size: 4096", "FILE: ctx_size is not a setting: it is llama.cpp's: use --max-model-len"),
         ("max-num-seqs: many", "FILE: max-num-seqs: 'many' is not a whole number"),
