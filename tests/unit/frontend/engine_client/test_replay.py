@@ -557,7 +557,7 @@ def test_replays_are_counted_when_waiting_sequences_fail_with_others(
             await until(lambda: len(client._replays) == 3)
             other, _ = await running(client, 1)
             waiting = list(client._replays._waiting)
-            monkeypatch.setattr(client._replays, "died", lambda lost, rank, life: [*lost, *waiting])
+            monkeypatch.setattr(client._replays, "died", lambda lost, *engine: [*lost, *waiting])
             cores[1].die("killed")
             for failing in (bound, other):
                 with pytest.raises(EngineLostError):
