@@ -5,6 +5,7 @@ arguments, never from the command line: `sglang serve`, `python -m sglang.launch
 are the same.
 """
 
+import importlib
 import logging
 from typing import Any
 
@@ -73,7 +74,7 @@ def _atom_attention(runner: Any) -> Any:
 def _aiter_attention(runner: Any) -> Any:
     """The backend `aiter`: the same. Raises ImportError without AITER."""
     try:
-        import aiter  # noqa: F401
+        importlib.import_module(AITER)
     except ImportError as error:
         raise ImportError(
             "--attention-backend aiter needs AITER (pip install 'amd-aiter>=0.1.7', on an AMD GPU): "
