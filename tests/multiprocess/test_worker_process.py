@@ -96,7 +96,8 @@ class Workers:
         loaded = [self.receive() for _ in range(self.ranks)]
         assert all(isinstance(each, Loaded) for each in loaded), loaded
         self.send(AllocateKV([BLOCKS], MAX_MODEL_LEN))
-        assert {self.receive() for _ in range(self.ranks)} == {WorkerReady(r) for r in range(self.ranks)}
+        ready = [self.receive() for _ in range(self.ranks)]
+        assert sorted(ready, key=lambda each: each.rank) == [WorkerReady(r) for r in range(self.ranks)]
         return sorted(loaded, key=lambda each: each.rank)
 
     def execute(self, batch: ScheduledBatch) -> bytes:
