@@ -444,7 +444,8 @@ class KVOffload:
             or any(not 0 <= index < len(sent.copies) for index in message.failed)
         ):
             raise ValueError(
-                f"worker {message.rank} confirmed copies {message.number}, which nobody waits for"
+                f"worker {message.rank} confirmed copies {message.number}, "
+                "which were not sent to it or are done"
             )
         sent.confirmed.add(message.rank)
         sent.failed.update(message.failed)

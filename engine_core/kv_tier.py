@@ -18,7 +18,7 @@ _DIGEST_BYTES = 8
 class KVTier:
     """Slots for blocks of each KV group.
 
-    A tier by content has no hash inputs: whoever reads a block compares it. A block there is found by its
+    A tier by content has no hash inputs: the reader of a block compares it. A block there is found by its
     digest as long as it is not replaced, also by a later start.
     """
 

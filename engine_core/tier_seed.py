@@ -1,6 +1,6 @@
 """The seed of block digests that is kept with blocks on disk: a later start finds them by the same digests.
 
-It is random, so that nobody can make two prompts of one digest.
+It is random, so that no client can make two prompts of one digest.
 """
 
 import contextlib

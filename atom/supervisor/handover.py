@@ -63,7 +63,7 @@ class _Channel(Generic[T]):
         self._connection.settimeout(_FRAME_DEADLINE_S)
         self._decoder = Decoder[T](kind)
         self.fds: list[int] = []
-        """Descriptors that came with the latest frame; whoever takes them closes them."""
+        """Descriptors that came with the latest frame; their receiver closes them."""
 
     @property
     def peer(self) -> int:

@@ -1,4 +1,4 @@
-"""Timeouts are measured by a clock that nobody sets: the time of day is for dates alone."""
+"""Timeouts are measured by a clock that cannot be set: the time of day is for dates alone."""
 
 import ast
 

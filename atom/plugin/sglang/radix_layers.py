@@ -16,22 +16,18 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
+from atom.plugin.hosted_attention import HostedBackend, use_backend
 from atom.plugin.sglang.attention_backend import AtomAttentionBackend
 from atom.plugin.sglang.host_config import uses_own_attention
 from atom.plugin.sglang.kv_pool import kv_layer, latent_layer
 from atom.shared.utils import envs
 from atom_ops import (
-    AttentionBackend,
-    AttentionConfig,
-    AttentionPlan,
     AttentionRule,
     HeadNorms,
     empty_attention,
-    register_attention_backend,
     rotate_and_write_kv,
     rotated_heads,
 )
-from atom_ops.attention_backend import ATTENTION_BACKENDS
 from workers.layers.attention.attention import KVGroup
 from workers.layers.attention.cache_groups import LatentGroup
 from workers.layers.causal_lm import CausalLM
@@ -51,34 +47,11 @@ class StepLayer:
     """The keys and values that the layer writes itself; None: the backend writes them."""
 
 
-class RadixBackend(AttentionBackend):
+class RadixBackend(HostedBackend):
     """Hands queries, keys and values to the layer of SGLang that is its cache."""
 
     name = NAME
     needs = "SGLang"
-
-    def supported(self, device: torch.device) -> bool:
-        return True
-
-    def supports(self, config: AttentionConfig) -> bool:
-        return True
-
-    def bytes_per_block(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        raise NotImplementedError("SGLang sizes the caches of its attention layers")
-
-    def allocate(
-        self,
-        num_blocks: int,
-        block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Any:
-        raise NotImplementedError("SGLang allocates the caches of its attention layers")
-
-    def plan(self, plan: AttentionPlan) -> AttentionPlan:
-        return plan
 
     def attend(
         self,
@@ -107,9 +80,7 @@ class RadixBackend(AttentionBackend):
 
 def use_radix_attention() -> str:
     """Register the backend, once for a process; returns its name, for `backend.resolve`."""
-    if NAME not in ATTENTION_BACKENDS:
-        register_attention_backend(RadixBackend())
-    return NAME
+    return use_backend(RadixBackend())
 
 
 class RadixLayers:

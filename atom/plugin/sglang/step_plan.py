@@ -19,7 +19,7 @@ from workers.layers.context import GroupContext
 
 @dataclass(frozen=True)
 class Step:
-    """The plans of one step: of layers that keep all tokens, and of those that keep a window of them."""
+    """The plans of one step: for layers that keep all tokens, and for layers that keep a window of them."""
 
     full: GroupContext
     windowed: GroupContext

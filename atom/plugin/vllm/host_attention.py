@@ -11,18 +11,14 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 
+from atom.plugin.hosted_attention import HostedBackend, use_backend
 from atom.plugin.vllm.host_config import layer_name
 from atom_ops import (
-    AttentionBackend,
-    AttentionConfig,
-    AttentionPlan,
     AttentionRule,
     HeadNorms,
     empty_attention,
-    register_attention_backend,
     rotated_heads,
 )
-from atom_ops.attention_backend import ATTENTION_BACKENDS
 from workers.layers.attention.attention import KVGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext, GroupContext
@@ -31,34 +27,11 @@ from workers.layers.decoder import SelfAttention
 NAME = "vllm"
 
 
-class HostAttentionBackend(AttentionBackend):
+class HostAttentionBackend(HostedBackend):
     """Hands queries, keys and values to the layer of vLLM that is its cache."""
 
     name = NAME
     needs = "vLLM"
-
-    def supported(self, device: torch.device) -> bool:
-        return True
-
-    def supports(self, config: AttentionConfig) -> bool:
-        return True
-
-    def bytes_per_block(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        raise NotImplementedError("vLLM sizes the caches of its attention layers")
-
-    def allocate(
-        self,
-        num_blocks: int,
-        block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Any:
-        raise NotImplementedError("vLLM allocates the caches of its attention layers")
-
-    def plan(self, plan: AttentionPlan) -> AttentionPlan:
-        return plan
 
     def attend(
         self,
@@ -79,9 +52,7 @@ class HostAttentionBackend(AttentionBackend):
 
 def use_host_attention() -> str:
     """Register the backend, once for a process; returns its name, for `backend.resolve`."""
-    if NAME not in ATTENTION_BACKENDS:
-        register_attention_backend(HostAttentionBackend())
-    return NAME
+    return use_backend(HostAttentionBackend())
 
 
 class HostAttentionContext:

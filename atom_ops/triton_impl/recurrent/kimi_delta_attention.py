@@ -75,7 +75,7 @@ def _products(q_CE, k_CE, since_CE, CHUNK: tl.constexpr):
         this_CE = (row_C == at)[:, None]
         key_E = tl.sum(tl.where(this_CE, k_CE, 0.0), 0)
         since_E = tl.sum(tl.where(this_CE, since_CE, 0.0), 0)
-        # Of earlier rows the difference is above 0, and their products are masked by the caller.
+        # The difference is above 0 for earlier rows, whose products the caller masks.
         faded_CE = key_E[None, :] * tl.exp(tl.minimum(since_CE - since_E[None, :], 0.0))
         column_CC = (row_C == at)[None, :]
         alike_CC = tl.where(column_CC, tl.sum(k_CE * faded_CE, 1)[:, None], alike_CC)

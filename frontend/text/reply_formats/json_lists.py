@@ -110,6 +110,19 @@ class JsonLists(JsonCalls):
         return True
 
 
+def _call_text(marker: str, other_marker: str) -> CallText:
+    """How calls are written when they are enforced: a list after `marker`."""
+    return CallText(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        end="}",
+        separator=", ",
+        trigger=marker,
+        section=(f"{marker}[", "]"),
+        no_content=(other_marker,),
+    )
+
+
 class Granite(JsonLists):
     """Parses one reply of Granite 3; the models of 3.1 write the marker as text."""
 
@@ -118,15 +131,7 @@ class Granite(JsonLists):
     ENDS = ("</tool_call>",)
     MARKERS = (*OPENERS, *ENDS)
     CLOSERS = Markers(*MARKERS)
-    CALL_TEXT = CallText(
-        before_name='{"name": "',
-        before_arguments='", "arguments": ',
-        end="}",
-        separator=", ",
-        trigger="<|tool_call|>",
-        section=("<|tool_call|>[", "]"),
-        no_content=("<tool_call>",),
-    )
+    CALL_TEXT = _call_text("<|tool_call|>", "<tool_call>")
 
 
 class Phi4Mini(JsonLists):
@@ -137,12 +142,4 @@ class Phi4Mini(JsonLists):
     ENDS = ("<|/tool_call|>",)
     MARKERS = (*OPENERS, *ENDS)
     CLOSERS = Markers(*MARKERS)
-    CALL_TEXT = CallText(
-        before_name='{"name": "',
-        before_arguments='", "arguments": ',
-        end="}",
-        separator=", ",
-        trigger="functools",
-        section=("functools[", "]"),
-        no_content=("<|tool_call|>",),
-    )
+    CALL_TEXT = _call_text("functools", "<|tool_call|>")
