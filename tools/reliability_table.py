@@ -241,7 +241,8 @@ def _tests_text(found: list[Result | None]) -> str:
     parts = []
     for name in ("passed", "failed", "skipped"):
         if count := sum(getattr(each, name) for each in run):
-            parts.append(f"{count} {'tests ' if not parts else ''}{name}")
+            unit = "" if parts else "test " if count == 1 else "tests "
+            parts.append(f"{count} {unit}{name}")
     parts += [max(each.date for each in run)] if run else []
     parts += [f"{missing} not run"] if (missing := found.count(None)) else []
     return ", ".join(parts)
