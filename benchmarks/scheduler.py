@@ -27,7 +27,7 @@ from atom.shared.messages.worker import BatchResult, FullAttentionSpec
 from benchmarks.common.arguments import add_output_flag, not_negative, positive, single_line_errors
 from benchmarks.common.report import report, write
 from engine_core.core import EngineCore
-from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import Limits
 
 T = TypeVar("T")

@@ -26,18 +26,18 @@ from atom.shared.messages.grammar import DropGrammar, GetGrammar, GrammarBytes, 
 from atom.shared.messages.kv_tiers import BlocksCopied, CopyBlocks
 from atom.shared.messages.resume import Claim, Claimed
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
-from engine_core.admission import check_request
-from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
-from engine_core.grammars import GrammarRegistry
-from engine_core.kv_cache_manager import KVCacheManager
-from engine_core.kv_events import KVEvent
-from engine_core.queue_limit import QueueLimit
-from engine_core.request import Request, SharedSettings
-from engine_core.request_log import RequestLog, describe
-from engine_core.resumable import NO_FRONTEND, ResumableStreams
+from engine_core.batch.batch_bytes import MAX_REASON_CHARS, check_row
+from engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from engine_core.kv_cache.kv_events import KVEvent
+from engine_core.requests.admission import check_request
+from engine_core.requests.grammars import GrammarRegistry
+from engine_core.requests.queue_limit import QueueLimit
+from engine_core.requests.request import Request, SharedSettings
+from engine_core.requests.request_log import RequestLog, describe
+from engine_core.requests.resumable import NO_FRONTEND, ResumableStreams
+from engine_core.requests.token_ids import Prompt, TokenIds
 from engine_core.scheduler import Limits, Scheduler
 from engine_core.step import StepOutcome
-from engine_core.token_ids import Prompt, TokenIds
 
 _MOST_TAKEN = 32
 """Streams that one TakeStreams gives to another server."""

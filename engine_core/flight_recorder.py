@@ -23,7 +23,7 @@ from atom.shared.utils.kept_files import new_kept_file
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.version import atom_version
 from engine_core.core import EngineCore
-from engine_core.request import NO_ROW, Request
+from engine_core.requests.request import NO_ROW, Request
 
 __all__ = ["FlightRecorder"]
 

@@ -20,7 +20,7 @@ from atom.shared.messages.resume import Claimed
 from atom.shared.utils.logger import get_logger
 from engine_core.core import EngineCore
 from engine_core.links import FrontendLink
-from engine_core.resumable import NO_FRONTEND
+from engine_core.requests.resumable import NO_FRONTEND
 
 _HELLO_MS = 500  # a connecting frontend retries every 100 ms
 

@@ -77,13 +77,13 @@ from engine_core.core import EngineCore
 from engine_core.flight_recorder import FlightRecorder
 from engine_core.frontends import Frontends
 from engine_core.hang_note import describe_work
-from engine_core.kv_cache_manager import KVCacheManager
-from engine_core.kv_event_publisher import KVEventPublisher, PublishError
-from engine_core.kv_events import Cleared
+from engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from engine_core.kv_cache.kv_event_publisher import KVEventPublisher, PublishError
+from engine_core.kv_cache.kv_events import Cleared
+from engine_core.kv_tiers.tier_seed import stored_seed
 from engine_core.links import LinkError, WorkerLink
 from engine_core.profiling import MAX_RECORDING_S, Outcome, Profiling
 from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
-from engine_core.tier_seed import stored_seed
 
 StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
 

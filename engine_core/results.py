@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from atom.shared.messages.engine import Finished, FinishReason, FirstToken
 from atom.shared.messages.worker import BatchResult, RowFailure
-from engine_core.acceptance import accept, count_drafts
-from engine_core.batch_bytes import MAX_REASON_CHARS
-from engine_core.draft_batch import DraftBatch
-from engine_core.draft_log import DraftLog
-from engine_core.draft_width import DraftWidth
-from engine_core.kv_cache_manager import KVCacheManager
-from engine_core.request import Request, State
-from engine_core.request_states import RequestStates
-from engine_core.sampled_tokens import SampledTokens
+from engine_core.batch.acceptance import accept, count_drafts
+from engine_core.batch.batch_bytes import MAX_REASON_CHARS
+from engine_core.batch.draft_batch import DraftBatch
+from engine_core.batch.draft_log import DraftLog
+from engine_core.batch.draft_width import DraftWidth
+from engine_core.batch.sampled_tokens import SampledTokens
+from engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from engine_core.requests.request import Request, State
+from engine_core.requests.request_states import RequestStates
 from engine_core.stats import Counters
 from engine_core.step import Step, StepOutcome
 

@@ -25,17 +25,17 @@ from dataclasses import dataclass
 
 from atom.shared.messages.kv_tiers import BlocksCopied
 from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
-from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, check_frames, new_row_bytes
-from engine_core.decode_batch import DecodeBatch, union_of_stop_ids
-from engine_core.draft_batch import DraftBatch
-from engine_core.draft_width import DraftWidth
-from engine_core.fair_share import FairShareQueue
-from engine_core.iteration_quota import IDS_PER_UNIT, UNITS_PER_ADMISSION
-from engine_core.kv_cache_manager import KVCacheManager
-from engine_core.kv_offload import Load
-from engine_core.request import Request, State
-from engine_core.request_queue import RequestQueue
-from engine_core.request_states import RequestStates
+from engine_core.batch.batch_bytes import MAX_NEW_ROWS_BYTES, check_frames, new_row_bytes
+from engine_core.batch.decode_batch import DecodeBatch, union_of_stop_ids
+from engine_core.batch.draft_batch import DraftBatch
+from engine_core.batch.draft_width import DraftWidth
+from engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from engine_core.kv_tiers.kv_offload import Load
+from engine_core.requests.fair_share import FairShareQueue
+from engine_core.requests.iteration_quota import IDS_PER_UNIT, UNITS_PER_ADMISSION
+from engine_core.requests.request import Request, State
+from engine_core.requests.request_queue import RequestQueue
+from engine_core.requests.request_states import RequestStates
 from engine_core.results import ResultProcessor
 from engine_core.stats import Counters
 from engine_core.step import Step, StepOutcome, StepPlan

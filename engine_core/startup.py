@@ -9,7 +9,7 @@ from atom.shared.messages.engine import ID_BYTES
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
 from atom.shared.messages.worker import KVSpec, Loaded, RecurrentStateSpec
 from atom.shared.utils.sizes import size_text
-from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, plan_slots, unit_bytes
+from engine_core.kv_cache.kv_plan import cache_tokens, longest_sequence, plan_blocks, plan_slots, unit_bytes
 from engine_core.scheduler import Limits
 
 _REMEDY = "--kv-cache-memory-bytes or --gpu-memory-utilization"

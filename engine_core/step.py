@@ -7,9 +7,9 @@ from operator import add, le
 
 from atom.shared.messages.engine import Finished, FirstToken, PromptLogprobs, unpack_ids
 from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow, RowFailure
-from engine_core.batch_bytes import MAX_PROMPT_LOGPROB_TOKENS
-from engine_core.request import Request, State
-from engine_core.sampled_tokens import SampledTokens, fits, is_consistent
+from engine_core.batch.batch_bytes import MAX_PROMPT_LOGPROB_TOKENS
+from engine_core.batch.sampled_tokens import SampledTokens, fits, is_consistent
+from engine_core.requests.request import Request, State
 
 
 @dataclass(slots=True)

@@ -68,7 +68,7 @@ REQUIREMENTS = (
     Requirement(
         "R4",
         "a frontend dies: streams that asked for it are resumed at another one, orphans end in time",
-        ("tests/e2e/test_resumption.py", "tests/unit/engine_core/test_resumable.py"),
+        ("tests/e2e/test_resumption.py", "tests/unit/engine_core/requests/test_resumable.py"),
     ),
     Requirement(
         "R5",
@@ -132,7 +132,7 @@ REQUIREMENTS = (
         (
             "tests/unit/frontend/test_app_edges.py::test_a_full_server_reads_no_bodies",
             "tests/unit/frontend/engine_client/test_admission.py",
-            "tests/unit/engine_core/test_queue_limit.py",
+            "tests/unit/engine_core/requests/test_queue_limit.py",
         ),
     ),
     Requirement(

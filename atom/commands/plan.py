@@ -21,7 +21,7 @@ from atom.shared.utils.sizes import size_text
 from atom.supervisor import StartError, Supervisor
 from atom.supervisor.child import how_it_ended
 from atom.supervisor.progress import ProgressBars
-from engine_core.kv_plan import peak_blocks
+from engine_core.kv_cache.kv_plan import peak_blocks
 from engine_core.startup import StartupError, plan_cache
 
 DEADLINE_S = 600.0

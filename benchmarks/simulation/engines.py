@@ -17,7 +17,7 @@ from atom.shared.messages.engine import AddRequest, CoreStats, Finished, FirstTo
 from atom.shared.messages.worker import BatchResult, FullAttentionSpec, ScheduledBatch
 from benchmarks.simulation.roofline import Work
 from engine_core.core import EngineCore
-from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import Limits
 
 __all__ = ["Cost", "Engine", "EngineSettings", "Group"]

@@ -21,10 +21,10 @@ from atom.shared.messages.engine import (
 from atom.shared.messages.kv_tiers import DEVICE, CopyBlocks, TierSlots
 from atom.shared.messages.worker import BatchResult, KVSpec, NewRow
 from engine_core.core import EngineCore
-from engine_core.kv_cache_manager import KVCacheManager
-from engine_core.kv_events import Cleared, Removed, Stored, listed_group
-from engine_core.request import NO_ROW, Request
-from engine_core.request_blocks import RequestBlocks
+from engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from engine_core.kv_cache.kv_events import Cleared, Removed, Stored, listed_group
+from engine_core.kv_cache.request_blocks import RequestBlocks
+from engine_core.requests.request import NO_ROW, Request
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.simulated_worker import (
     FAILURE,

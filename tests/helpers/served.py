@@ -11,7 +11,7 @@ from atom import LLMEngine, SamplingParams
 from atom.shared.messages.engine import CoreStats
 from atom.shared.messages.worker import SlidingWindowSpec
 from atom.shared.sampling_params import MAX_LOGPROBS
-from engine_core.kv_plan import peak_blocks
+from engine_core.kv_cache.kv_plan import peak_blocks
 from tests.helpers.reference import MAX_TOKENS, NEW_TOKENS, TOLERANCE, Reference
 
 CHUNK = 16

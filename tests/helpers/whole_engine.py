@@ -12,7 +12,7 @@ from atom.shared.messages.engine import AddRequest, LogprobTable, Sampling, Toke
 from atom.shared.messages.kv_tiers import TierSlots
 from atom.shared.messages.worker import AllocateKV, BatchResult
 from engine_core.core import EngineCore
-from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.core_driver import GREEDY, counts_of
 from tests.helpers.tiny_models import MAX_MODEL_LEN

@@ -1,6 +1,6 @@
 """A KV tier in files, one for each block of a KV group, named after its digest.
 
-    DIRECTORY/seed                           of the digests, for all engines (`engine_core.tier_seed`)
+    DIRECTORY/seed                           of digests, for all engines (`engine_core.kv_tiers.tier_seed`)
     DIRECTORY/FINGERPRINT-RANK/GROUP-DIGEST  a block (`workers.memory.block_file`)
 
 Engines of one host may share a directory: each finds what others had stored when it started, and a file that

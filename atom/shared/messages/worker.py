@@ -3,7 +3,7 @@
 The core binds a ROUTER, each worker connects a DEALER whose identity is its rank in four
 little-endian bytes. One encode per step: the same frame goes to every rank. Workers keep
 the batch: a `ScheduledBatch` has only the changes, the rows that run, and the ids to compute. Its
-size is bounded by the limits of a step, not by the length of prompts (`engine_core.batch_bytes`).
+size is bounded by the limits of a step, not by the length of prompts (`engine_core.batch.batch_bytes`).
 
 Start-up:   worker -> Loaded, core -> AllocateKV, worker -> WorkerReady
 Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send WorkerFailed)

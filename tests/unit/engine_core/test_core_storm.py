@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
-from engine_core import state_checkpoints
-from engine_core.kv_plan import holds_states
-from engine_core.request import State
+from engine_core.kv_cache import state_checkpoints
+from engine_core.kv_cache.kv_plan import holds_states
+from engine_core.requests.request import State
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.core_driver import GREEDY, VOCABULARY, CoreDriver, Draft
 

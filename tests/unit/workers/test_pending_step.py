@@ -7,7 +7,7 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.engine import AddRequest, pack_ids
 from atom.shared.messages.worker import AllocateKV
 from engine_core.core import EngineCore
-from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.core_driver import Clock
 from tests.helpers.core_side import GREEDY, CoreSide

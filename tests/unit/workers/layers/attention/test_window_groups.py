@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atom.shared.messages.worker import FullAttentionSpec, SlidingWindowSpec
-from engine_core.kv_plan import peak_blocks
+from engine_core.kv_cache.kv_plan import peak_blocks
 from tests.helpers.alternating_model import WINDOW, AlternatingLM, plain_logits, random_tensors, save
 from tests.helpers.tiny_models import engine_config, place, prompt_of
 from tests.helpers.whole_engine import WholeEngine

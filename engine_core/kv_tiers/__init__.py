@@ -1,0 +1,1 @@
+"""Slower KV tiers, such as host memory and disk: which blocks they hold, and the copies."""

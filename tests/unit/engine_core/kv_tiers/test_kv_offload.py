@@ -1,0 +1,245 @@
+"""Blocks that the cache evicts come back from tiers: the same tokens, no step that waits, nothing lost."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from atom.shared.messages.engine import pack_ids
+from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, BlocksCopied, TierSlots
+from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from engine_core.kv_cache import state_checkpoints
+from engine_core.kv_tiers.kv_offload import LOAD_DEADLINE_S
+from engine_core.requests.request import State
+from engine_core.requests.token_ids import Prompt, TokenIds
+from engine_core.scheduler import MAX_IN_FLIGHT, Limits
+from tests.helpers.core_driver import CoreDriver
+
+FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
+WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=6)
+STATE = RecurrentStateSpec(bytes_per_slot=1)
+LAYOUTS: dict[str, tuple[list[KVSpec], list[int]]] = {
+    "full": ([FULL], [14]),
+    "full and window": ([FULL, WINDOW], [14, 12]),
+    "state": ([STATE, FULL], [5, 14]),
+    "states and windows": ([FULL, STATE, WINDOW], [14, 5, 12]),
+}
+FIRST = [1, 2, 3, 4, 5, 6, 7, 0] * 3
+OTHER = [5, 6, 7, 0, 1, 2, 3, 4] * 3
+HOST = [TierSlots(HOST_MEMORY, [30])]
+FILES = [TierSlots(DISK, [30])]
+
+
+def driver(
+    tiers: list[TierSlots] = HOST, layout: str = "full", rows: int = 4, budget: int = 32, blocks: int = 0
+) -> CoreDriver:
+    specs, sizes = LAYOUTS[layout]
+    slots = [TierSlots(tier.medium, tier.num_slots * len(specs)) for tier in tiers]
+    made = CoreDriver(specs, [blocks] * len(specs) if blocks else sizes, Limits(rows, budget), tiers=slots)
+    return made
+
+
+def turn(run: CoreDriver, number: int, prompt: list[int], **fields: Any) -> int:
+    """Cached tokens of a request that runs alone."""
+    run.add(number, prompt, 2, **fields)
+    run.run()
+    return run.done[number].cached_tokens
+
+
+def evict(run: CoreDriver, number: int) -> None:
+    """Fill the cache with blocks of other prompts."""
+    for each in range(3):
+        turn(run, number + each, [each, *OTHER, each])
+
+
+@pytest.mark.parametrize("tiers", [HOST, FILES, HOST + FILES], ids=["memory", "disk", "both"])
+def test_an_evicted_prefix_comes_back(tiers: list[TierSlots]) -> None:
+    run = driver(tiers)
+    assert turn(run, 1, FIRST) == 0
+    evict(run, 10)
+    tokens = TokenIds(Prompt(pack_ids(FIRST)))
+    assert run.core._kv.find_prefix(run.core._kv.new_blocks(tokens)) == 0
+    assert turn(run, 2, FIRST) == len(FIRST) - 4
+    stats = run.core.stats().kv_tiers
+    assert [tier.medium for tier in stats] == [tier.medium for tier in tiers]
+    assert [tier.loaded for tier in stats] == [5, 0][: len(tiers)]
+    assert [tier.hits for tier in stats] == [20, 0][: len(tiers)]
+    assert all(tier.stored >= 6 and tier.failed == 0 for tier in stats)
+    assert run.core.stats().prefix_hits == 20
+
+
+def test_without_tiers_it_is_computed_again() -> None:
+    run = driver([])
+    assert turn(run, 1, FIRST) == 0
+    evict(run, 10)
+    assert turn(run, 2, FIRST) == 0 and run.core.stats().kv_tiers == []
+
+
+def test_other_requests_run_while_one_waits_for_its_blocks() -> None:
+    run = driver(blocks=20)
+    turn(run, 1, FIRST)
+    evict(run, 20)
+    run.add(30, [3] * 5, 18)
+    run.send()
+    run.deliver()
+    run.add(2, FIRST, 2)
+    run.send()
+    assert run.core._scheduler.requests[2].state is State.HELD and len(run.copies) == 1
+    before = len(run.live[30].received)
+    for _ in range(4):
+        run.deliver()
+        run.send()
+    assert len(run.live[30].received) == before + 4
+    run.run()
+    assert run.done[2].cached_tokens == 20
+
+
+def test_a_load_that_takes_too_long_is_not_waited_for() -> None:
+    run = driver()
+    turn(run, 1, FIRST)
+    evict(run, 10)
+    run.add(2, FIRST, 2)
+    assert not run.send()
+    run.clock.now += LOAD_DEADLINE_S + 1
+    run.add(3, [*FIRST, 1], 2)
+    while run.send() or run.results:
+        if run.results:
+            run.deliver()
+    assert run.done[2].cached_tokens == 0 and 3 in run.done
+    assert run.copies[0].is_load
+    run.run()
+
+
+def test_sequences_of_one_request_wait_for_one_load() -> None:
+    run = driver()
+    turn(run, 1, FIRST)
+    evict(run, 10)
+    run.add(2, FIRST, 2, n=3)
+    assert not run.send()
+    assert [message.is_load for message in run.copies] == [True]
+    run.run()
+    assert [run.done[number].cached_tokens for number in (2, 3, 4)] == [20] * 3
+    assert run.core.stats().kv_tiers[0].loaded == 5
+
+
+@pytest.mark.parametrize("lost", [0, 2, 4])
+def test_the_rest_of_a_prefix_is_computed(lost: int) -> None:
+    """Its blocks are found in the tier up to the first that could not be read, which is forgotten there."""
+    run = driver()
+    turn(run, 1, FIRST)
+    evict(run, 10)
+    run.add(2, FIRST, 2)
+    assert not run.send()
+    run.copy(0, [lost])
+    run.run()
+    assert run.done[2].cached_tokens == 4 * lost
+    assert run.core.stats().kv_tiers[0].failed == 1
+
+
+def test_an_abort_leaves_the_load_to_its_end() -> None:
+    run = driver()
+    turn(run, 1, FIRST)
+    evict(run, 10)
+    run.add(2, FIRST, 2)
+    assert not run.send()
+    run.abort(2)
+    assert run.core.stats().kv_blocks_used == 5
+    run.copy()
+    assert run.core.stats().kv_blocks_used == 0
+    assert turn(run, 3, FIRST) == 20 and run.core.stats().kv_tiers[0].loaded == 5
+
+
+def test_a_reset_forgets_what_is_being_copied() -> None:
+    run = driver()
+    turn(run, 1, FIRST)
+    evict(run, 10)
+    run.add(2, FIRST, 2)
+    assert not run.send()
+    run.core.reset_prefix_cache()
+    run.core.check_integrity()
+    run.run()
+    assert run.done[2].cached_tokens == 0
+    assert turn(run, 3, FIRST) == 0, "what it computed before the reset is not found"
+    assert turn(run, 4, FIRST) == 20
+
+
+def test_only_long_or_hit_sequences_are_stored() -> None:
+    run = driver()
+    run.core._kv.offload_to(HOST, min_tokens=20)
+    turn(run, 1, FIRST[:12])
+    assert run.core.stats().kv_tiers[0].stored == 0
+    turn(run, 2, FIRST[:12])
+    assert run.core.stats().kv_tiers[0].stored == 2
+    turn(run, 3, OTHER)
+    assert run.core.stats().kv_tiers[0].stored == 2 + 6
+
+
+def test_salted_blocks_serve_their_salt_alone() -> None:
+    run = driver()
+    turn(run, 1, FIRST, cache_salt="a")
+    evict(run, 10)
+    assert turn(run, 2, FIRST) == 0
+    assert turn(run, 3, FIRST, cache_salt="a") == 20
+
+
+def test_all_ranks_must_confirm() -> None:
+    run = driver()
+    run.core._kv.offload_to(HOST, num_ranks=2)
+    run.add(1, FIRST, 2)
+    while run.live:
+        run.send()
+        run.deliver()
+    run.send()
+    (message,) = run.copies
+    run.core.blocks_copied(BlocksCopied(1, message.number, [0]))
+    assert run.core.stats().kv_blocks_used > 0
+    for wrong in (
+        BlocksCopied(1, message.number),
+        BlocksCopied(0, message.number + 1),
+        BlocksCopied(0, message.number, [len(message.copies)]),
+    ):
+        with pytest.raises(ValueError, match="not sent to it or are done"):
+            run.core.blocks_copied(wrong)
+    run.core.blocks_copied(BlocksCopied(0, message.number))
+    (tier,) = run.core.stats().kv_tiers
+    assert (tier.failed, tier.stored) == (1, len(message.copies) - 1)
+
+
+def storm(seed: int, layout: str) -> Counter[str]:
+    """Requests with common prefixes, aborts, lost copies; returns what the tiers did."""
+    chance = random.Random(seed)
+    tiers = [TierSlots(medium, [chance.choice([3, 12, 40])]) for medium in (HOST_MEMORY, DISK)]
+    run = driver(tiers[: chance.randint(1, 2)], layout, chance.randint(2, 5), chance.choice([3, 8, 64]))
+    for number in range(32):
+        prompt = [(chance.randrange(3) * 4 + index) % 8 for _ in range(7) for index in range(4)]
+        salt = chance.choice(["", "", "a"])
+        length, n = chance.randint(6, 28), chance.choice([1, 1, 3])
+        run.add(10 * number, prompt[:length], chance.randint(1, 12), n=n, cache_salt=salt)
+        for _ in range(chance.randrange(8)):
+            kind = chance.randrange(4)
+            if kind < 2 and len(run.results) < MAX_IN_FLIGHT:
+                run.send_failing(lambda rows: rows[:1] if chance.random() < 0.02 else [])
+            elif kind == 2 and run.results:
+                run.deliver()
+            elif run.copies:
+                place = chance.randrange(len(run.copies))
+                lost = [0] if chance.random() < 0.1 else []
+                run.copy(place, lost)
+        if chance.random() < 0.1 and run.live:
+            run.abort(chance.choice(sorted(run.live)))
+    run.run()
+    counted: Counter[str] = Counter()
+    for tier in run.core.stats().kv_tiers:
+        counted += Counter(stored=tier.stored, loaded=tier.loaded, failed=tier.failed, hits=tier.hits)
+    return counted + Counter(preemptions=run.core.stats().preemptions)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_a_storm_meets_every_case(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_checkpoints, "_LEAST_BLOCKS", 1)
+    totals: Counter[str] = Counter()
+    for seed in range(6):
+        totals += storm(seed, layout)
+    for case in ("stored", "loaded", "failed", "hits", "preemptions"):
+        assert totals[case] > 0, f"no {case} in {totals}"
