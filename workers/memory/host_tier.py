@@ -1,5 +1,6 @@
 """A KV tier in memory of the host: pinned for a GPU, so that it copies without the CPU."""
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,9 +30,12 @@ class HostTier:
         except MemoryError:
             raise MemoryError(_lack(total, "it cannot be allocated")) from None
         if device.type == "cuda":
-            status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), total, 0))
+            cudart = torch.cuda.cudart()
+            status = int(cudart.cudaHostRegister(memory.data_ptr(), total, 0))
             if status:
                 raise MemoryError(_lack(total, f"it cannot be pinned (error {status})"))
+            # Freed while it is pinned, its addresses could not be pinned again.
+            weakref.finalize(self, cudart.cudaHostUnregister, memory.data_ptr())
         parts = memory.split([count * size for count, size in sizes])
         self._slots = [part.view(count, size) for part, (count, size) in zip(parts, sizes, strict=True)]
         self._arrays = [] if device.type == "cuda" else [slots.numpy() for slots in self._slots]
