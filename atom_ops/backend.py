@@ -85,6 +85,21 @@ def tune(
         tune_linear(device, weights, cache_dir, progress)
 
 
+def compiles_ahead(device: torch.device) -> bool:
+    """Whether `compile_launched` is for this device: an NVIDIA GPU with Triton's kernels."""
+    return device.type == "cuda" and torch.version.hip is None and target.runs_on(device)
+
+
+def compile_launched(device: torch.device, launch: Callable[[], None]) -> int:
+    """Compile the Triton kernels that a capture launches; returns how many were in no cache.
+
+    The capture must not be replayed: kernels may be missing.
+    """
+    from atom_ops.triton_impl.hardware.parallel_compile import compile_launched as compile_on_threads
+
+    return compile_on_threads(device, launch)
+
+
 def summary(resolved: dict[str, tuple[str, ...]]) -> str:
     """What `resolve` returned as one line for the log; leaves out ops that only torch runs."""
     special = [f"{name}: {' > '.join(order)}" for name, order in resolved.items() if order != (REFERENCE,)]

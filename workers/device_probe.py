@@ -1,10 +1,15 @@
-"""The capabilities of this host. torch is imported only if device files indicate a GPU."""
+"""The capabilities of this host. torch is imported only if device files indicate a GPU, and it is ROCm's."""
 
 import os
 from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
+from typing import Any
 
 from atom.shared.config.resolve import DeviceCapabilities
+from atom.shared.utils.errors import one_line
+from workers.nvidia_driver import nvidia_gpus
 
 _GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 
@@ -27,7 +32,7 @@ _FIRST_NVIDIA_WITH_BF16 = (8, 0)
 
 
 def probe() -> DeviceCapabilities:
-    """The host's capabilities; takes seconds with a GPU, because torch is imported, else milliseconds."""
+    """The host's capabilities; takes seconds with ROCm, because torch is imported."""
     cpu_dtypes = [*cpu_dtypes_of(_cpu_flags(), _onednn_limit()), "float32"]
     if not any(glob(pattern) for pattern in _GPU_DEVICE_FILES):
         return DeviceCapabilities(cpu_dtypes=cpu_dtypes, cpu_cores=cpu_cores())
@@ -72,28 +77,44 @@ def _cpu_flags() -> set[str]:
 
 
 def _probe_gpus(cpu_dtypes: list[str]) -> DeviceCapabilities:
-    import torch
-
-    count = torch.cuda.device_count()
-    rocm = torch.version.hip is not None
+    build = _torch_build()
+    rocm = build["hip"] is not None
+    names: list[str] = []
+    capable: list[bool] = []
     problem = ""
-    if count == 0:
-        built = rocm or torch.version.cuda is not None
-        problem = (
-            "GPU device files exist, but torch cannot use any"
-            if built
-            else "GPU device files exist, but the installed torch is a CPU build"
-        )
-    capable = [rocm or torch.cuda.get_device_capability(i) >= _FIRST_NVIDIA_WITH_BF16 for i in range(count)]
+    if rocm:
+        import torch
+
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        capable = [True] * len(names)
+    elif build["cuda"] is not None:
+        try:
+            gpus = nvidia_gpus(build["cuda"])
+        except OSError as error:
+            problem = f": {one_line(error, OSError)}"
+        else:
+            names = [gpu.name for gpu in gpus]
+            capable = [gpu.capability >= _FIRST_NVIDIA_WITH_BF16 for gpu in gpus]
+    if not names and (rocm or build["cuda"] is not None):
+        problem = f"GPU device files exist, but torch cannot use any{problem}"
+    elif not names:
+        problem = "GPU device files exist, but the installed torch is a CPU build"
     return DeviceCapabilities(
-        cuda=count,
+        cuda=len(names),
         rocm=rocm,
-        names=[torch.cuda.get_device_name(i) for i in range(count)],
+        names=names,
         gpu_dtypes=_gpu_dtypes(capable),
         gpu_problem=problem,
         cpu_dtypes=cpu_dtypes,
         cpu_cores=cpu_cores(),
     )
+
+
+def _torch_build() -> dict[str, Any]:
+    """What torch was built for: `cuda` and `hip`, None or a version; without importing torch."""
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None, "torch is a dependency"
+    return run_path(str(Path(spec.origin).with_name("version.py")))
 
 
 def _gpu_dtypes(capable_of_bf16: list[bool]) -> list[str]:

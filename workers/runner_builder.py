@@ -12,7 +12,8 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
-from atom_ops import BATCH_INVARIANT_SPLIT
+from atom.shared.utils.logger import get_logger
+from atom_ops import BATCH_INVARIANT_SPLIT, backend
 from parallel.expert import ExpertDispatch
 from parallel.mesh import Mesh
 from workers.batch.block_table import BatchLimits, BlockTable
@@ -22,6 +23,7 @@ from workers.batch.state_slots import StateSlots
 from workers.batch.step_shape import GraphSizes, no_coordination
 from workers.grammar.library import GrammarLibrary
 from workers.graphs.graph_modes import GraphSettings, capture_graphs
+from workers.graphs.kernel_compilation import compile_kernels
 from workers.layers.attention.cache_groups import CacheGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer
@@ -141,21 +143,52 @@ class RunnerBuilder:
         coordinate = self.coordinator or no_coordination
         return ModelRunner(self.model, kv_layers, inputs, sampler, memory, recorder, graphs, coordinate)
 
-    def graphs(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
-        """Capture graphs of steps; `sizes` are rows of decode steps."""
-        settings = GraphSettings(
-            self.config.device.cudagraph_mode,
-            sizes,
-            self.most_tokens,
-            self._captured_drafts(inputs),
-            self.has_trace_ranges,
-        )
+    def graphs(
+        self,
+        kv_layers: list[CacheLayer],
+        inputs: InputBatch,
+        sizes: list[int],
+        largest_alone: bool = False,
+    ) -> Graphs:
+        """Capture graphs of steps; `sizes` are rows of decode steps. `largest_alone`: one of each kind."""
+        settings = self._graph_settings(inputs, sizes)
+        if largest_alone:
+            settings = settings.largest()
 
         def progress(done: int, total: int) -> None:
             self.progress("Capturing graphs", done, total)
 
         with self._equal_tokens(), explain_out_of_memory(self.device, "graphs", SMALLER_CACHE):
             return capture_graphs(settings, self.model, kv_layers, inputs, self.device, progress)
+
+    def compile_kernels(self) -> None:
+        """Compile the kernels of the steps to capture, on several threads, unless Triton has them.
+
+        Not with several ranks: their collectives initialise in their first step, which cannot be captured.
+        """
+        sizes = self.capture_sizes
+        several = self._mesh.tp.size * self._mesh.ep.size > 1
+        captures = sizes and self.config.device.cudagraph_mode != "NONE"
+        if several or not captures or not backend.compiles_ahead(self.device):
+            return
+        blocks = [1] * len(self.model.kv_groups)
+        inputs = self.inputs(self.longest_sequence, blocks)
+        self.progress("Compiling kernels", 0, 1)
+        with self._equal_tokens(), explain_out_of_memory(self.device, "graphs", SMALLER_CACHE):
+            settings = self._graph_settings(inputs, sizes)
+            count = compile_kernels(settings, self.model, self.kv_layers(blocks), inputs, self.device)
+        self.progress("Compiling kernels", 1, 1)
+        if count:
+            get_logger().info("compiled %d Triton kernels: later starts find them in Triton's cache", count)
+
+    def _graph_settings(self, inputs: InputBatch, sizes: Sequence[int]) -> GraphSettings:
+        return GraphSettings(
+            self.config.device.cudagraph_mode,
+            sizes,
+            self.most_tokens,
+            self._captured_drafts(inputs),
+            self.has_trace_ranges,
+        )
 
     def _captured_drafts(self, inputs: InputBatch) -> list[int]:
         """The numbers of drafts of each row for which decode steps are captured.

@@ -195,6 +195,7 @@ class Worker:
             get_logger().info("%s on rank %d: %s", name, self._tp.rank, describe_weights(model))
         tune(self._builder)
         compile_model(self._builder)
+        self._builder.compile_kernels()
         specs = rank_specs(self._config, self._model)
         on_cpu = self._device.type == "cpu"
         room = available_memory() // self._config.parallel.workers_per_node if on_cpu else -1

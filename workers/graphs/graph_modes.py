@@ -13,7 +13,7 @@ chooses its kernels by the step. A CPU has FULL_DECODE_ONLY, with recordings in 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,10 +46,18 @@ class GraphSettings:
     trace_ranges: bool = False
     """Whether captures and replays are named ranges in traces."""
 
+    largest_alone: bool = False
+    """Whether only the largest step of each kind is captured: smaller ones reuse its memory."""
+
+    def largest(self) -> "GraphSettings":
+        """These settings for the largest step of each kind."""
+        return replace(self, rows=self.rows[-1:], largest_alone=True)
+
     @property
     def prompt_tokens(self) -> list[int]:
         """Tokens of the prefill and mixed steps to capture, ascending."""
-        return [size for size in PROMPT_SIZES if size <= self.most_tokens] or [self.most_tokens]
+        sizes = [size for size in PROMPT_SIZES if size <= self.most_tokens] or [self.most_tokens]
+        return sizes[-1:] if self.largest_alone else sizes
 
     def piecewise_tokens(self, tokens_per_row: int) -> list[int]:
         """Tokens of the steps to capture in pieces, ascending."""

@@ -45,7 +45,7 @@ def _graph_bytes(builder: RunnerBuilder) -> int:
     kv_layers = builder.kv_layers(blocks)
     inputs = builder.inputs(builder.longest_sequence, blocks)
     before = torch.cuda.memory_reserved(builder.device)
-    graphs = builder.graphs(kv_layers, inputs, sizes[-1:])
+    graphs = builder.graphs(kv_layers, inputs, sizes, largest_alone=True)
     graph_bytes = torch.cuda.memory_reserved(builder.device) - before
     del graphs, inputs, kv_layers
     torch.cuda.empty_cache()

@@ -14,7 +14,6 @@ sizes and merge in the same order: a token's bits depend on neither its batch no
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -26,6 +25,7 @@ from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.triton_impl.attention.attention_kernels import LOG2_E, decode_attention, prefill_attention
 from atom_ops.triton_impl.attention.gathered_prompts import gather_prompts
 from atom_ops.triton_impl.attention.query_tiles import ListTiles
+from atom_ops.triton_impl.hardware.device_state import kept
 from atom_ops.triton_impl.hardware.pdl import launch_options
 from atom_ops.triton_impl.hardware.persistent import num_sms
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, is_hopper, runs_on
@@ -346,7 +346,6 @@ def _constants(
     }
 
 
-@cache
 def arrival_counters(device: torch.device) -> Tensor:
-    """Finished splits of each (row, head); 0 between launches, which all use one stream."""
-    return torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=device)
+    """Finished splits of each (row, head); 0 between launches."""
+    return kept("attention", device, _MAX_PAIRS)

@@ -18,8 +18,6 @@ tile, without a block table. Written in Gluon, which has no interpreter. Other d
 `attention_kernels`.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -36,6 +34,7 @@ from atom_ops.ops.attention.attention import AttentionRule
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.triton_impl.attention.query_tiles import QueryTiles
+from atom_ops.triton_impl.hardware.device_state import kept
 from atom_ops.triton_impl.hardware.hopper_pipeline import load_tile, make_barriers, release
 from atom_ops.triton_impl.hardware.target import is_hopper
 
@@ -509,7 +508,6 @@ def attend(
     )
 
 
-@cache
 def _counter(device: torch.device) -> Tensor:
-    """Items taken; 0 between launches, which all use one stream."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    """Items taken; 0 between launches."""
+    return kept("hopper_attention", device, 1)

@@ -24,8 +24,6 @@ step while the tensor cores multiply the next one.
 Written in Gluon, which has no interpreter.
 """
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
@@ -39,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from atom_ops.triton_impl.hardware.device_state import kept
 from atom_ops.triton_impl.hardware.gluon_pdl import pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.hardware.hopper_pipeline import load_tile, make_barriers, thread_barrier
 from atom_ops.triton_impl.hardware.pdl import launch_options
@@ -311,10 +310,9 @@ def _stream_k(
     )  # fmt: skip
 
 
-@cache
 def _workspace(device: torch.device) -> Tensor:
-    """Partials: EMPTY between launches, which all use one stream."""
-    return torch.full((_MAX_PROGRAMS * 2 * _MAX_SUMS,), _EMPTY.value, dtype=torch.int32, device=device)
+    """Partials: EMPTY between launches."""
+    return kept("hopper_linear", device, _MAX_PROGRAMS * 2 * _MAX_SUMS, _EMPTY.value)
 
 
 def multiply(

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from atom_ops.triton_impl.hardware.device_state import kept
 from atom_ops.triton_impl.hardware.gluon_pdl import pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.hardware.hopper_pipeline import load_tile, make_barriers, release
 from atom_ops.triton_impl.hardware.pdl import launch_options
@@ -323,10 +324,9 @@ def _programs(device: torch.device) -> int:
     return min(num_sms(device), _MAX_PROGRAMS) if device.type == "cuda" else _MAX_PROGRAMS
 
 
-@cache
 def _workspace(device: torch.device) -> Tensor:
-    """Partials: EMPTY between launches, which all use one stream."""
-    return torch.full((_MAX_PROGRAMS * _MAX_SUMS,), _EMPTY.value, dtype=torch.int32, device=device)
+    """Partials: EMPTY between launches."""
+    return kept("four_bit_split_k", device, _MAX_PROGRAMS * _MAX_SUMS, _EMPTY.value)
 
 
 def multiply(plan: WgmmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None) -> Tensor:

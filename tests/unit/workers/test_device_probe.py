@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from workers import device_probe
+from workers.nvidia_driver import NvidiaGpu
 
 
 @pytest.mark.parametrize(
@@ -55,32 +56,56 @@ def test_a_containers_quota_counts(
     assert device_probe.cpu_cores() == cores
 
 
-def torch_with(capabilities: list[tuple[int, int]], cuda: str | None = "13.0") -> types.SimpleNamespace:
-    return types.SimpleNamespace(
-        version=types.SimpleNamespace(hip=None, cuda=cuda),
-        cuda=types.SimpleNamespace(
-            device_count=lambda: len(capabilities),
-            get_device_capability=lambda index: capabilities[index],
-            get_device_name=lambda index: f"GPU {index}",
-        ),
-    )
+def build(monkeypatch: pytest.MonkeyPatch, cuda: str | None, hip: str | None = None) -> None:
+    monkeypatch.setattr(device_probe, "_GPU_DEVICE_FILES", ("/dev/null",))
+    monkeypatch.setattr(device_probe, "_torch_build", lambda: {"cuda": cuda, "hip": hip})
 
 
 @pytest.mark.parametrize(
-    ("torch", "dtypes", "problem"),
+    ("capabilities", "dtypes", "problem"),
     [
-        (torch_with([(9, 0), (9, 0)]), ["bfloat16", "float16", "float32"], ""),
-        (torch_with([(9, 0), (7, 5)]), ["float16", "float32"], ""),
-        (torch_with([]), [], "torch cannot use any"),
-        (torch_with([], cuda=None), [], "the installed torch is a CPU build"),
+        ([(9, 0), (9, 0)], ["bfloat16", "float16", "float32"], ""),
+        ([(9, 0), (7, 5)], ["float16", "float32"], ""),
+        ([], [], "torch cannot use any"),
     ],
 )
-def test_gpus_are_what_torch_says(
-    monkeypatch: pytest.MonkeyPatch, torch: types.SimpleNamespace, dtypes: list[str], problem: str
+def test_nvidias_gpus_are_what_the_driver_says(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], dtypes: list[str], problem: str
 ) -> None:
-    monkeypatch.setattr(device_probe, "_GPU_DEVICE_FILES", ("/dev/null",))
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    build(monkeypatch, "13.0")
+    gpus = [NvidiaGpu(f"GPU {index}", capability) for index, capability in enumerate(capabilities)]
+    monkeypatch.setattr(device_probe, "nvidia_gpus", lambda cuda: gpus)
     host = device_probe.probe()
-    assert (host.cuda, len(host.names)) == (torch.cuda.device_count(),) * 2
+    assert host.names == [gpu.name for gpu in gpus] and host.cuda == len(gpus) and not host.rocm
     assert problem in host.gpu_problem and bool(problem) == bool(host.gpu_problem)
     assert host.gpu_dtypes == dtypes
+
+
+def test_a_driver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(cuda: str) -> list[NvidiaGpu]:
+        raise OSError("the driver supports CUDA 12.4, and the installed torch needs 13.0")
+
+    build(monkeypatch, "13.0")
+    monkeypatch.setattr(device_probe, "nvidia_gpus", fail)
+    host = device_probe.probe()
+    assert host.cuda == 0 and "torch cannot use any: the driver supports CUDA 12.4" in host.gpu_problem
+
+
+def test_rocms_gpus_are_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = types.SimpleNamespace(device_count=lambda: 2, get_device_name=lambda index: f"GPU {index}")
+    build(monkeypatch, None, "7.0")
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=gpus))
+    host = device_probe.probe()
+    assert host.rocm and host.names == ["GPU 0", "GPU 1"] and host.gpu_dtypes[0] == "bfloat16"
+
+
+def test_a_cpu_build_of_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    build(monkeypatch, None)
+    assert "the installed torch is a CPU build" in device_probe.probe().gpu_problem
+
+
+def test_torchs_build_is_known_without_torch() -> None:
+    import torch
+
+    build = device_probe._torch_build()
+    assert (build["cuda"], build["hip"]) == (torch.version.cuda, torch.version.hip)
