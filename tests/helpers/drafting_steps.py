@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.device import DeviceConfig
+from atom.shared.config.parallel import ParallelConfig
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids, unpack_ids
 from atom.shared.messages.worker import AllocateKV, RecurrentStateSpec
@@ -45,6 +46,7 @@ PENALISED = Sampling(
 )
 SETTINGS = {"greedy": GREEDY, "hot": HOT, "limited": LIMITED, "penalised": PENALISED}
 PLAIN = SpeculativeConfig()
+ONE_RANK = ParallelConfig()
 PAIRS = (
     *("mtp deepseek-v3", "mtp glm4-moe", "mtp deepseek-v3.2", "mtp glm-4.7-flash"),
     *("eagle3 llama-gqa", "eagle3 deepseek-v3"),
@@ -97,10 +99,15 @@ class DraftingSteps:
     """A worker in float32, where the tokens do not depend on the shape of a step."""
 
     def __init__(
-        self, checkpoint: Checkpoint, device: DeviceConfig, mesh: Mesh, speculative: SpeculativeConfig = PLAIN
+        self,
+        checkpoint: Checkpoint,
+        device: DeviceConfig,
+        mesh: Mesh,
+        speculative: SpeculativeConfig = PLAIN,
+        parallel: ParallelConfig = ONE_RANK,
     ):
         config = dataclasses.replace(
-            engine_config(block_size=BLOCK_SIZE), device=device, speculative=speculative
+            engine_config(block_size=BLOCK_SIZE), device=device, speculative=speculative, parallel=parallel
         )
         self.worker = Worker(config, checkpoint, mesh, lambda *progress: None)
         specs = self.worker.load().kv_specs

@@ -434,11 +434,6 @@ def _check_draft_model(
             f"{flag}: one layer for multi-token prediction is supported, for some families; this checkpoint "
             f"({checkpoint.model_type}) has {checkpoint.mtp_layers} that can be used; use --method ngram"
         )
-    if parallel.lockstep and speculative.method == "mtp":
-        raise ConfigError(
-            f"{flag}: engines that share their experts do not draft with one more layer of them; use another "
-            "method, or omit --enable-expert-parallel or --enable-dp-attention"
-        )
     if parallel.decode_context_parallel_size > 1:
         raise ConfigError(f"{flag} with --decode-context-parallel-size is not supported; omit one of them")
     if parallel.enable_eplb:

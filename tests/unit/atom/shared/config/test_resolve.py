@@ -485,10 +485,6 @@ PREDICTS = replace(CHECKPOINT, mtp_layers=1)
         ({"method": "mtp", "num_speculative_tokens": 9}, "drafts at most 8 tokens"),
         ({"method": "mtp", "prompt_lookup_max": 3}, "--prompt-lookup-max is for --method ngram"),
         (
-            {"method": "mtp", "data_parallel_size": 2, "enable_expert_parallel": True},
-            "share their experts",
-        ),
-        (
             {"method": "eagle3", "draft_model": "path", "level": 2},
             "--method eagle3 with --level 2 is not supported",
         ),
