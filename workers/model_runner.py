@@ -12,7 +12,7 @@ import torch
 from atom.shared.messages.worker import ScheduledBatch
 from atom_ops import TokenLogprobs, token_logprobs
 from workers.batch.input_batch import InputBatch
-from workers.batch.state_slots import StateSlots, copy_states
+from workers.batch.state_slots import copy_states
 from workers.batch.step_inputs import AppliedBatch, PromptChunk, PromptLogprobRows, SamplingRows, StepInputs
 from workers.batch.step_label import step_label
 from workers.batch.step_padding import pad_step
@@ -194,8 +194,7 @@ class ModelRunner:
         """
         rows = applied.rows
         decodes = applied.decodes
-        has_states = any(isinstance(table, StateSlots) for table in self._inputs.tables)
-        can_retry = decodes.any() and not decodes.all() and not has_states
+        can_retry = decodes.any() and not decodes.all() and not self._inputs.has_states
         # Failed rows count as computed: the engine core schedules no further step of them.
         self._inputs.set_computed(rows, applied.starts + applied.counts)
         failed = rows[~decodes] if can_retry else rows

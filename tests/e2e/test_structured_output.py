@@ -280,7 +280,7 @@ def test_drafts_change_no_output_of_300_schemas(server: Server, plain_server: Se
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3000)
 def test_a_draft_model_changes_no_output_of_300_schemas(plain_server: Server, tmp_path: Path) -> None:
     """It drafts as the model does, and knows no grammar."""
     small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -119,6 +119,6 @@ def test_engines_in_lockstep_draft_with_a_model_of_experts(
 ) -> None:
     layout = {"data_parallel_size": 2, "tensor_parallel_size": ranks, "enable_expert_parallel": True}
     drafts = {"method": "draft_model", "num_speculative_tokens": 3, "draft_model": str(model)}
-    found, stats = run(model, **drafts, **layout)
+    found, stats = run(model, **drafts, **layout, spec_decode_adaptive=False)
     assert found == wanted
-    assert sum(stats.num_accepted_tokens_per_pos) > 100
+    assert sum(stats.num_accepted_tokens_per_pos) > 50

@@ -123,11 +123,6 @@ def resolve(
     notes += [*checkpoint.warnings, *_rope_notes(config.model, checkpoint)]
     speculative = _speculative(config.speculative, config.parallel, checkpoint)
     notes += _forced_notes(speculative)
-    if speculative.method is not None and checkpoint.keeps_states and device != "cpu":
-        raise ConfigError(
-            f"--method {speculative.method}: {checkpoint.model_type} has recurrent layers, whose states are "
-            "restored after rejected tokens on CPUs alone; omit the flag"
-        )
     if speculative.method == "suffix" and device != "cpu":
         raise ConfigError(
             "--method suffix: drafts are looked up on the host, which does not know the last tokens when it "

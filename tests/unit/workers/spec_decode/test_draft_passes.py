@@ -43,7 +43,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("sizes", "mode"),
-    [("[]", "NONE"), ("[1,2,4,8]", "FULL_DECODE_ONLY"), rarely("[1,2,4,8]", "FULL_AND_PIECEWISE")],
+    [("[]", "NONE"), ("[1,2,4,8]", "FULL_DECODE_ONLY"), rarely("[1,2,4,8]", "FULL")],
 )
 def test_engines_in_lockstep_draft_alike(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, sizes: str, mode: str
