@@ -12,7 +12,7 @@ import torch
 from atom.shared.messages.worker import ScheduledBatch
 from atom_ops import TokenLogprobs, token_logprobs
 from workers.batch.input_batch import InputBatch
-from workers.batch.state_slots import StateSlots, copy_states
+from workers.batch.state_slots import copy_states
 from workers.batch.step_inputs import AppliedBatch, PromptChunk, PromptLogprobRows, SamplingRows, StepInputs
 from workers.batch.step_label import step_label
 from workers.batch.step_padding import pad_step
@@ -125,11 +125,15 @@ class ModelRunner:
         if self.before_step is not None:
             self.before_step()
         if shape.mode is StepMode.EAGER:
-            self._compute(pad_step(self._inputs.empty_step(), shape))
+            hidden_TD = self._compute(pad_step(self._inputs.empty_step(), shape))
         elif shape.mode is StepMode.DECODE_GRAPH:
-            self._graphs.decode_of(shape.tokens_per_row).dummy(shape.padded_rows)
+            hidden_TD = self._graphs.decode_of(shape.tokens_per_row).dummy(shape.padded_rows)
         else:
-            self._prompt_graphs.dummy(shape.padded_tokens, shape.padded_rows)
+            hidden_TD = self._prompt_graphs.dummy(shape.padded_tokens, shape.padded_rows)
+        if self._drafts_in_lockstep:
+            step = pad_step(self._inputs.empty_step(), shape)
+            context = ForwardContext(self._kv_layers, step.groups)
+            self._observe(Computed(step.ids_T, step.positions_T, hidden_TD, context))
 
     def label(self, batch: ScheduledBatch) -> str:
         """The name of the step in traces; called before `launch`."""
@@ -138,6 +142,7 @@ class ModelRunner:
     def _forward(self, applied: AppliedBatch) -> _Forward:
         tokens_per_row = 1 + applied.num_drafts if applied.is_uniform else 0
         planned = self._sizes.plan(self._inputs.num_step_tokens(applied), len(applied.rows), tokens_per_row)
+        self._inputs.plan_passes(applied)
         shape = self._coordinate(planned)
         if shape is not planned:
             self._sizes.check(shape)
@@ -147,6 +152,8 @@ class ModelRunner:
         if shape.mode is StepMode.DECODE_GRAPH:
             return self._replay(self._graphs.decode_of(shape.tokens_per_row), applied, shape.padded_rows)
         step = self._inputs.step(applied)
+        if self._drafts_in_lockstep:  # the model that drafts computes the tokens of the shape, too
+            step = pad_step(step, shape)
         if shape.mode is StepMode.PROMPT_GRAPH:
             hidden_TD = self._prompt_graphs.forward(step, shape.padded_tokens, shape.padded_rows)
         else:
@@ -187,8 +194,7 @@ class ModelRunner:
         """
         rows = applied.rows
         decodes = applied.decodes
-        has_states = any(isinstance(table, StateSlots) for table in self._inputs.tables)
-        can_retry = decodes.any() and not decodes.all() and not has_states
+        can_retry = decodes.any() and not decodes.all() and not self._inputs.has_states
         # Failed rows count as computed: the engine core schedules no further step of them.
         self._inputs.set_computed(rows, applied.starts + applied.counts)
         failed = rows[~decodes] if can_retry else rows
@@ -223,8 +229,8 @@ class ModelRunner:
                 refused = {int(rows[index]): reason for index, reason in sampled.refused.items()}
                 if verified is not None and sampling.drafts is not None:
                     advance = Advance(sampling.drafts, verified, self._inputs.settle(sampling.drafts))
-        elif (speculation := self._inputs.speculation) is not None:
-            self._memory.attempt(_DRAFTING, lambda: speculation.observe(forward.computed))
+        else:
+            self._observe(forward.computed)
         chunks: Sequence[PromptChunk] = []
         prompt_logprobs = None
         if (prompt := forward.prompt) is not None:
@@ -235,6 +241,17 @@ class ModelRunner:
             if prompt_logprobs is None:
                 failures |= dict.fromkeys((chunk.row for chunk in chunks), reason_of(_PROMPT_LOGPROBS))
         return StepOutput(rows, sampled, chunks, prompt_logprobs, failures, refused, late, advance)
+
+    @property
+    def _drafts_in_lockstep(self) -> bool:
+        speculation = self._inputs.speculation
+        return speculation is not None and speculation.passes is not None
+
+    def _observe(self, computed: Computed) -> None:
+        """Let what drafts follow a step that samples nothing."""
+        speculation = self._inputs.speculation
+        if speculation is not None:
+            self._memory.attempt(_DRAFTING, lambda: speculation.observe(computed))
 
     def _sample(self, forward: _Forward, sampling: SamplingRows) -> tuple[SamplerOutput, Verified | None]:
         settings = self._sampler.plain_settings(sampling)

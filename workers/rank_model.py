@@ -19,6 +19,7 @@ from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.moe.moe import MoE
 from workers.layers.moe.second_stream import SecondStream
+from workers.layers.mtp import PredictingLM
 from workers.memory.kv_cache import kv_dtype, kv_specs
 from workers.models.registry import build_model
 from workers.spec_decode.dflash import build_block_drafter
@@ -98,13 +99,14 @@ def _attach_draft(
         attach(model, build_block_drafter(own, model, build, most_tokens, drafts), own)
     else:
         attach(model, build_model(own, build), own)
-    assert model.draft is not None, "it is attached"
-    has_experts = any(isinstance(module, MoE) for module in model.draft.model.modules())
-    if config.parallel.lockstep and has_experts:
-        raise ValueError(
-            f"--draft-model {own.directory} has experts: engines that share their experts draft with a model "
-            "without any; use another one, or omit --enable-expert-parallel or --enable-dp-attention"
-        )
+
+
+def drafts_with_experts(model: CausalLM) -> bool:
+    """Whether what drafts for the model has experts, which are spread over ranks as the model's are."""
+    drafts: list[torch.nn.Module] = [] if model.draft is None else [model.draft.model]
+    if isinstance(model, PredictingLM) and model.mtp is not None:
+        drafts.append(model.mtp)
+    return any(isinstance(module, MoE) for draft in drafts for module in draft.modules())
 
 
 def rank_dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:

@@ -31,9 +31,10 @@ from workers.memory.kv_cache import allocate_kv, kv_dtype
 from workers.memory.memory_guard import SMALLER_CACHE, MemoryGuard, explain_out_of_memory
 from workers.model_runner import Graphs, ModelRunner
 from workers.pending_step import event_recorder
-from workers.rank_model import compute_dtype, longest_sequence
+from workers.rank_model import compute_dtype, drafts_with_experts, longest_sequence
 from workers.sampling.sampler import Sampler
 from workers.shape_coordination import ShapeCoordinator
+from workers.spec_decode.draft_passes import DraftPasses
 from workers.spec_decode.methods import method_of
 
 Progress = Callable[[str, int, int], None]
@@ -64,6 +65,8 @@ class RunnerBuilder:
         self._mesh = mesh
         self._dispatch = dispatch
         self._grammars = grammars
+        shares = config.parallel.lockstep and drafts_with_experts(model)
+        self._passes = DraftPasses(dispatch) if shares else None
 
     @property
     def has_trace_ranges(self) -> bool:
@@ -113,7 +116,7 @@ class RunnerBuilder:
         limits = BatchLimits(self.max_rows, max_model_len, self.config.block_tokens, self.num_drafts)
         tables = [_rows_of(group, limits) for group in self.model.kv_groups]
         split_tokens = BATCH_INVARIANT_SPLIT if self.config.device.batch_invariant else 0
-        method = method_of(self.config.speculative, self.model)
+        method = method_of(self.config.speculative, self.model, self._passes)
         proposer = None if method is None else method.proposer(limits, tables, num_blocks, self.device)
         speculative = self.config.speculative
         return InputBatch(
@@ -137,7 +140,7 @@ class RunnerBuilder:
         graphs = self.graphs(kv_layers, inputs, capture_sizes) if capture_sizes else None
         if self._mesh.host is not None:
             self.coordinator = ShapeCoordinator(
-                self._mesh, self._dispatch, graphs.sizes if graphs else GraphSizes()
+                self._mesh, self._dispatch, graphs.sizes if graphs else GraphSizes(), self._passes
             )
         recorder = event_recorder(self.device)
         coordinate = self.coordinator or no_coordination

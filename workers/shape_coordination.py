@@ -17,6 +17,7 @@ from parallel.expert import ExpertDispatch
 from parallel.host_group import HostGroup
 from parallel.mesh import Mesh
 from workers.batch.step_shape import GraphSizes, StepMode, StepShape
+from workers.spec_decode.draft_passes import DraftPasses
 
 _DUMMY = StepShape(StepMode.EAGER, 1, 1)
 
@@ -46,14 +47,24 @@ class ShapeCoordinator:
     eager one each rank computes its own tokens, and one without a batch a single token of padding.
     """
 
-    def __init__(self, mesh: Mesh, dispatch: ExpertDispatch, sizes: GraphSizes):
-        """`sizes` are those of the runner's graphs, the same on all ranks."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        dispatch: ExpertDispatch,
+        sizes: GraphSizes,
+        passes: DraftPasses | None = None,
+    ):
+        """`sizes` are those of the runner's graphs, the same on all ranks.
+
+        `passes`: those of a model that drafts, on which the ranks agree as well.
+        """
         assert mesh.host is not None, "ranks that agree have a host group"
         self._host: HostGroup = mesh.host
         self._tp = mesh.tp.size
         self._dp = mesh.dp
         self._dispatch = dispatch
         self._sizes = sizes
+        self._passes = passes
         self._early: StepShape | None = None
 
     def __call__(self, planned: StepShape) -> StepShape:
@@ -76,12 +87,16 @@ class ShapeCoordinator:
         return agreed
 
     def _exchange(self, state: _State, planned: StepShape) -> CoordinatedStep:
+        drafts = self._passes.planned if self._passes is not None else ()
         numbers = (state, planned.mode, planned.padded_tokens, planned.padded_rows, planned.tokens_per_row)
-        ranks = self._host.all_gather(numbers)
-        plans = [_plan_of(ranks[first : first + self._tp]) for first in range(0, len(ranks), self._tp)]
+        ranks = self._host.all_gather((*numbers, *drafts))
+        engines = [ranks[first : first + self._tp] for first in range(0, len(ranks), self._tp)]
+        plans = [_plan_of(engine) for engine in engines]
         steps = [plan for plan in plans if plan is not None]
         if not steps:
             return CoordinatedStep(all_leave=all(rank[0] == _State.LEAVING for rank in ranks))
+        if self._passes is not None:
+            self._passes.agree([_drafts_of(engine) for engine in engines])
         covering = self._sizes.covering(steps)
         shapes = self._shapes(plans, covering)
         tokens = [shape.padded_tokens for shape in shapes]
@@ -97,7 +112,15 @@ class ShapeCoordinator:
 
 def _plan_of(ranks: Sequence[Sequence[int]]) -> StepShape | None:
     """The plan of an engine, from what its tensor-parallel ranks have sent; None without a step."""
-    for state, mode, *sizes in ranks:
+    for state, mode, tokens, rows, tokens_per_row, *_ in ranks:
         if state == _State.STEP:
-            return StepShape(StepMode(mode), *sizes)
+            return StepShape(StepMode(mode), tokens, rows, tokens_per_row)
     return None
+
+
+def _drafts_of(ranks: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """`DraftPasses.planned` of an engine, from what its tensor-parallel ranks have sent."""
+    for state, *_, num_rows, num_drafts in ranks:
+        if state == _State.STEP:
+            return num_rows, num_drafts
+    return 0, 0

@@ -295,7 +295,11 @@ def test_requests_of_every_kind_go_on(model: str, flags: tuple[str, ...]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_structured_stream_with_drafts_survives_a_kill_at_every_token(model: str) -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_a_structured_stream_with_drafts_survives_a_kill_at_every_token(model: str, method: str) -> None:
+    drafts = DRAFTS
+    if method == "draft_model":
+        drafts = ("--method", method, "--num-speculative-tokens", "3", "--draft-model", model)
     body = {
         "model": MODEL_NAME,
         "prompt": "once upon",
@@ -328,7 +332,7 @@ def test_a_structured_stream_with_drafts_survives_a_kill_at_every_token(model: s
         return text, len(killed)
 
     limits = ("--max-replays", "100", "--max-restarts", "100")
-    with running_server("--model", model, *ARGS, *DRAFTS, *limits) as server:
+    with running_server("--model", model, *ARGS, *drafts, *limits) as server:
         undisturbed, _ = asyncio.run(stream(server, kill=False))
         text, num_killed = asyncio.run(stream(server, kill=True))
         assert server.terminate() == 0

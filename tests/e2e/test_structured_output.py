@@ -237,8 +237,10 @@ def test_a_source_that_takes_too_long_is_refused_and_delays_no_other(server: Ser
     asyncio.run(drive())
 
 
-async def _tokens_per_step(drafting: Server, plain: Server, schemas: list[dict[str, Any]]) -> float:
-    """Greedy outputs, first without drafts, then with that text as the prediction.
+async def _tokens_per_step(
+    drafting: Server, plain: Server, schemas: list[dict[str, Any]], predicts: bool = True
+) -> float:
+    """Greedy outputs, first without drafts, then with drafts; with `predicts` that text is the prediction.
 
     Checks that they are equal; returns the mean number of tokens of a sequence in a step with drafts.
     """
@@ -247,7 +249,8 @@ async def _tokens_per_step(drafting: Server, plain: Server, schemas: list[dict[s
         for schema in schemas:
             fields = {"guided_json": schema, "temperature": 0, "max_tokens": 60}
             text = (await plain_sender.choices(**fields))[0]["text"]
-            prediction = {"prediction": {"type": "content", "content": text}} if text else {}
+            is_predicted = predicts and text
+            prediction = {"prediction": {"type": "content", "content": text}} if is_predicted else {}
             status, content = await sender.post(**fields, **prediction)
             assert status == 200, content
             assert content["choices"][0]["text"] == text, schema
@@ -274,6 +277,18 @@ def test_drafts_change_no_structured_output(server: Server, plain_server: Server
 @pytest.mark.timeout(900)
 def test_drafts_change_no_output_of_300_schemas(server: Server, plain_server: Server) -> None:
     assert asyncio.run(_tokens_per_step(server, plain_server, _schemas(300))) > 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_draft_model_changes_no_output_of_300_schemas(plain_server: Server, tmp_path: Path) -> None:
+    """It drafts as the model does, and knows no grammar."""
+    small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = str(write_checkpoint(tmp_path / "model", **small))
+    drafts = ("--method", "draft_model", "--num-speculative-tokens", "3", "--draft-model", model)
+    with running_server("--model", model, *ARGS, *_LIMITS, *drafts) as drafting:
+        found = _tokens_per_step(drafting, plain_server, _schemas(300), predicts=False)
+        assert asyncio.run(found) > 1.01
 
 
 @pytest.mark.slow

@@ -22,7 +22,10 @@ from tests.helpers.drafting_steps import (
 from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-FAMILIES = ("qwen3", "mistral-window", "gpt-oss", "qwen3-moe", "deepseek-v2-lite", "deepseek-v3.2")
+FAMILIES = (
+    *("qwen3", "mistral-window", "gpt-oss", "qwen3-moe", "deepseek-v2-lite", "deepseek-v3.2"),
+    *("qwen3-next", "qwen3.5", "kimi-linear"),
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +85,9 @@ def test_no_step_synchronises(checkpoints: dict[str, Checkpoint], sizes: str, se
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("sizes", ["[]", "[1,4,16]"])
-@pytest.mark.parametrize("name", ["mtp deepseek-v3", "eagle3 llama-gqa", "draft_model gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["mtp deepseek-v3", "mtp qwen3-next", "eagle3 llama-gqa", "draft_model gpt-oss"]
+)
 def test_no_step_of_a_model_that_drafts_synchronises(name: str, sizes: str, tmp_path: Path) -> None:
     pair = save_pair(name, tmp_path)
     check_never_waits(steps(pair.checkpoint, pair.drafts(3), sizes), "hot")

@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -87,16 +88,13 @@ class CoreDriver:
     ):
         """`draft(most)`: how many tokens a row proposes in a step, and how many of these are accepted."""
         self.clock = Clock()
-        sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
-        caching = enable_prefix_caching
-        kv = KVCacheManager(specs, num_blocks, limits.max_chunk, 7, caching, True, STATE_INTERVAL)
-        if tiers:
-            kv.offload_to(tiers)
-        self.core = EngineCore(limits, kv, max_model_len, self.clock)
         self.copies: deque[CopyBlocks] = deque()
         """Copies to and from KV tiers that are not done."""
-        self._events = Subscriber(kv)
-        self.worker = SimulatedWorker(specs, num_blocks, VOCABULARY, sizes, self._known_ids, draft)
+        self._make = partial(
+            self._life, specs, num_blocks, limits, max_model_len, enable_prefix_caching, draft
+        )
+        self._tiers = tiers
+        self._make()
         self.results: deque[BatchResult] = deque()
         self.failing: deque[set[int]] = deque()
         """For each step in `results`, the requests whose rows failed."""
@@ -107,6 +105,51 @@ class CoreDriver:
         """Times that a request was recomputed because a step failed whose blocks it shared."""
         self.live: dict[int, Sent] = {}
         self.done: dict[int, Sent] = {}
+
+    def _life(
+        self,
+        specs: Sequence[KVSpec],
+        num_blocks: Sequence[int],
+        limits: Limits,
+        max_model_len: int,
+        caching: bool,
+        draft: Draft,
+    ) -> None:
+        """A new core and worker."""
+        kv = KVCacheManager(specs, num_blocks, limits.max_chunk, 7, caching, True, STATE_INTERVAL)
+        if self._tiers:
+            kv.offload_to(self._tiers)
+        self.core = EngineCore(limits, kv, max_model_len, self.clock)
+        self._events = Subscriber(kv)
+        self.worker = SimulatedWorker(
+            specs,
+            num_blocks,
+            VOCABULARY,
+            (limits.max_num_seqs, limits.max_num_batched_tokens),
+            self._known_ids,
+            draft,
+            limits.lookahead,
+            limits.sends_next_ids,
+        )
+
+    def die(self) -> None:
+        """The engine ends: what is in flight is lost, and each sequence is sent to a new one with its ids."""
+        self.results.clear()
+        self.failing.clear()
+        self.copies.clear()
+        self._make()
+        for request_id, sent in self.live.items():
+            first = sent.message
+            resumed = msgspec.structs.replace(
+                first,
+                request_ids=[request_id],
+                prompt_ids=first.prompt_ids + pack_ids(sent.received),
+                prompt_length=len(unpack_ids(first.prompt_ids)),
+                prompt_logprobs=-1 if sent.received else first.prompt_logprobs,
+                replays=1,
+            )
+            assert self.core.add(resumed, sent.frontend) is None
+        self.core.check_integrity()
 
     def add(
         self,

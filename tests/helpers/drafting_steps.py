@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.device import DeviceConfig
+from atom.shared.config.parallel import ParallelConfig
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids, unpack_ids
 from atom.shared.messages.worker import AllocateKV, RecurrentStateSpec
@@ -27,7 +28,7 @@ from parallel.mesh import Mesh
 from tests.helpers.core_side import GREEDY, CoreSide
 from tests.helpers.dflash_models import save_dflash_model
 from tests.helpers.eagle3_models import save_eagle3_model
-from tests.helpers.mtp_models import save_mtp_model
+from tests.helpers.mtp_models import DELTA_FAMILIES, save_delta_mtp_model, save_mtp_model
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
 from tests.unit.workers.graphs.test_decode_graphs import Rerun
 from workers import runner_builder
@@ -45,8 +46,10 @@ PENALISED = Sampling(
 )
 SETTINGS = {"greedy": GREEDY, "hot": HOT, "limited": LIMITED, "penalised": PENALISED}
 PLAIN = SpeculativeConfig()
+ONE_RANK = ParallelConfig()
 PAIRS = (
     *("mtp deepseek-v3", "mtp glm4-moe", "mtp deepseek-v3.2", "mtp glm-4.7-flash"),
+    *("mtp qwen3-next", "mtp qwen3.5"),
     *("eagle3 llama-gqa", "eagle3 deepseek-v3"),
     *("draft_model llama-gqa", "draft_model gpt-oss"),
     "dflash llama-gqa",
@@ -74,7 +77,8 @@ def save_pair(name: str, directory: Path) -> Pair:
     own, other = directory / "model", directory / "draft"
     other.mkdir(parents=True)
     if method == "mtp":
-        return Pair(save_mtp_model(tiny(family), own).checkpoint, SpeculativeConfig("mtp"))
+        save = save_delta_mtp_model if family in DELTA_FAMILIES else save_mtp_model
+        return Pair(save(tiny(family), own).checkpoint, SpeculativeConfig("mtp"))
     if method == "eagle3":
         vocabulary = 140 if family == "llama-gqa" else 150
         saved = save_eagle3_model(tiny(family), own, other, draft_vocab=vocabulary)
@@ -97,10 +101,15 @@ class DraftingSteps:
     """A worker in float32, where the tokens do not depend on the shape of a step."""
 
     def __init__(
-        self, checkpoint: Checkpoint, device: DeviceConfig, mesh: Mesh, speculative: SpeculativeConfig = PLAIN
+        self,
+        checkpoint: Checkpoint,
+        device: DeviceConfig,
+        mesh: Mesh,
+        speculative: SpeculativeConfig = PLAIN,
+        parallel: ParallelConfig = ONE_RANK,
     ):
         config = dataclasses.replace(
-            engine_config(block_size=BLOCK_SIZE), device=device, speculative=speculative
+            engine_config(block_size=BLOCK_SIZE), device=device, speculative=speculative, parallel=parallel
         )
         self.worker = Worker(config, checkpoint, mesh, lambda *progress: None)
         specs = self.worker.load().kv_specs

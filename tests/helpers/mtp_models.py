@@ -17,6 +17,8 @@ from torch import Tensor
 from atom.shared.config.checkpoint import Checkpoint
 from tests.helpers.tiny_models import Tiny, build_tiny, checkpoint_of
 
+DELTA_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+"""Those with recurrent layers."""
 _SMALL = 0.015
 
 

@@ -148,11 +148,14 @@ class SimulatedWorker:
         limits: tuple[int, int],
         known_ids: Callable[[NewRow, list[int]], list[int]],
         draft: Callable[[int], tuple[int, int]] = lambda num_drafts: (num_drafts, 0),
+        lookahead: int = 0,
+        sends_next_ids: bool = False,
     ):
         """`limits`: most rows, and most tokens in a step.
 
         `known_ids(new, ids)` returns all known ids of a new row that computes `ids` first. `draft(most)`
-        returns how many tokens a row proposes, and how many of these are accepted.
+        returns how many tokens a row proposes, and how many of these are accepted. `lookahead` and
+        `sends_next_ids` as in `Limits`: a model drafts.
         """
         self._specs = list(specs)
         self._slots: list[list[int | None]] = [
@@ -163,6 +166,8 @@ class SimulatedWorker:
         self._max_rows, self._max_tokens = limits
         self._known_ids = known_ids
         self._draft = draft
+        self._lookahead = lookahead
+        self._sends_next_ids = sends_next_ids
         self._rows: dict[int, Row] = {}
         self._tiers: dict[tuple[int, int, int | bytes], list[int | None]] = {}
         """By tier, group, and slot or digest: what the block had that was copied there."""
@@ -298,7 +303,8 @@ class SimulatedWorker:
             if not row.decodes:
                 assert end <= row.new.num_known, "a row computes an unknown token"
                 token_ids += row.token_ids[row.computed : end]
-                if row.new.prompt_logprobs >= 0 and end < row.new.prompt_length:
+                wanted = row.new.prompt_logprobs >= 0 and end < row.new.prompt_length
+                if wanted or (self._sends_next_ids and end < row.new.num_known):
                     next_ids.append(row.token_ids[end])
         assert list(unpack_ids(batch.token_ids)) == token_ids, "wrong ids to compute"
         assert list(unpack_ids(batch.next_ids)) == next_ids, "wrong ids after the chunks"
@@ -315,7 +321,8 @@ class SimulatedWorker:
                     row.is_valid = False
                 valid = not row.is_valid or row.computed == 0 or found == before
                 assert valid, f"step {self._step}: another request's state"
-                self._slots[group][slot] = one.written[-1] if row.is_valid else INVALID
+                # After drafts the row goes on from the state after the last accepted one.
+                self._slots[group][slot] = one.written[one.num_right - 1] if row.is_valid else INVALID
 
     def _write(self, one: Work) -> None:
         """No KV is written from `max_length` on."""
@@ -326,6 +333,9 @@ class SimulatedWorker:
             for position in range(row.computed, min(row.computed + one.count, row.new.max_length)):
                 value = one.prefix(position) if row.is_valid else INVALID
                 self._slots[group][self._slot(row, group, position)] = value
+            if row.decodes:  # a model that drafts writes to the positions after the step's
+                last = min(row.computed + one.count + self._lookahead, row.new.max_length) - 1
+                assert last < 0 or len(row.tables[group]) > last // spec.block_size, "no block for drafts"
 
     def _spread_invalid(self, work: list[Work]) -> None:
         """Rows that read invalid KV write invalid KV, which more rows may read."""

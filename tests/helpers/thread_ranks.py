@@ -58,6 +58,11 @@ class ThreadCommunicator(Communicator):
         parts = self._threads.exchange(self.rank, x.clone().split(list(sent)))
         return torch.cat([part[self.rank] for part in parts])
 
+    def reduce_scatter_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        self.calls["reduce_scatter"] += 1
+        parts = self._threads.exchange(self.rank, x.clone().split(list(rows)))
+        return torch.stack([part[self.rank] for part in parts]).sum(0)
+
     def _gathered(self, x: Tensor) -> Tensor:
         self.calls["all_gather"] += 1
         return torch.stack(self._threads.exchange(self.rank, x.clone()))

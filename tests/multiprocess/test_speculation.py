@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from atom import LLMEngine, SamplingParams
-from atom.supervisor.failure import StartError
+from tests.helpers.mtp_models import save_mtp_model
 from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
 
 OPTIONS: dict[str, Any] = {
@@ -18,6 +18,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
     "num_kv_blocks": 100,
 }
+pytestmark = pytest.mark.timeout(400)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
 PROMPTS = [prompt_of(4, seed) * 4 for seed in range(10)]
 
@@ -90,8 +91,34 @@ def test_engines_in_lockstep_draft_with_a_model(model: Path, drafter: Path, want
     assert stats.num_draft_tokens > 50
 
 
-def test_engines_in_lockstep_need_a_drafter_without_experts(model: Path) -> None:
-    layout = {"tensor_parallel_size": 2, "enable_dp_attention": True}
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a layer for multi-token prediction, which has experts as the others have."""
+    directory = tmp_path_factory.mktemp("predicting")
+    save_mtp_model(tiny("glm4-moe"), directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "adaptive", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["always", "adaptive"]
+)
+def test_engines_in_lockstep_draft_with_a_layer_of_experts(predicting: Path, adaptive: bool) -> None:
+    """Each pass of the layer has the collectives of all engines, those without a step included."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 3, "spec_decode_adaptive": adaptive}
+    layout = {"data_parallel_size": 2, "enable_expert_parallel": True, "num_kv_blocks": 24}
+    found, stats = run(predicting, **drafts, **layout)
+    assert found == run(predicting)[0]
+    assert stats.num_draft_tokens > 50 or adaptive
+    assert sum(stats.num_accepted_tokens_per_pos) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_in_lockstep_draft_with_a_model_of_experts(
+    model: Path, wanted: list[Any], ranks: int
+) -> None:
+    layout = {"data_parallel_size": 2, "tensor_parallel_size": ranks, "enable_expert_parallel": True}
     drafts = {"method": "draft_model", "num_speculative_tokens": 3, "draft_model": str(model)}
-    with pytest.raises(StartError, match="has experts"):
-        run(model, **drafts, **layout)
+    found, stats = run(model, **drafts, **layout, spec_decode_adaptive=False)
+    assert found == wanted
+    assert sum(stats.num_accepted_tokens_per_pos) > 50

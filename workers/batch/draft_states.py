@@ -4,12 +4,15 @@
     place          0         1         2         3
                              accepted  rejected                 the next step begins from place 1
 
-A step copies the state that it begins from to place 0 and computes the last id there, copies that to place 1
-for the first draft, and so on. So each token is computed as in a step without drafts, by the same kernel, and
-its state is the plain run's. Prompts are computed at place 0 in one part.
+A step computes the last id from the state after the last accepted token, and writes its own to place 0; the
+first draft from there, to place 1; and so on. So each token is computed as in a step without drafts, by the
+same kernel, and its state is the plain run's. Which place a row begins from is known on the device alone.
+Prompts are computed at place 0 in one part.
 
 Slots here are those of the cache, 1 + K for each slot of the engine core.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -47,8 +50,8 @@ def draft_states(step: StepRows, slots: Rows, places: int, accepted_N: torch.Ten
         )
         begun_R = accepted_N.index_select(0, rows_R) if place == 0 else -1
         own = plan_states(ones, targets, np.zeros(len(those), np.bool_), step.device)
-        parts.append(StatePart(tokens_P, own, targets_R + begun_R, targets_R))
-    return _replaced(plan, parts)
+        parts.append(StatePart(tokens_P, replace(own, sources_R=targets_R + begun_R)))
+    return replace(plan, parts=parts)
 
 
 def captured_draft_states(
@@ -67,8 +70,9 @@ def captured_draft_states(
     for place in range(tokens_per_row):
         targets_R = torch.where(real_R, first_R + place, -1)
         begun_R = first_R + (accepted_R if place == 0 else place - 1)
-        own = StatePlan(targets_R, none_R, starts_R1, num_tokens=rows, max_query_len=1)
-        parts.append(StatePart(tokens_R + place, own, torch.where(real_R, begun_R, -1), targets_R))
+        sources_R = torch.where(real_R, begun_R, -1)
+        own = StatePlan(targets_R, none_R, starts_R1, num_tokens=rows, max_query_len=1, sources_R=sources_R)
+        parts.append(StatePart(tokens_R + place, own))
     plan = StatePlan(
         torch.where(real_R, first_R, -1),
         none_R,
@@ -76,16 +80,4 @@ def captured_draft_states(
         num_tokens=rows * tokens_per_row,
         max_query_len=tokens_per_row,
     )
-    return _replaced(plan, parts)
-
-
-def _replaced(plan: StatePlan, parts: list[StatePart]) -> StatePlan:
-    return StatePlan(
-        plan.slots_R,
-        plan.fresh_R,
-        plan.query_starts_R1,
-        plan.num_tokens,
-        plan.max_query_len,
-        plan.query_lens,
-        parts,
-    )
+    return replace(plan, parts=parts)

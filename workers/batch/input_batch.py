@@ -128,6 +128,20 @@ class InputBatch:
             counts[decodes] = self.speculation.exact_work(applied.rows[decodes], applied.num_drafts)[1]
         return max(int(counts.sum()), 1)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether there are recurrent layers."""
+        return any(isinstance(table, StateSlots) for table in self.tables)
+
+    def plan_passes(self, applied: AppliedBatch) -> None:
+        """State the drafts that the rows of this batch may have after its step."""
+        if self.speculation is None:
+            return
+        ends = applied.starts + applied.counts
+        samples = applied.decodes | (ends >= self._num_prefill_tokens[applied.rows])
+        pauses = applied.num_drafts == 0 and bool(applied.decodes.any()) and not self._is_exact
+        self.speculation.plan_passes(applied.rows[samples], pauses)
+
     def decoding(self, applied: AppliedBatch) -> AppliedBatch:
         """The decoding rows of a batch alone."""
         decodes = applied.decodes

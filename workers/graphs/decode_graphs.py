@@ -183,16 +183,28 @@ class DecodeGraphs:
         graphs.forward()
         return graphs.output.first(rows)
 
-    def dummy(self, size: int) -> None:
-        """Launch the forward pass of `size` padding rows, which writes nothing."""
+    def dummy(self, size: int) -> torch.Tensor:
+        """Launch the forward pass of `size` padding rows, which writes nothing; returns hidden states."""
         self._uniform = None
         graphs = self._graphs[size]
         graphs.rows_R.fill_(self._inputs.limits.padding_row)
         graphs.forward()
+        return graphs.output.hidden_SD
 
     def can_sample(self, settings: SamplingBatch) -> bool:
         """Whether a captured sampler supports these settings; does not wait for the device."""
-        return SamplingKind.of(settings) in _sampling_kinds()
+        return SamplingKind.of(settings) in self._sampling_kinds
+
+    @property
+    def _sampling_kinds(self) -> list[SamplingKind]:
+        """Kinds that can be captured: torch's own sampler depends on which rows are random or truncated.
+
+        A sampler includes the next drafts. Ranks may have to agree, in each step, on the passes they take.
+        """
+        speculation = self._inputs.speculation
+        if speculation is not None and not speculation.exact and speculation.passes is not None:
+            return []
+        return list(SamplingKind) if sample.order[0] != REFERENCE else [SamplingKind.GREEDY]
 
     def sample(self, settings: SamplingBatch) -> tuple[torch.Tensor, Verified | None]:
         """Launch sampling for the last forward pass; returns ids, int64 [S], valid until the next.
@@ -223,7 +235,7 @@ class DecodeGraphs:
             # writes to block 0.
             forward()
         samplers = {}
-        for kind in _sampling_kinds():
+        for kind in self._sampling_kinds:
             body = partial(self._sample, rows_R, output, kind)
             samplers[kind] = self._record(body, f"{name}_sample_{kind.name.lower()}")
         return _SizeGraphs(rows_R, forward, output, samplers)
@@ -311,11 +323,6 @@ class DecodeGraphs:
         draws = Draws(output.computed, ids_S, tokens_S, of_rows)
         verified = speculation.verify(output.captured_rows(rows_R), draws)
         return _Sampled(verified.ids_S, verified.counts_R, verified.proposed_R)
-
-
-def _sampling_kinds() -> list[SamplingKind]:
-    """Kinds that can be captured: torch's own sampler depends on which rows are random or truncated."""
-    return list(SamplingKind) if sample.order[0] != REFERENCE else [SamplingKind.GREEDY]
 
 
 def _blank_settings(rows: int, device: torch.device) -> SamplingBatch:

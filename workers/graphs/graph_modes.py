@@ -9,7 +9,8 @@
 | NONE               | eager        | eager                   |
 
 Whole steps are fastest: attention is in the graph, with kernels that suit any row. In pieces attention
-chooses its kernels by the step. A CPU has FULL_DECODE_ONLY, with recordings in place of graphs.
+chooses its kernels by the step. A CPU has FULL_DECODE_ONLY, with recordings in place of graphs. A GPU has it
+in place of FULL for recurrent states with drafts: their rows compute their tokens one after another.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,9 +91,10 @@ def capture_graphs(
             DecodeGraphs(model, kv_layers, inputs, settings.rows, record, device, num_drafts)
             for num_drafts in settings.drafts
         ]
-    if settings.mode == "FULL":
+    drafts_have_states = inputs.speculation is not None and inputs.has_states
+    if settings.mode == "FULL" and not drafts_have_states:
         prompts = PromptGraphs(model, kv_layers, inputs, settings.prompt_tokens, record, device)
-    elif settings.mode != "FULL_DECODE_ONLY":
+    elif settings.mode in ("FULL_AND_PIECEWISE", "PIECEWISE"):
         sizes = settings.piecewise_tokens(1 + inputs.limits.num_drafts)
         prompts = PiecewiseGraphs(model, kv_layers, inputs, sizes, PiecewiseRecorder(recorder), device)
     graphs = Graphs(decode, prompts)

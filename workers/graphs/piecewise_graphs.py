@@ -68,9 +68,10 @@ class PiecewiseGraphs:
         self._pieces[size](self._context(step, size, num_rows(step.groups)))
         return self._hidden_TD[:tokens]
 
-    def dummy(self, size: int, row_size: int) -> None:
-        """Launch the forward pass of padding alone, which writes nothing."""
+    def dummy(self, size: int, row_size: int) -> torch.Tensor:
+        """Launch the forward pass of padding alone, which writes nothing; returns hidden states."""
         self._pieces[size](self._padding(size))
+        return self._hidden_TD[:size]
 
     def _padding(self, tokens: int) -> ForwardContext:
         """The context of a step of one padding row."""

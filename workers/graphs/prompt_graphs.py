@@ -106,9 +106,10 @@ class PromptGraphs:
         self._replay(tokens, rows, size, row_size)
         return self._hidden_TD[:tokens]
 
-    def dummy(self, size: int, row_size: int) -> None:
-        """Launch the forward pass of padding alone, which writes nothing."""
+    def dummy(self, size: int, row_size: int) -> torch.Tensor:
+        """Launch the forward pass of padding alone, which writes nothing; returns hidden states."""
         self._replay(0, 0, size, row_size)
+        return self._hidden_TD[:size]
 
     def _replay(self, tokens: int, rows: int, size: int, row_size: int) -> None:
         """Replay a graph whose buffers hold the inputs of `tokens` tokens and `rows` rows; pads the rest."""

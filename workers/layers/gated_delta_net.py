@@ -14,6 +14,7 @@ N value heads, E key and F value features.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -139,17 +140,10 @@ class GatedDeltaNet(WeightedLayer):
         states = ctx.kv_layers[self._layer]
         plan = ctx.groups[self._group]
         assert isinstance(states, StateLayer) and isinstance(plan, StatePlan)
-        if plan.parts is None:
-            return self._compute(qkv_TC, gates_T2N, states, plan)
-        out_TNF = qkv_TC.new_zeros(len(qkv_TC), self._heads, self._value_features)
-        for part in plan.parts:
-            part.copy(states)
-            qkv_PC, gates_P2N = (each.index_select(0, part.tokens_P) for each in (qkv_TC, gates_T2N))
-            out_TNF.index_copy_(0, part.tokens_P, self._compute(qkv_PC, gates_P2N, states, part.plan))
-        return out_TNF
+        return plan.by_part(partial(self._compute, states), qkv_TC, gates_T2N)
 
     def _compute(
-        self, qkv_TC: torch.Tensor, gates_T2N: torch.Tensor, states: StateLayer, plan: StatePlan
+        self, states: StateLayer, plan: StatePlan, qkv_TC: torch.Tensor, gates_T2N: torch.Tensor
     ) -> torch.Tensor:
         mixed_TC = causal_conv(qkv_TC, self.conv1d.weight.squeeze(1), states.conv, plan)
         decay = DecayWeights(self.A_log, self.dt_bias)

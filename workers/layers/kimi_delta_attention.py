@@ -7,6 +7,7 @@ T tokens, N heads (this rank's), F features of a head, C channels of the convolu
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -115,6 +116,16 @@ class KimiDeltaAttention(WeightedLayer):
         states = ctx.kv_layers[self._layer]
         plan = ctx.groups[self._group]
         assert isinstance(states, StateLayer) and isinstance(plan, StatePlan)
+        return plan.by_part(partial(self._compute, states), qkv_TC, steps_TX, rates_TN)
+
+    def _compute(
+        self,
+        states: StateLayer,
+        plan: StatePlan,
+        qkv_TC: torch.Tensor,
+        steps_TX: torch.Tensor,
+        rates_TN: torch.Tensor,
+    ) -> torch.Tensor:
         mixed_TC = causal_conv(qkv_TC, self.conv.squeeze(1), states.conv, plan)
         decay = DecayWeights(self.A_log.flatten(), self.dt_bias)
         return kimi_delta_attention(mixed_TC, steps_TX, rates_TN, decay, states.recurrent, plan)

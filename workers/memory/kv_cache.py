@@ -65,8 +65,7 @@ def _make_layer(
     layer: int, group: CacheGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> CacheLayer:
     if isinstance(group, StateGroup):
-        spare = group.places > 1  # to which captured steps copy the states of padding rows
-        return make_state_layer(num_blocks * group.places + spare, group.shape, device)
+        return make_state_layer(num_blocks * group.places, group.shape, device)
     if isinstance(group, LatentGroup):
         widths = group.latent_width, group.rope_width
         made = write_latent.pack(

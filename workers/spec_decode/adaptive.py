@@ -37,6 +37,7 @@ class AdaptiveDrafts:
         self._pause = np.zeros(num_rows, np.int64)
         """Tokens that the row goes on without drafts."""
         self._next_pause = np.full(num_rows, SHORTEST_PAUSE)
+        self._allowed = np.full(num_rows, num_drafts)
         self._places = np.arange(num_drafts + 1)
         self._draft_cost = draft_cost
 
@@ -45,6 +46,11 @@ class AdaptiveDrafts:
         self._accepted[rows], self._verified[rows] = _FIRST
         self._pause[rows] = 0
         self._next_pause[rows] = SHORTEST_PAUSE
+        self._allowed[rows] = self._places[-1]
+
+    def allowed(self, rows: Rows) -> Rows:
+        """How many drafts each row may have since its last step; of a new request all."""
+        return self._allowed[rows]
 
     def update(self, rows: Rows, counts: Rows, proposed: Rows) -> Rows:
         """Count a step that sampled `counts` tokens of each of its rows, after `proposed` drafts.
@@ -71,7 +77,9 @@ class AdaptiveDrafts:
         self._verified[rows] = verified_sum
         self._pause[rows] = pause
         self._next_pause[rows] = next_pause
-        return np.where(pause > 0, 0, np.maximum(best, 1))
+        allowed = np.where(pause > 0, 0, np.maximum(best, 1))
+        self._allowed[rows] = allowed
+        return allowed
 
     def _best(self, rates: NDArray[np.float64], cost: float) -> Rows:
         """The number of drafts with the most tokens a time, for each rate."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from atom.shared.messages.worker import KVSpec, NewRow
 from atom_ops import (
@@ -39,9 +40,11 @@ from atom_ops import (
 )
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows
+from workers.batch.step_padding import pad_groups
 from workers.layers.context import ForwardContext, GroupContext
 from workers.layers.embedding import VocabEmbedding
 from workers.layers.weighted import WeightedLayer
+from workers.spec_decode.draft_passes import DraftPasses
 from workers.spec_decode.draft_rows import Computed, Sampled
 from workers.spec_decode.proposer import Method, Proposer
 
@@ -123,8 +126,10 @@ def _bytes_read(modules: Sequence[nn.Module]) -> int:
 class ModelMethod(Method):
     """A method that runs a model, whose KV groups are among those of the target."""
 
-    def __init__(self, drafter: Drafter):
+    def __init__(self, drafter: Drafter, passes: DraftPasses | None = None):
+        """`passes`: see `Proposer`."""
         self._drafter = drafter
+        self._passes = passes
 
     def kv_specs(self, specs: Sequence[KVSpec]) -> list[KVSpec]:
         return list(specs)
@@ -136,7 +141,7 @@ class ModelMethod(Method):
         num_blocks: Sequence[int],
         device: torch.device,
     ) -> Proposer:
-        return ModelProposer(self._drafter, limits, tables, device)
+        return ModelProposer(self._drafter, limits, tables, device, passes=self._passes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +171,14 @@ class ModelProposer(Proposer):
         tables: Sequence[GroupRows],
         device: torch.device,
         exact: bool | None = None,
+        passes: DraftPasses | None = None,
     ):
         """`tables` of all KV groups.
 
-        `exact`: whether the host reads the rows, and computes no padding; None: as the device requires.
+        `exact`: whether the host reads the rows, and computes no padding; None: as the device requires. With
+        `passes` each prediction has the rows that the ranks have agreed on.
         """
+        self.passes = passes
         self.reads_next_ids = drafter.reads_pairs
         self.cost = drafter.cost
         self._drafter = drafter
@@ -178,6 +186,8 @@ class ModelProposer(Proposer):
         self._tables = {group: tables[group].device_table(device) for group in drafter.groups}
         self._exact = device.type == "cpu" if exact is None else exact
         self._start: _Start | None = None
+        self._empty = {group: tables[group].empty_context(device, 0) for group in drafter.groups}
+        self._followed: tuple[ForwardContext, torch.Tensor] | None = None
 
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
         """The model's cache is in the rows' blocks."""
@@ -187,10 +197,16 @@ class ModelProposer(Proposer):
 
     def observe(self, computed: Computed, sampled: Sampled | None) -> None:
         hidden_TD = self._drafter.follow(computed, _next_ids(computed, sampled))
+        self._followed = computed.context, hidden_TD
         self._start = None
         if sampled is not None:
             hidden_RD = hidden_TD.index_select(0, _last_tokens(sampled))
             self._start = _Start(computed.context, hidden_RD, sampled.settings)
+
+    def join_passes(self) -> None:
+        assert self.passes is not None
+        for _ in range(self.passes.num_drafts - self._drafter.reads_pairs):
+            self._predict_padding()
 
     def propose(
         self,
@@ -205,15 +221,19 @@ class ModelProposer(Proposer):
         self._start = None
         room_R = rooms(rows_R, state)
         if allowed_R is not None:
-            drafting = allowed_R.nonzero()[:, 0]
-            room_R = torch.minimum(room_R, allowed_R)[drafting]
-            rows_R = rows_R[drafting]
-            start = start.select(drafting)
+            room_R = torch.minimum(room_R, allowed_R)
+            if self.passes is None:
+                drafting = allowed_R.nonzero()[:, 0]
+                room_R = room_R[drafting]
+                rows_R = rows_R[drafting]
+                start = start.select(drafting)
         last_R = state.positions_N.index_select(0, rows_R)
         ids_R = state.ids_N.index_select(0, rows_R)
         hidden_RD = start.hidden_RD
         most = self._limits.num_drafts
-        if self._exact:
+        if self.passes is not None:
+            most = self.passes.num_drafts
+        elif self._exact:
             most = min(max(int(room_R.max()), 0), most)
         drafts_RK = ids_R.new_full((len(rows_R), self._limits.num_drafts), NO_DRAFT)
         for number in range(most):
@@ -240,14 +260,47 @@ class ModelProposer(Proposer):
         """
         if not self._exact:
             positions_R, context = self._context(tokens, step, state, max_context)
-            return self._drafter.predict(tokens.ids_R, hidden_RD, positions_R, context)
+            return self._compute(tokens.ids_R, hidden_RD, positions_R, context)
         needed = tokens.needed_R.nonzero()[:, 0]  # no padding is computed
         if not len(needed):
+            if self.passes is not None:
+                self._predict_padding()
             return hidden_RD
         positions_R, context = self._context(tokens.select(needed), step, state, max_context)
         ids_R = tokens.ids_R.index_select(0, needed)
-        found_RD = self._drafter.predict(ids_R, hidden_RD.index_select(0, needed), positions_R, context)
+        found_RD = self._compute(ids_R, hidden_RD.index_select(0, needed), positions_R, context)
         return hidden_RD.index_copy(0, needed, found_RD)
+
+    def _predict_padding(self) -> None:
+        """Take part in a prediction of other ranks with rows of padding alone."""
+        assert self._followed is not None, "observe comes first"
+        context, hidden_TD = self._followed
+        groups = list(context.groups)
+        for number, group in self._empty.items():
+            groups[number] = group
+        none = torch.zeros(0, dtype=torch.int64, device=hidden_TD.device)
+        self._compute(none, hidden_TD[:0], none, replace(context, groups=groups, splitter=None))
+
+    def _compute(
+        self, ids_R: torch.Tensor, hidden_RD: torch.Tensor, positions_R: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """`predict`; where ranks agree on the number of rows, with padding up to it."""
+        if self.passes is None:
+            return self._drafter.predict(ids_R, hidden_RD, positions_R, context)
+        self.passes.begin()
+        rows = len(ids_R)
+        most = self.passes.num_rows
+        groups = list(context.groups)
+        for number in self._tables:
+            (groups[number],) = pad_groups([groups[number]], most, most)
+        more = most - rows
+        found_RD = self._drafter.predict(
+            functional.pad(ids_R, (0, more)),
+            functional.pad(hidden_RD, (0, 0, 0, more)),
+            functional.pad(positions_R, (0, more)),
+            replace(context, groups=groups),
+        )
+        return found_RD[:rows]
 
     def _context(
         self, tokens: "_Tokens", step: ForwardContext, state: RowState, max_context: int

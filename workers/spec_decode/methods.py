@@ -8,6 +8,7 @@ from workers.layers.causal_lm import CausalLM
 from workers.spec_decode.block_proposer import BlockMethod
 from workers.spec_decode.dflash import dflash_drafter
 from workers.spec_decode.draft_model import draft_model_drafter
+from workers.spec_decode.draft_passes import DraftPasses
 from workers.spec_decode.drafter import Drafter, ModelMethod
 from workers.spec_decode.eagle3 import eagle3_drafter
 from workers.spec_decode.mtp import mtp_drafter
@@ -26,8 +27,8 @@ _OF_MODELS: dict[str, Callable[[CausalLM], Drafter]] = {
 }
 
 
-def method_of(config: SpeculativeConfig, model: CausalLM) -> Method | None:
-    """The configured method for a model; None without speculation.
+def method_of(config: SpeculativeConfig, model: CausalLM, passes: DraftPasses | None = None) -> Method | None:
+    """The configured method for a model; None without speculation. `passes`: see `Proposer`.
 
     Raises ValueError for a model that does not have what the method needs.
     """
@@ -36,5 +37,5 @@ def method_of(config: SpeculativeConfig, model: CausalLM) -> Method | None:
     if config.method == "dflash":
         return BlockMethod(dflash_drafter(model))
     if config.runs_model:
-        return ModelMethod(_OF_MODELS[config.method](model))
+        return ModelMethod(_OF_MODELS[config.method](model), passes)
     return _OF_TEXT[config.method](config, model.kv_groups)

@@ -10,6 +10,7 @@ from atom_ops import RowState, StatePlan
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows, Rows
 from workers.layers.context import GroupContext
+from workers.spec_decode.draft_passes import DraftPasses
 from workers.spec_decode.draft_rows import Computed, Sampled
 
 
@@ -45,6 +46,8 @@ class Proposer(ABC):
     """Whether `record_outputs` is called; on a CPU alone, where the host has the tokens."""
     reads_next_ids: bool = False
     """Whether every batch has the id after each prompt chunk."""
+    passes: DraftPasses | None = None
+    """What the ranks of engines in lockstep agree on; None: the drafts of a rank need no other one."""
 
     @abstractmethod
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
@@ -61,6 +64,9 @@ class Proposer(ABC):
 
         The rows are at their last sampled tokens by now.
         """
+
+    def join_passes(self) -> None:  # noqa: B027 - without `passes` there are none
+        """Take part in the other ranks' predictions, after a step that sampled nothing."""
 
     def record_outputs(  # noqa: B027 - most methods need nothing of it
         self, rows: Rows, ids_RJ: torch.Tensor, counts_R: torch.Tensor

@@ -18,6 +18,7 @@ from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import Rows
 from workers.layers.context import GroupContext
 from workers.spec_decode.adaptive import AdaptiveDrafts
+from workers.spec_decode.draft_passes import DraftPasses
 from workers.spec_decode.draft_rows import Computed, DraftRows, Draws, Sampled, Verified
 from workers.spec_decode.forced_acceptance import ForcedAcceptance
 from workers.spec_decode.proposer import Proposer
@@ -116,9 +117,25 @@ class Speculation:
         """Whether one of these rows has a draft; with `exact` alone."""
         return bool((self.state.drafts_NK.numpy()[rows, :1] != NO_DRAFT).any())
 
+    @property
+    def passes(self) -> DraftPasses | None:
+        """What the ranks of engines in lockstep agree on before a step; see `Proposer`."""
+        return self._proposer.passes
+
+    def plan_passes(self, rows: Rows, pauses: bool) -> None:
+        """State the drafts of the rows that the next step samples; `pauses`: the core has none in it."""
+        if self.passes is None:
+            return
+        num_drafts = 0 if pauses or not len(rows) else self.state.drafts_NK.shape[1]
+        if self._adaptive is not None and num_drafts:
+            num_drafts = int(self._adaptive.allowed(rows).max())
+        self.passes.plan(len(rows), num_drafts)
+
     def observe(self, computed: Computed) -> None:
-        """What a step has computed that samples nothing; a graph may capture it."""
+        """What a step has computed that samples nothing."""
         self._proposer.observe(computed, None)
+        if self.passes is not None:
+            self._proposer.join_passes()
 
     def verify(self, drafts: DraftRows, draws: Draws) -> Verified:
         """Verify the drafts of sampled rows, which advance, and propose the next ones.
@@ -143,6 +160,8 @@ class Speculation:
         proposed_R = (drafts.drafts_RK != NO_DRAFT).sum(1)
         if self._adaptive is not None:
             allowed = self._adaptive.update(drafts.rows, counts_R.numpy(), proposed_R.numpy())
+            if self.passes is not None:
+                allowed = np.minimum(allowed, self.passes.num_drafts)
             self._propose_up_to(drafts, allowed)
         elif self._is_pausing(drafts):
             self.state.drafts_NK.index_fill_(0, drafts.rows_R, NO_DRAFT)
@@ -155,6 +174,8 @@ class Speculation:
 
         A step without decoding rows has no drafts either, but the next one has.
         """
+        if self.passes is not None:
+            return self.passes.num_drafts == 0
         no_drafts = drafts.drafts_RK.shape[1] == 0 and bool(drafts.decoded.any())
         return no_drafts and self._proposer.runs_model and not self.exact
 
@@ -166,7 +187,7 @@ class Speculation:
 
     def _propose_up_to(self, drafts: DraftRows, allowed: Rows) -> None:
         """Propose at most `allowed` drafts for each row."""
-        if allowed.any():
+        if allowed.any() or (self.passes is not None and self.passes.num_drafts):
             self._propose(drafts.rows_R, torch.from_numpy(allowed))
         drafts_NK = self.state.drafts_NK.numpy()
         ids = drafts_NK[drafts.rows]

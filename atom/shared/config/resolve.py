@@ -123,11 +123,6 @@ def resolve(
     notes += [*checkpoint.warnings, *_rope_notes(config.model, checkpoint)]
     speculative = _speculative(config.speculative, config.parallel, checkpoint)
     notes += _forced_notes(speculative)
-    if speculative.method is not None and checkpoint.keeps_states and device != "cpu":
-        raise ConfigError(
-            f"--method {speculative.method}: {checkpoint.model_type} has recurrent layers, whose states are "
-            "restored after rejected tokens on CPUs alone; omit the flag"
-        )
     if speculative.method == "suffix" and device != "cpu":
         raise ConfigError(
             "--method suffix: drafts are looked up on the host, which does not know the last tokens when it "
@@ -433,11 +428,6 @@ def _check_draft_model(
         raise ConfigError(
             f"{flag}: one layer for multi-token prediction is supported, for some families; this checkpoint "
             f"({checkpoint.model_type}) has {checkpoint.mtp_layers} that can be used; use --method ngram"
-        )
-    if parallel.lockstep and speculative.method == "mtp":
-        raise ConfigError(
-            f"{flag}: engines that share their experts do not draft with one more layer of them; use another "
-            "method, or omit --enable-expert-parallel or --enable-dp-attention"
         )
     if parallel.decode_context_parallel_size > 1:
         raise ConfigError(f"{flag} with --decode-context-parallel-size is not supported; omit one of them")

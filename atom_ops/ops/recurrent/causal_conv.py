@@ -1,5 +1,6 @@
 """A short causal convolution along each row's tokens, with state carried between steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,21 +12,30 @@ from atom_ops.op import Case, op
 from atom_ops.ops.recurrent.recurrent_state import StatePlan, plan_states
 
 
-def state_rows(lens: list[int], fresh: list[int], generator: torch.Generator) -> tuple[StatePlan, int]:
-    """For test cases: a plan of rows of `lens` tokens, rows `fresh` new; and the number of slots."""
-    slots = torch.randperm(len(lens) + 2, generator=generator)[: len(lens)].numpy()
-    is_fresh = np.isin(np.arange(len(lens)), fresh)
-    return plan_states(np.array(lens, np.int32), slots, is_fresh, torch.device("cpu")), len(lens) + 2
+def state_rows(
+    lens: list[int], fresh: list[int], generator: torch.Generator, moves: bool = False
+) -> tuple[StatePlan, int]:
+    """For test cases: a plan of rows of `lens` tokens, rows `fresh` new; and the number of slots.
+
+    With `moves` the rows start from other slots than their own.
+    """
+    rows = len(lens)
+    slots = torch.randperm(2 * rows + 2, generator=generator)
+    is_fresh = np.isin(np.arange(rows), fresh)
+    plan = plan_states(np.array(lens, np.int32), slots[:rows].numpy(), is_fresh, torch.device("cpu"))
+    if moves:
+        plan = replace(plan, sources_R=slots[rows : 2 * rows])
+    return plan, len(slots)
 
 
-def _case(lens: list[int], fresh: list[int], channels: int, taps: int) -> Case:
+def _case(lens: list[int], fresh: list[int], channels: int, taps: int, moves: bool = False) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
-        plan, slots = state_rows(lens, fresh, generator)
+        plan, slots = state_rows(lens, fresh, generator, moves)
         x = torch.randn(sum(lens), channels + 16, generator=generator).to(dtype)[:, 8:-8]
         weight = torch.randn(channels, taps, generator=generator).to(dtype)
         return x, weight, torch.randn(slots, taps - 1, channels, generator=generator).to(dtype), plan
 
-    return Case(f"{channels}x{taps}-{lens}new{fresh}".replace(" ", ""), make)
+    return Case(f"{channels}x{taps}-{lens}new{fresh}{'moves' * moves}".replace(" ", ""), make)
 
 
 @op(
@@ -34,6 +44,7 @@ def _case(lens: list[int], fresh: list[int], channels: int, taps: int) -> Case:
         _case([5, 1, 2, 1, 70, 3], [0, 2, 5], 96, 4),
         _case([1], [], 200, 2),
         _case([33, 4], [0], 40, 3),
+        _case([1, 1, 1], [1], 96, 4, moves=True),
     ]
 )
 def causal_conv(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) -> Tensor:

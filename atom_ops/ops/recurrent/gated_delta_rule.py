@@ -55,13 +55,21 @@ class _Tokens(NamedTuple):
 
 
 def _case(
-    lens: list[int], fresh: list[int], heads: tuple[int, int], sizes: tuple[int, int], repeat: bool = False
+    lens: list[int],
+    fresh: list[int],
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    repeat: bool = False,
+    moves: bool = False,
 ) -> Case:
-    """`heads` are key and value heads, `sizes` their features. `repeat`: all tokens are nearly the same."""
+    """`heads` are key and value heads, `sizes` their features. `repeat`: all tokens are nearly the same.
+
+    `moves`: see `state_rows`.
+    """
     channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
 
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
-        plan, slots = state_rows(lens, fresh, generator)
+        plan, slots = state_rows(lens, fresh, generator, moves)
         qkv = torch.randn(sum(lens), channels, generator=generator)
         qkv = (qkv[:1] + 0.01 * qkv if repeat else qkv).to(dtype)
         gates = torch.randn(sum(lens), 2 * heads[1] + 16, generator=generator).to(dtype)[:, 8:-8]
@@ -69,7 +77,7 @@ def _case(
         states = 0.3 * torch.randn(slots, heads[1], *sizes, generator=generator)
         return qkv, gates, DecayWeights(a_log - 1, dt_bias), states, plan
 
-    label = f"{heads[0]}/{heads[1]}x{sizes[0]}x{sizes[1]}-{lens}new{fresh}{'same' if repeat else ''}"
+    label = f"{heads[0]}/{heads[1]}x{sizes[0]}x{sizes[1]}-{lens}new{fresh}{'same' * repeat}{'moves' * moves}"
     return Case(label.replace(" ", ""), make)
 
 
@@ -77,6 +85,7 @@ def _case(
     [
         _case([1, 1, 1], [1], (2, 4), (32, 32)),
         _case([1], [], (1, 3), (24, 40)),
+        _case([1, 1, 1], [1], (1, 2), (24, 40), moves=True),
         _case([5, 1, 16, 70, 1, 33], [0, 3], (2, 4), (32, 16)),
         _case([40, 2], [], (1, 2), (128, 128)),
         _case([1, 150, 64, 1], [1], (1, 2), (16, 16), repeat=True),

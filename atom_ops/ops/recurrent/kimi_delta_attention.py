@@ -43,12 +43,22 @@ class _Tokens(NamedTuple):
     rate: Tensor
 
 
-def _case(lens: list[int], fresh: list[int], heads: int, sizes: tuple[int, int], fast: bool = False) -> Case:
-    """`sizes` are key and value features. `fast`: states are forgotten within a few tokens."""
+def _case(
+    lens: list[int],
+    fresh: list[int],
+    heads: int,
+    sizes: tuple[int, int],
+    fast: bool = False,
+    moves: bool = False,
+) -> Case:
+    """`sizes` are key and value features. `fast`: states are forgotten within a few tokens.
+
+    `moves`: see `state_rows`.
+    """
     channels = heads * (2 * sizes[0] + sizes[1])
 
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
-        plan, slots = state_rows(lens, fresh, generator)
+        plan, slots = state_rows(lens, fresh, generator, moves)
         tokens = sum(lens)
         qkv = torch.randn(tokens, channels, generator=generator).to(dtype)
         steps = torch.randn(tokens, heads * sizes[0], generator=generator).to(dtype)
@@ -58,7 +68,7 @@ def _case(lens: list[int], fresh: list[int], heads: int, sizes: tuple[int, int],
         states = 0.3 * torch.randn(slots, heads, *sizes, generator=generator)
         return qkv, steps, rates, DecayWeights(a_log, dt_bias), states, plan
 
-    label = f"{heads}x{sizes[0]}x{sizes[1]}-{lens}new{fresh}{'fast' if fast else ''}"
+    label = f"{heads}x{sizes[0]}x{sizes[1]}-{lens}new{fresh}{'fast' * fast}{'moves' * moves}"
     return Case(label.replace(" ", ""), make)
 
 
@@ -66,6 +76,7 @@ def _case(lens: list[int], fresh: list[int], heads: int, sizes: tuple[int, int],
     [
         _case([1, 1, 1], [1], 3, (32, 32)),
         _case([1], [], 2, (24, 40)),
+        _case([1, 1, 1], [1], 2, (24, 40), moves=True),
         _case([5, 1, 16, 35, 1, 33], [0, 3], 2, (32, 16)),
         _case([18, 2], [], 1, (128, 128)),
         _case([40, 1], [0], 2, (16, 16), fast=True),

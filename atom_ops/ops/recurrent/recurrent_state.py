@@ -9,7 +9,7 @@ S slots, W taps of the convolution, C channels, N value heads.
 in an `AttentionPlan`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,6 +81,26 @@ class StatePlan:
     """On the host, if known; 0 for padding rows."""
     parts: "Sequence[StatePart] | None" = None
     """The tokens that are computed one part after another; None: all together."""
+    sources_R: Tensor | None = None
+    """int64: the slots of the states that rows of one token each start from; None: the rows' own slots."""
+
+    @property
+    def starts_from_R(self) -> Tensor:
+        """int64: the slot of the state that each row starts from; -1 for padding."""
+        return self.slots_R if self.sources_R is None else self.sources_R
+
+    def by_part(self, compute: Callable[..., Tensor], *inputs_T: Tensor) -> Tensor:
+        """`compute(plan, *inputs_T)` [T, …]; where there are parts, of one after another."""
+        if self.parts is None:
+            return compute(self, *inputs_T)
+        found = None
+        for part in self.parts:
+            of_part = compute(part.plan, *(each.index_select(0, part.tokens_P) for each in inputs_T))
+            if found is None:
+                found = of_part.new_zeros(len(inputs_T[0]), *of_part.shape[1:])
+            found.index_copy_(0, part.tokens_P, of_part)
+        assert found is not None, "a plan has no empty list of parts"
+        return found
 
     @cached_property
     def row_T(self) -> Tensor:
@@ -103,7 +123,7 @@ class StatePlan:
 
     def read(self, states: Tensor, rows: Tensor) -> Tensor:
         """The states that these rows start from, out of `states` [S, …]."""
-        found = states.index_select(0, self.slots_R.index_select(0, rows).clamp(min=0))
+        found = states.index_select(0, self.starts_from_R.index_select(0, rows).clamp(min=0))
         fresh = self.fresh_R.index_select(0, rows).view(-1, *[1] * (states.dim() - 1))
         return found.masked_fill(fresh, 0.0)
 
@@ -125,6 +145,7 @@ class StatePlan:
             max_query_len=self.max_query_len,
             query_lens=None if self.query_lens is None else np.pad(self.query_lens, (0, more)),
             parts=self.parts,
+            sources_R=None if self.sources_R is None else functional.pad(self.sources_R, (0, more), value=-1),
         )
 
     @cached_property
@@ -134,22 +155,16 @@ class StatePlan:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """P tokens of a step, of R rows, and the copies of states that come before them."""
+    """P tokens of a step, of R rows."""
 
     tokens_P: Tensor
     """int64: indices among the step's tokens."""
     plan: StatePlan
-    sources_R: Tensor | None = None
-    """int64: the slots that are copied; -1 for padding, for which the last slot is kept free. None: none."""
-    targets_R: Tensor | None = None
 
-    def copy(self, states: StateLayer) -> None:
-        """Copy the states of a layer."""
-        if self.sources_R is None or self.targets_R is None:
-            return
-        for held in (states.conv, states.recurrent):
-            slots = len(held)
-            held.index_copy_(0, self.targets_R % slots, held.index_select(0, self.sources_R % slots))
+
+def starts_alike(plan: StatePlan) -> bool:
+    """Whether rows start from their own slots, or have one token each; kernels know no other plans."""
+    return plan.sources_R is None or plan.max_query_len == 1
 
 
 def plan_states(

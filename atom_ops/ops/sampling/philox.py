@@ -23,6 +23,8 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 LANES = 4
 """Tokens of one counter."""
+_BLOCKS_AT_ONCE = 1024
+"""Counters of which numpy computes the words together: few enough for the cache, and many for its calls."""
 
 Words = TypeVar("Words", bound=Any)  # int64 Tensor or uint64 array
 
@@ -88,8 +90,8 @@ def store_words(
 ) -> Tensor:
     """The words of the tokens 0 … W - 1 as float32, in `out_RW`; W is a multiple of 4.
 
-    Tokens that are not needed (bool) may get 0. On a CPU numpy computes row by row, so that the
-    words stay in the cache. Python threads do not make it faster: the operations are too short.
+    Tokens that are not needed (bool) may get 0. On a CPU numpy computes some rows at a time, so
+    that the words stay in the cache. Python threads do not make it faster: the operations are too short.
     """
     rows = len(out_RW)
     blocks = out_RW.shape[1] // LANES
@@ -102,16 +104,18 @@ def store_words(
     out = out_RW.numpy().reshape(rows, blocks, LANES)
     needed_RN = needed_RW.numpy().view(np.uint32)  # the four flags of a block are one number
 
-    for row in range(rows):
-        seed, sequence, position = (column[row : row + 1] for column in columns)
-        # Scattered stores are slow: they pay off for fewer than half of the blocks.
-        few = np.count_nonzero(needed_RN[row]) < blocks // 2
-        which = np.flatnonzero(needed_RN[row]) if few else slice(None)
+    at_once = max(1, _BLOCKS_AT_ONCE // blocks)
+    for first in range(0, rows, at_once):
+        part = slice(first, min(first + at_once, rows))
+        seed, sequence, position = (column[part] for column in columns)
+        # Scattered stores are slow: they pay off for fewer than half of the blocks of one row.
+        few = at_once == 1 and np.count_nonzero(needed_RN[part]) < blocks // 2
+        which = np.flatnonzero(needed_RN[first]) if few else slice(None)
         words = token_words(seed, sequence, position, every_N[which], purpose)
         if few:
-            out[row] = 0
+            out[part] = 0
         for lane, word in enumerate(words):
-            out[row, which, lane] = word[0]
+            out[part, which, lane] = word
     return out_RW
 
 

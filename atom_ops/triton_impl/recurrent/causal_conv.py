@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.recurrent.causal_conv import causal_conv
-from atom_ops.ops.recurrent.recurrent_state import StatePlan
+from atom_ops.ops.recurrent.recurrent_state import StatePlan, starts_alike
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
 from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
@@ -25,12 +25,12 @@ def _silu(x):
 
 
 # Numbers and offsets of rows and tokens change with the batch; they must not cause a recompilation.
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "fresh"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "sources", "starts", "fresh"])
 def _one_token_each(
-    x, weight, states, slots, fresh, starts, out, x_stride,
+    x, weight, states, slots, sources, fresh, starts, out, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, blocks of C)."""
+    """Grid (R, blocks of C). A row reads the state of its source, and writes its slot."""
     pdl_begin(PDL)
     row = tl.program_id(0)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -39,12 +39,13 @@ def _one_token_each(
     token = tl.load(starts + row).to(tl.int64)
     known_C = inside_C & (slot >= 0) & (tl.load(fresh + row) == 0)
     kept_C = inside_C & (slot >= 0)
+    read = states + tl.load(sources + row) * ((TAPS - 1) * CHANNELS) + channel_C
     states += slot * ((TAPS - 1) * CHANNELS) + channel_C
     newest_C = tl.load(x + token * x_stride + channel_C, mask=inside_C, other=0.0)
     taps_C = weight + channel_C * TAPS
     total_C = tl.zeros((BLOCK_C,), tl.float32)
     for tap in tl.static_range(TAPS - 1):
-        seen_C = tl.load(states + tap * CHANNELS, mask=known_C, other=0.0)
+        seen_C = tl.load(read + tap * CHANNELS, mask=known_C, other=0.0)
         total_C += seen_C.to(tl.float32) * tl.load(taps_C + tap, mask=inside_C, other=0.0).to(tl.float32)
         if tap > 0:
             tl.store(states + (tap - 1) * CHANNELS, seen_C, mask=kept_C)
@@ -121,7 +122,8 @@ def _store_inputs(
 
 def _supports(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) -> bool:
     in_order = weight_CW.is_contiguous() and conv_SWC.is_contiguous()
-    return x_TC.stride(1) == 1 and x_TC.dtype == conv_SWC.dtype and weight_CW.shape[1] > 1 and in_order
+    in_order = in_order and x_TC.stride(1) == 1 and starts_alike(plan)
+    return in_order and x_TC.dtype == conv_SWC.dtype and weight_CW.shape[1] > 1
 
 
 @causal_conv.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
@@ -136,8 +138,9 @@ def _launch(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) 
     by_row = (rows, triton.cdiv(channels, block))
     if plan.max_query_len == 1:
         _one_token_each[by_row](
-            x_TC, weight_CW, conv_SWC, *where, out_TC, x_TC.stride(0), BLOCK_C=block, **settings
-        )
+            x_TC, weight_CW, conv_SWC, plan.slots_R, plan.starts_from_R, plan.fresh_R, plan.query_starts_R1,
+            out_TC, x_TC.stride(0), BLOCK_C=block, **settings,
+        )  # fmt: skip
         return out_TC
     tile = min(triton.next_power_of_2(channels), _TILE_CHANNELS)
     _any_tokens[(triton.cdiv(tokens, _TILE_TOKENS), triton.cdiv(channels, tile))](

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.recurrent.gated_delta_rule import NORM_EPS, DecayWeights, gated_delta_rule
-from atom_ops.ops.recurrent.recurrent_state import StatePlan
+from atom_ops.ops.recurrent.recurrent_state import StatePlan, starts_alike
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 
@@ -29,13 +29,16 @@ def _fade(step, a_log, dt_bias):
     return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "fresh"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "sources", "starts", "fresh"])
 def _one_token_each(
-    qkv, gates, a_log, dt_bias, states, slots, fresh, starts, out, qkv_stride, gates_stride, scale,
+    qkv, gates, a_log, dt_bias, states, slots, sources, fresh, starts, out, qkv_stride, gates_stride, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, N, blocks of F). Without `ALL`, other rows may have more tokens."""
+    """Grid (R, N, blocks of F). Without `ALL`, other rows may have more tokens.
+
+    A row reads the state of its source, and writes its slot.
+    """
     pdl_begin(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     key_E = tl.arange(0, BLOCK_E)
@@ -58,10 +61,11 @@ def _one_token_each(
     fade = _fade(tl.load(gates + HEADS), tl.load(a_log + head), tl.load(dt_bias + head))
 
     inside_EF = (key_E < KEY)[:, None] & (value_F < VALUE)[None, :]
+    read = states + (tl.load(sources + row) * HEADS + head) * (KEY * VALUE)
     states += (slot * HEADS + head) * (KEY * VALUE)
     at_EF = key_E[:, None] * VALUE + value_F[None, :]
     known_EF = inside_EF & (slot >= 0) & (tl.load(fresh + row) == 0)
-    state_EF = tl.load(states + at_EF, mask=known_EF, other=0.0) * tl.exp(fade)
+    state_EF = tl.load(read + at_EF, mask=known_EF, other=0.0) * tl.exp(fade)
     change_F = rate * (v_F - tl.sum(state_EF * k_E[:, None], 0))
     state_EF += k_E[:, None] * change_F[None, :]
     found_F = tl.sum(state_EF * q_E[:, None], 0)
@@ -284,7 +288,8 @@ def _supports(
     qkv_TC: Tensor, gates_T2N: Tensor, decay: DecayWeights, recurrent_SNEF: Tensor, plan: StatePlan
 ) -> bool:
     in_order = recurrent_SNEF.is_contiguous() and qkv_TC.stride(1) == gates_T2N.stride(1) == 1
-    return in_order and qkv_TC.is_floating_point() and recurrent_SNEF.shape[2] <= _MOST_KEY_FEATURES
+    fits = qkv_TC.is_floating_point() and recurrent_SNEF.shape[2] <= _MOST_KEY_FEATURES
+    return in_order and fits and starts_alike(plan)
 
 
 @gated_delta_rule.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
@@ -310,8 +315,9 @@ def _launch(
     sizes = heads_of_keys | {"VALUE": value, "BLOCK_F": features}
     single = plan.max_query_len == 1
     _one_token_each[(rows, heads, feature_blocks)](
-        *decays, recurrent_SNEF, *where, out_TNF, *strides, ALL=single, num_warps=4, **sizes
-    )
+        *decays, recurrent_SNEF, plan.slots_R, plan.starts_from_R, plan.fresh_R, plan.query_starts_R1,
+        out_TNF, *strides, ALL=single, num_warps=4, **sizes,
+    )  # fmt: skip
     if single:
         return out_TNF
     chunks = {"CHUNK": _CHUNK, "PRECISION": _precision()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atom_ops.ops.recurrent.gated_delta_rule import NORM_EPS, DecayWeights
 from atom_ops.ops.recurrent.kimi_delta_attention import kimi_delta_attention
-from atom_ops.ops.recurrent.recurrent_state import StatePlan
+from atom_ops.ops.recurrent.recurrent_state import StatePlan, starts_alike
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
 from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 from atom_ops.triton_impl.recurrent.gated_delta_rule import _dot, _fade, _precision
@@ -22,14 +22,17 @@ _MOST_KEY_FEATURES = 256
 _EPS = tl.constexpr(NORM_EPS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "fresh"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "sources", "starts", "fresh"])
 def _one_token_each(
-    qkv, steps, rates, a_log, dt_bias, states, slots, fresh, starts, out,
+    qkv, steps, rates, a_log, dt_bias, states, slots, sources, fresh, starts, out,
     qkv_stride, steps_stride, rates_stride, scale,
     HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, N, blocks of F). Without `ALL`, other rows may have more tokens."""
+    """Grid (R, N, blocks of F). Without `ALL`, other rows may have more tokens.
+
+    A row reads the state of its source, and writes its slot.
+    """
     pdl_begin(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     key_E = tl.arange(0, BLOCK_E)
@@ -53,10 +56,11 @@ def _one_token_each(
     fade_E = _fade(step_E, tl.load(a_log + head), tl.load(dt_bias + feature_E, mask=inside_E, other=0.0))
 
     inside_EF = inside_E[:, None] & inside_F[None, :]
+    read = states + (tl.load(sources + row) * HEADS + head) * (KEY * VALUE)
     states += (slot * HEADS + head) * (KEY * VALUE)
     at_EF = key_E[:, None] * VALUE + value_F[None, :]
     known_EF = inside_EF & (slot >= 0) & (tl.load(fresh + row) == 0)
-    state_EF = tl.load(states + at_EF, mask=known_EF, other=0.0) * tl.exp(fade_E)[:, None]
+    state_EF = tl.load(read + at_EF, mask=known_EF, other=0.0) * tl.exp(fade_E)[:, None]
     change_F = rate * (v_F - tl.sum(state_EF * k_E[:, None], 0))
     state_EF += k_E[:, None] * change_F[None, :]
     found_F = tl.sum(state_EF * q_E[:, None], 0)
@@ -170,7 +174,7 @@ def _supports(
 ) -> bool:
     in_order = qkv_TC.stride(1) == steps_TX.stride(1) == rates_TN.stride(1) == 1
     fits = recurrent_SNEF.is_contiguous() and recurrent_SNEF.shape[2] <= _MOST_KEY_FEATURES
-    return in_order and fits and qkv_TC.is_floating_point()
+    return in_order and fits and qkv_TC.is_floating_point() and starts_alike(plan)
 
 
 @kimi_delta_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
@@ -187,9 +191,9 @@ def _launch(
     features = min(max(triton.next_power_of_2(value), 16), _FEATURES)
     feature_blocks = triton.cdiv(value, features)
     out_TNF = qkv_TC.new_empty(len(qkv_TC), heads, value)
-    given = (
-        qkv_TC, steps_TX, rates_TN, decay.a_log_N, decay.dt_bias_N, recurrent_SNEF,
-        plan.slots_R, plan.fresh_R, plan.query_starts_R1, out_TNF,
+    given = qkv_TC, steps_TX, rates_TN, decay.a_log_N, decay.dt_bias_N, recurrent_SNEF, plan.slots_R
+    rest = (
+        plan.fresh_R, plan.query_starts_R1, out_TNF,
         qkv_TC.stride(0), steps_TX.stride(0), rates_TN.stride(0), key**-0.5,
     )  # fmt: skip
     settings = {
@@ -202,9 +206,9 @@ def _launch(
         **launch_options(qkv_TC.device),
     }
     single = plan.max_query_len == 1
-    _one_token_each[(rows, heads, feature_blocks)](*given, ALL=single, **settings)
+    _one_token_each[(rows, heads, feature_blocks)](*given, plan.starts_from_R, *rest, ALL=single, **settings)
     if not single:
         _chunks[(feature_blocks, heads, rows)](
-            *given, CHUNK=_CHUNK, PRECISION=_precision(), num_stages=1, **settings
+            *given, *rest, CHUNK=_CHUNK, PRECISION=_precision(), num_stages=1, **settings
         )
     return out_TNF

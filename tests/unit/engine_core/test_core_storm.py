@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.kv_cache import state_checkpoints
-from engine_core.kv_cache.kv_plan import holds_states
 from engine_core.requests.request import State
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.core_driver import GREEDY, VOCABULARY, CoreDriver, Draft
@@ -74,14 +73,27 @@ def tiers_of(sizes: list[int], specs: list[KVSpec]) -> list[TierSlots]:
     return [TierSlots(medium, [size] * len(specs)) for medium, size in zip(media, sizes, strict=False)]
 
 
-def limits_of(rows: int, budget: int, policy: str, num_drafts: int, specs: list[KVSpec]) -> Limits:
-    """States allow no drafts; a step has room for the drafts of all rows. Odd budgets limit prompts more."""
-    num_drafts = 0 if holds_states(specs) else num_drafts
+def limits_of(rows: int, budget: int, policy: str, num_drafts: int) -> Limits:
+    """A step has room for the drafts of all rows. Odd budgets limit prompts more.
+
+    Two and more drafts of each row are a model's, or those of a model of pairs.
+    """
     decodes = rows * (1 + num_drafts)
     budget = max(budget, decodes) if num_drafts else budget
     mixed, longest = (min(budget, decodes), budget // 2) if budget % 2 else (0, 0)
-    shares = bool(budget % 2)
-    return Limits(rows, budget, policy, 0, num_drafts, mixed, longest, shares, adapts_width=rows % 2 == 0)
+    pairs = num_drafts % 2 == 0 and num_drafts > 0
+    return Limits(
+        rows,
+        budget,
+        policy,
+        num_drafts=num_drafts,
+        max_num_mixed_tokens=mixed,
+        long_prefill_token_threshold=longest,
+        fair_share=bool(budget % 2),
+        adapts_width=rows % 2 == 0,
+        lookahead=num_drafts - pairs if num_drafts > 1 else 0,
+        sends_next_ids=pairs,
+    )
 
 
 class Storm(RuleBasedStateMachine):
@@ -107,7 +119,7 @@ class Storm(RuleBasedStateMachine):
         tiers: list[int],
     ) -> None:
         specs, blocks = LAYOUTS[layout]
-        limits = limits_of(rows, budget, policy, num_drafts, specs)
+        limits = limits_of(rows, budget, policy, num_drafts)
         slots = tiers_of(tiers, specs) if caching else []
         self.driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, caching, drafting(chance), slots)
         self.arrivals = 0
@@ -169,6 +181,11 @@ class Storm(RuleBasedStateMachine):
             lambda rows: [], lambda rows: data.draw(st.lists(st.sampled_from(rows), unique=True))
         )
 
+    @rule()
+    def die(self) -> None:
+        """The engine ends; its requests go on at a new one."""
+        self.driver.die()
+
     @rule(seconds=st.sampled_from([0.06, 10.0]))
     def wait(self, seconds: float) -> None:
         self.driver.clock.now += seconds
@@ -207,11 +224,14 @@ TestStorm.settings = settings(
 )
 
 
-def storm(seed: int, layout: str, policy: str, num_drafts: int = 0) -> Counter[str]:
-    """One random run; returns the core's counters, and how many requests failed."""
+def storm(seed: int, layout: str, policy: str, num_drafts: int = 0, dies: bool = False) -> Counter[str]:
+    """One random run; returns the core's counters, and how many requests failed.
+
+    With `dies` the engine ends now and then; the counters are those of the last one.
+    """
     chance = random.Random(seed)
     specs, blocks = LAYOUTS[layout]
-    limits = limits_of(chance.randint(2, 6), chance.choice(BUDGETS), policy, num_drafts, specs)
+    limits = limits_of(chance.randint(2, 6), chance.choice(BUDGETS), policy, num_drafts)
     driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, draft=drafting(random.Random(seed)))
     for request_id in range(40):
         prompt = shared_prompt(chance.randrange(8), chance.randint(1, 30))
@@ -227,6 +247,8 @@ def storm(seed: int, layout: str, policy: str, num_drafts: int = 0) -> Counter[s
                 driver.deliver()
         if chance.random() < 0.1 and driver.live:
             driver.abort(chance.choice(sorted(driver.live)))
+        if dies and request_id < 35 and chance.random() < 0.1:
+            driver.die()
     driver.run()
     stats = driver.core.stats()
     counters = Counter({name: value for name, value in msgspec.structs.asdict(stats).items() if value})
@@ -256,11 +278,11 @@ def test_storm_meets_every_case(layout: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [1, 7])
-@pytest.mark.parametrize("layout", ["full", "full and windows"])
+@pytest.mark.parametrize("layout", ["full", "full and windows", "states and windows"])
 def test_storm_of_drafts_meets_every_case(layout: str, num_drafts: int) -> None:
     totals: Counter[str] = Counter()
     for seed in range(16):
-        totals += storm(seed, layout, ["fcfs", "priority"][seed % 2], num_drafts)
+        totals += storm(seed, layout, ["fcfs", "priority"][seed % 2], num_drafts, dies=seed % 4 == 3)
     for case in ("preemptions", "chunked_prefills", "overlapped_steps", "prefix_hits", "failed", "late"):
         assert totals[case] > 0, f"no {case} in {totals}"
     assert totals["generated_tokens"] > 1000
@@ -274,7 +296,7 @@ def test_storm_of_drafts_meets_every_case(layout: str, num_drafts: int) -> None:
 def test_a_thousand_requests_aborted_anywhere_leave_nothing(layout: str, num_drafts: int) -> None:
     chance = random.Random(layout)
     specs, blocks = LAYOUTS[layout]
-    limits = limits_of(6, 8, "fcfs", num_drafts, specs)
+    limits = limits_of(6, 8, "fcfs", num_drafts)
     driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, draft=drafting(chance))
     aborted: Counter[State] = Counter()
     for request_id in range(1000):
@@ -303,7 +325,7 @@ def storm_of_failures(seed: int, layout: str, num_drafts: int) -> CoreDriver:
     """A run whose steps often fail for some rows, with few prompts and several sequences of each."""
     chance = random.Random(seed)
     specs, blocks = LAYOUTS[layout]
-    limits = limits_of(6, chance.choice([8, 64]), chance.choice(["fcfs", "priority"]), num_drafts, specs)
+    limits = limits_of(6, chance.choice([8, 64]), chance.choice(["fcfs", "priority"]), num_drafts)
     many = [4 * count for count in blocks]
     driver = CoreDriver(specs, many, limits, MAX_MODEL_LEN, draft=drafting(random.Random(seed)))
     for number in range(20):

@@ -16,7 +16,7 @@ from tests.unit.workers.spec_decode.test_ngram import check, run
 from workers.batch.draft_states import captured_draft_states
 
 NGRAM = unchanging(SpeculativeConfig("ngram", 4, 3, 2))
-FAMILIES = ("qwen3-next", "qwen3.5")
+FAMILIES = ("qwen3-next", "qwen3.5", "kimi-linear")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     return {name: save_tiny(tiny(name), tmp_path_factory.mktemp(name))[1] for name in FAMILIES}
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", rarely("qwen3.5")])
+@pytest.mark.parametrize("name", ["qwen3-next", rarely("qwen3.5"), "kimi-linear"])
 def test_the_output_is_the_plain_runs(checkpoints: dict[str, Checkpoint], name: str) -> None:
     plain = drafting_engine(checkpoints[name], PLAIN, 2)
     made = drafting_engine(checkpoints[name], NGRAM, 2)
@@ -55,17 +55,25 @@ def test_preempted_and_cached_requests(checkpoints: dict[str, Checkpoint]) -> No
     assert sum(stats.num_accepted_tokens_per_pos) > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("qwen3-next", "FULL_DECODE_ONLY"),
+        rarely("kimi-linear", "FULL_DECODE_ONLY"),
+        rarely("qwen3.5", "FULL"),
+    ],
+)
 def test_graphs_keep_a_state_after_each_draft(
-    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch, name: str, mode: str
 ) -> None:
     """As on a GPU: the host does not know how many drafts were accepted."""
-    checkpoint = checkpoints["qwen3-next"]
+    checkpoint = checkpoints[name]
     device = DeviceConfig("cpu", cpu_threads=1, cudagraph_capture_sizes="[]")
     plain = DraftingSteps(checkpoint, device, place())
     wanted = {name: plain.run(sampling) for name, sampling in (("greedy", GREEDY), ("limited", LIMITED))}
     simulate_gpu(monkeypatch)
     for sizes in ("[]", "[1,2,4,8]"):
-        device = dataclasses.replace(device, cudagraph_capture_sizes=sizes, cudagraph_mode="FULL_DECODE_ONLY")
+        device = dataclasses.replace(device, cudagraph_capture_sizes=sizes, cudagraph_mode=mode)
         made = DraftingSteps(
             checkpoint, device, place(), dataclasses.replace(NGRAM, num_speculative_tokens=3)
         )
@@ -77,7 +85,7 @@ def test_graphs_keep_a_state_after_each_draft(
         assert made.accepted > 0.2 * made.verified > 10
 
 
-def test_padding_rows_copy_the_spare_state() -> None:
+def test_padding_rows_have_no_state() -> None:
     slots_R = torch.tensor([3, -1])
     starts_R1 = torch.arange(3, dtype=torch.int32)
     plan = captured_draft_states(slots_R, torch.tensor([2, 1]), 4, 3, starts_R1)
@@ -85,9 +93,5 @@ def test_padding_rows_copy_the_spare_state() -> None:
     parts = plan.parts
     assert parts is not None
     assert [part.tokens_P.tolist() for part in parts] == [[0, 3], [1, 4], [2, 5]]
-    assert [part.sources_R.tolist() for part in parts if part.sources_R is not None] == [
-        [14, -1],
-        [12, -1],
-        [13, -1],
-    ]
+    assert [part.plan.starts_from_R.tolist() for part in parts] == [[14, -1], [12, -1], [13, -1]]
     assert [part.plan.slots_R.tolist() for part in parts] == [[12, -1], [13, -1], [14, -1]]

@@ -20,8 +20,10 @@ from tests.unit.workers.spec_decode.test_speculation import (
     CPU,
     VOCAB,
     Driver,
+    Markov,
     TwoTokensBack,
     runner,
+    triples_of,
 )
 from workers.batch.block_table import BatchLimits, BlockTable
 from workers.layers.causal_lm import CausalLM
@@ -180,6 +182,45 @@ def test_models_that_draft_in_graphs(name: str, tmp_path: Path, monkeypatch: pyt
         return DraftingSteps(checkpoint, device, place(), speculative)
 
     check_pair(save_pair(name, tmp_path), make, ["[1,2,4,8]"], [3], ["greedy", "limited"])
+
+
+class NearlyMarkov(Drafter):
+    """Draws from distributions near those of `Markov`, with the row's noise."""
+
+    groups = (0,)
+    cost = 0.0
+
+    def __init__(self, reads_pairs: bool):
+        self.reads_pairs = reads_pairs
+        self._model = Markov()
+        generator = torch.Generator().manual_seed(6)
+        self._model.logits = self._model.logits + torch.randn(5, 5, generator=generator)
+
+    def follow(self, computed: Computed, next_ids_T: torch.Tensor) -> torch.Tensor:
+        ids_T = next_ids_T if self.reads_pairs else computed.ids_T
+        return ids_T[:, None].float()
+
+    def predict(
+        self, ids_R: torch.Tensor, hidden_RD: torch.Tensor, positions_R: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
+        return ids_R[:, None].float()
+
+    def sample(
+        self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
+    ) -> torch.Tensor:
+        return CausalLM.sample(cast(CausalLM, self._model), hidden_RD, settings, positions_R)
+
+
+@pytest.mark.parametrize(("reads_pairs", "exact"), [(True, True), rarely(False, True), rarely(False, False)])
+def test_the_distribution_is_the_targets(reads_pairs: bool, exact: bool) -> None:
+    """20,000 draws whose drafts another distribution proposes, with the same noise."""
+    accepted = triples_of(
+        lambda limits, table: ModelProposer(NearlyMarkov(reads_pairs), limits, [table], CPU, exact),
+        exact=exact,
+        lookahead=3 - reads_pairs,
+        sends_next_ids=reads_pairs,
+    )
+    assert 2_000 < accepted < 30_000, "some drafts are accepted, and some are not"
 
 
 def test_a_cost_counts_the_weights_of_a_pass() -> None:

@@ -16,14 +16,13 @@ from tests.helpers.drafting import (
     rarely,
     unchanging,
 )
-from tests.helpers.mtp_models import MtpModel, save_delta_mtp_model, save_mtp_model
+from tests.helpers.mtp_models import DELTA_FAMILIES, MtpModel, save_delta_mtp_model, save_mtp_model
 from tests.helpers.tiny_models import engine_config, place, save_tiny, tiny
 from tests.unit.workers.spec_decode.test_ngram import check, run
 from workers.spec_decode import adaptive
 from workers.worker import Worker
 
 FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2", "glm-4.7-flash", "glm-5")
-DELTA_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 GROUPS = dict.fromkeys(FAMILIES, 1) | dict.fromkeys(DELTA_FAMILIES, 2)
 
 

@@ -485,10 +485,6 @@ PREDICTS = replace(CHECKPOINT, mtp_layers=1)
         ({"method": "mtp", "num_speculative_tokens": 9}, "drafts at most 8 tokens"),
         ({"method": "mtp", "prompt_lookup_max": 3}, "--prompt-lookup-max is for --method ngram"),
         (
-            {"method": "mtp", "data_parallel_size": 2, "enable_expert_parallel": True},
-            "share their experts",
-        ),
-        (
             {"method": "eagle3", "draft_model": "path", "level": 2},
             "--method eagle3 with --level 2 is not supported",
         ),
@@ -513,12 +509,11 @@ def test_a_model_that_drafts_needs_blocks_ahead() -> None:
     assert (found.lookahead, found.reads_next_ids) == (3, False)
 
 
-def test_recurrent_states_are_restored_on_a_cpu_alone() -> None:
+def test_recurrent_states_may_have_drafts() -> None:
     stateful = replace(CHECKPOINT, model_type="qwen3_next", keeps_states=True)
-    drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
-    assert resolved(CPU, stateful, **drafts).config.speculative.method == "ngram"
-    with pytest.raises(ConfigError, match="--method ngram: qwen3_next has recurrent layers"):
-        resolved(GPUS, stateful, **drafts)
+    for capabilities in (CPU, GPUS):
+        found = resolved(capabilities, stateful, method="ngram", num_speculative_tokens=3)
+        assert found.config.speculative.method == "ngram"
 
 
 @pytest.mark.parametrize(
