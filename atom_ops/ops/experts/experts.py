@@ -51,6 +51,18 @@ ExpertActivation = ClampedSwiglu | None
 """Between an expert's two GEMMs; None: `silu_and_mul`."""
 
 
+def clamp_kind(activation: ExpertActivation) -> int:
+    """The activation as kernels are compiled for it; 0: not clamped, 1: with a shift of 1, 2: without it.
+
+    Raises ValueError for another shift than 1 and 0.
+    """
+    if activation is None:
+        return 0
+    if activation.shift not in (0, 1):
+        raise ValueError(f"clamped_swiglu with shift {activation.shift} is not supported: use 0 or 1")
+    return 1 if activation.shift else 2
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertRole:
     """Which matrix of `ExpertWeights` a weight is, in a layer of which kind: its layout may depend on it."""

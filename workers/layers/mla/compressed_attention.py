@@ -197,6 +197,11 @@ class EntryIndexer(nn.Module):
 
     def __init__(self, by: Compression, args: CompressedArgs, rotary: RotaryEmbedding, build: BuildContext):
         super().__init__()
+        if build.block_size % by.rate:
+            raise ValueError(
+                f"--block-size {build.block_size} does not fit compressed sparse attention: it must be a "
+                f"multiple of {by.rate}"
+            )
         self._args = args
         # Scales the query-key product and the head weights at once.
         self._scale = args.index_width**-0.5 * args.index_heads**-0.5
