@@ -30,6 +30,12 @@ from atom_ops.ops.elementwise.activation import (
     silu_and_mul,
 )
 from atom_ops.ops.elementwise.embedding import embedding
+from atom_ops.ops.elementwise.hyper_connection import (
+    HyperWeights,
+    hyper_collapse,
+    hyper_expand,
+    hyper_head,
+)
 from atom_ops.ops.elementwise.norm import add_rms_norm, gated_rms_norm, rms_norm
 from atom_ops.ops.experts.expert_slots import ExpertSlots, select_slots
 from atom_ops.ops.experts.experts import (
@@ -40,7 +46,17 @@ from atom_ops.ops.experts.experts import (
     experts,
     pack_expert_weight,
 )
-from atom_ops.ops.experts.routing import RoutingRule, route
+from atom_ops.ops.experts.routing import RoutingRule, route, weights_of_experts
+from atom_ops.ops.latent.compressed_rows import (
+    CachedRows,
+    compress_rows,
+    compressed_attention,
+    make_rows,
+    normed_queries,
+    rows_of_block,
+    write_normed_rows,
+    write_rows,
+)
 from atom_ops.ops.latent.index_keys import (
     IndexKeys,
     IndexNorm,
@@ -129,6 +145,7 @@ __all__ = [
     "AttentionPlan",
     "AttentionRule",
     "BlockFP8",
+    "CachedRows",
     "ChannelFP8",
     "ChannelINT8",
     "ClampedSwiglu",
@@ -141,6 +158,7 @@ __all__ = [
     "ExpertWeights",
     "GroupINT4",
     "HeadNorms",
+    "HyperWeights",
     "IndexKeys",
     "IndexNorm",
     "KVIndices",
@@ -179,6 +197,8 @@ __all__ = [
     "attention_backend",
     "causal_conv",
     "clamped_swiglu",
+    "compress_rows",
+    "compressed_attention",
     "decode_inputs",
     "draft_inputs",
     "embedding",
@@ -189,6 +209,9 @@ __all__ = [
     "gated_delta_rule",
     "gated_rms_norm",
     "gelu_tanh_and_mul",
+    "hyper_collapse",
+    "hyper_expand",
+    "hyper_head",
     "index_bytes_per_block",
     "index_topk",
     "keep_latents",
@@ -204,11 +227,13 @@ __all__ = [
     "make_index_keys",
     "make_kv_layer",
     "make_latent_layer",
+    "make_rows",
     "make_state_layer",
     "merge_argmax",
     "merge_partials",
     "norm_and_write_latents",
     "normalised_queries_keys",
+    "normed_queries",
     "pack_expert_weight",
     "pack_linear_weight",
     "pack_partials",
@@ -229,6 +254,7 @@ __all__ = [
     "rotation",
     "rotation_at",
     "route",
+    "rows_of_block",
     "sample",
     "select_slots",
     "shard_argmax",
@@ -241,7 +267,10 @@ __all__ = [
     "token_logprobs",
     "unpack_partials",
     "verify_drafts",
+    "weights_of_experts",
     "write_index_keys",
     "write_kv",
     "write_latent",
+    "write_normed_rows",
+    "write_rows",
 ]

@@ -23,10 +23,12 @@ def load() -> None:
     import atom_ops.triton_impl.attention.wide_norms
     import atom_ops.triton_impl.elementwise.activation
     import atom_ops.triton_impl.elementwise.embedding
+    import atom_ops.triton_impl.elementwise.hyper_connection
     import atom_ops.triton_impl.elementwise.norm
     import atom_ops.triton_impl.experts.expert_slots
     import atom_ops.triton_impl.experts.experts
     import atom_ops.triton_impl.experts.routing
+    import atom_ops.triton_impl.latent.compressed_rows
     import atom_ops.triton_impl.latent.index_keys
     import atom_ops.triton_impl.latent.latent_attention
     import atom_ops.triton_impl.latent.latent_cache

@@ -19,6 +19,7 @@ from atom_ops.ops.attention.attention_plan import BATCH_INVARIANT_SPLIT, Attenti
 from atom_ops.ops.attention.kv_cache import FP8, make_kv_layer
 from atom_ops.ops.attention.qkv import HeadNorms
 from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertWeights
+from atom_ops.ops.latent.compressed_rows import CachedRows, rows_of_block
 from atom_ops.ops.latent.index_keys import IndexNorm, make_index_keys
 from atom_ops.ops.latent.latent_cache import LatentNorms, make_latent_layer
 from atom_ops.ops.latent.sparse_attention import TopKIndices
@@ -179,6 +180,37 @@ def test_sparse_attention(index_heads: int, heads: int, chip: str) -> None:
     triton_impl.load()
     with compiling_for(CHIPS[chip]) as compiled:
         sparse_attention(index_heads, heads)
+    check(compiled, chip)
+
+
+def compressed_attention(heads: int) -> None:
+    """DeepSeek-V4's, with `heads` heads on a rank."""
+    for rows, longest in ((1, 1), (64, 1), (4, 512)):
+        tokens = rows * longest
+        plan = AttentionPlan(ints(rows, 512), ints(rows), ints(rows + 1), tokens, 1, longest, 8192)
+        turn = tensor(2, tokens, 1, 64, dtype=torch.float32)
+        recent = CachedRows(tensor(64, 16, 512), plan, 16, window=128)
+        run("write_normed_rows", tensor(tokens, 512), tensor(512), 1e-6, *turn, recent.rows, ints(tokens))
+        q_THE = tensor(tokens, heads, 512)
+        run("normed_queries", q_THE, 1e-6, *turn)
+        sinks = tensor(heads, dtype=torch.float32)
+        for rate, windows in ((4, 2), (128, 1)):
+            entries = CachedRows(tensor(64, rows_of_block(16, rate), 512), plan, 16, rate)
+            states = CachedRows(tensor(64, 16, 2 * windows * 512), plan, 16, window=windows * rate)
+            run("write_rows", tensor(tokens, states.rows.shape[2]), states.rows, ints(tokens))
+            bias = tensor(rate, windows * 512, dtype=torch.float32)
+            run("compress_rows", states, bias, tensor(512), 1e-6, turn[0, :, 0], entries)
+            chosen = TopKIndices(ints(tokens, 512), ints(tokens)) if windows == 2 else None
+            run("compressed_attention", q_THE, recent, entries, chosen, sinks, *turn)
+        run("compressed_attention", q_THE, recent, None, None, sinks, *turn)
+
+
+@chips
+@pytest.mark.parametrize("heads", [16, 64])
+def test_compressed_attention(heads: int, chip: str) -> None:
+    triton_impl.load()
+    with compiling_for(CHIPS[chip]) as compiled:
+        compressed_attention(heads)
     check(compiled, chip)
 
 

@@ -74,6 +74,7 @@ ROWS = {
     "qwen3_next": "qwen3-next-odd-heads-biases",
     "qwen3_5_text": "qwen3.5-odd-heads-biases",
     "qwen3_5_moe_text": "qwen3.5-moe-odd-heads-biases",
+    "deepseek_v4": "deepseek-v4-odd-heads-yarn",
     "kimi_linear": "kimi-linear-odd-heads",
     "smollm3": "smollm3-odd-gqa-biases-windows",
     "gemma3_text": "gemma3-odd-gqa-biases-linear-rope",

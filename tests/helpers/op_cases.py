@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 WRITERS = (
     *("write_kv", "rotate_and_write_kv", "attend_projection", "record_sampled", "apply_token_bitmask"),
     *("write_latent", "norm_and_write_latents", "write_index_keys", "causal_conv", "gated_delta_rule"),
-    "kimi_delta_attention",
+    *("kimi_delta_attention", "write_rows", "write_normed_rows", "compress_rows"),
     *("verify_drafts", "propose_ngrams", "select_slots", "latent_queries"),
 )
 """Ops that change their arguments."""

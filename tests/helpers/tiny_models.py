@@ -188,6 +188,30 @@ _KIMI_LINEAR = (
         "linear_conv_kernel_dim": 4,
     }
 )
+_DEEPSEEK_V4 = _NO_TOKENS | {
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 28,
+    "num_hidden_layers": 4,
+    "q_lora_rank": 36,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "o_groups": 2,
+    "o_lora_rank": 20,
+    "index_n_heads": 24,
+    "index_head_dim": 20,
+    "index_topk": 8,
+    "sliding_window": 22,
+    "qk_rope_head_dim": 8,
+    "layer_types": [
+        "sliding_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
+}
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 
 TINY_MODELS = [
@@ -335,6 +359,16 @@ TINY_MODELS = [
                                         "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False,
                                         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
          scale=1.2),
+    Tiny("deepseek-v4", "deepseek_v4", 1, _DEEPSEEK_V4),
+    Tiny("deepseek-v4-odd-heads-yarn", "deepseek_v4", 1,
+         _DEEPSEEK_V4 | {"num_attention_heads": 9, "o_groups": 3, "head_dim": 24, "hc_mult": 2,
+                         "hc_sinkhorn_iters": 3, "index_n_heads": 19, "index_topk": 5, "sliding_window": 12,
+                         "swiglu_limit": 0.7,
+                         "compress_rates": {"compressed_sparse_attention": 2,
+                                            "heavily_compressed_attention": 32},
+                         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+                         "mlp_layer_types": ["moe", "hash_moe", "moe", "moe"],
+                         "rope_parameters": _YARN_ROPE}),
     Tiny("qwen3.5-moe", "qwen3_5_moe_text", 2, _QWEN3_NEXT),
     Tiny("qwen3.5-moe-odd-heads-biases", "qwen3_5_moe_text", 1,
          _QWEN3_NEXT | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,
@@ -389,6 +423,9 @@ def build_tiny(model: Tiny) -> torch.nn.Module:
         for name, buffer in built.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)
+            elif name.endswith("tid2eid"):
+                first_V = torch.randint(config.n_routed_experts, (len(buffer), 1))
+                buffer.copy_((first_V + torch.arange(buffer.shape[1]) * 3) % config.n_routed_experts)
     return built
 
 

@@ -46,6 +46,8 @@ def theirs(directory: Path) -> torch.Tensor:
 
 
 def changed(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():  # experts by token id
+        return (tensor + 1) % (tensor.max() + 1)
     generator = torch.Generator().manual_seed(0)
     return tensor + CHANGE * torch.randn(tensor.shape, generator=generator)
 

@@ -74,8 +74,9 @@ def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
     if _LENGTH not in made and config.get(_OLD_LENGTH) is not None:
         made[_LENGTH] = made.pop(_OLD_LENGTH)
     rope = _rope_object(config)
+    by_type = bool(rope) and all(isinstance(value, dict) for value in rope.values())
     for name in ("rope_theta", "partial_rotary_factor"):
-        if config.get(name) is not None:
+        if config.get(name) is not None and not by_type:
             rope.setdefault(name, config[name])
     local = made.pop(_LOCAL_THETA, None)
     if local is not None and not any(isinstance(value, dict) for value in rope.values()):

@@ -27,7 +27,7 @@ def path_on_disk(path: str, renamed: Mapping[str, str]) -> str:
     return ".".join(renamed.get(name, name) for name in names)
 
 
-CacheLayer = KVLayer | LatentLayer | StateLayer | Any
+CacheLayer = KVLayer | LatentLayer | StateLayer | torch.Tensor | Any
 """The cache of one layer; other types belong to attention backends with layouts of their own."""
 
 

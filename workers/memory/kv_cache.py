@@ -14,11 +14,13 @@ from atom_ops import (
     latent_bytes_per_block,
     make_index_keys,
     make_latent_layer,
+    make_rows,
     make_state_layer,
+    rows_of_block,
     write_latent,
 )
 from workers.layers.attention.attention import KVGroup
-from workers.layers.attention.cache_groups import CacheGroup, LatentGroup, StateGroup
+from workers.layers.attention.cache_groups import CacheGroup, LatentGroup, RowGroup, StateGroup
 from workers.layers.context import CacheLayer
 
 _CPU_LIMIT = 4 << 30
@@ -54,10 +56,16 @@ def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
         index_bytes = index_bytes_per_block(block_size, group.index_width, dtype)
         size = len(group.layers) * layer_bytes + len(group.indexed) * index_bytes
         return FullAttentionSpec(block_size * group.shard.ranks, size)
+    if isinstance(group, RowGroup):
+        numbers = sum(rows_of_block(block_size, shape.rate) * shape.width for shape in group.shapes)
+        return _paged_spec(block_size, numbers * dtype.itemsize, group.window)
     layer_bytes = group.backend.bytes_per_block(block_size, group.kv_heads, group.head_dim, dtype)
-    size = len(group.layers) * layer_bytes
-    if group.window:
-        return SlidingWindowSpec(block_size, size, group.window)
+    return _paged_spec(block_size, len(group.layers) * layer_bytes, group.window)
+
+
+def _paged_spec(block_size: int, size: int, window: int) -> KVSpec:
+    if window:
+        return SlidingWindowSpec(block_size, size, window)
     return FullAttentionSpec(block_size, size)
 
 
@@ -74,6 +82,9 @@ def _make_layer(
         if layer not in group.indexed:
             return made
         return replace(made, index=make_index_keys(num_blocks, block_size, group.index_width, dtype, device))
+    if isinstance(group, RowGroup):
+        shape = group.shapes[group.layers.index(layer)]
+        return make_rows(num_blocks, block_size, shape.width, shape.rate, dtype, device)
     return group.backend.allocate(num_blocks, block_size, group.kv_heads, group.head_dim, dtype, device)
 
 

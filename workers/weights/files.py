@@ -198,6 +198,13 @@ class TensorPlace:
 
 
 _DENSE_MLP = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj\.)")
+_TOP_LEVEL = {
+    re.compile(r"^(layers|norm)\."): r"model.\1.",
+    re.compile(r"^embed\."): "model.embed_tokens.",
+    re.compile(r"^head\."): "lm_head.",
+    re.compile(r"^hc_head_"): "model.hc_head.hc_",
+}
+"""The beginnings of names in DeepSeek's own checkpoints, and what they become."""
 
 
 def model_name(stored: str) -> str:
@@ -205,8 +212,12 @@ def model_name(stored: str) -> str:
 
     Multimodal checkpoints have language_model.model.… or model.language_model.… in place of model.…;
     transformers saves dense MLPs under the name of those with experts, where the two differ (Kimi-Linear).
+    DeepSeek-V4 has no model. before its layers, and the embedding's own name.
     """
-    return _DENSE_MLP.sub(r".mlp.\1", stored.replace(LANGUAGE_MODEL, "", 1))
+    name = _DENSE_MLP.sub(r".mlp.\1", stored.replace(LANGUAGE_MODEL, "", 1))
+    for beginning, model in _TOP_LEVEL.items():
+        name = beginning.sub(model, name)
+    return name
 
 
 def tensor_places(directory: Path) -> dict[str, TensorPlace]:

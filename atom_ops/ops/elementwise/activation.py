@@ -28,22 +28,30 @@ def gelu_tanh_and_mul(x_T2F: Tensor) -> Tensor:
     return functional.gelu(gate_TF, approximate="tanh") * up_TF
 
 
-def _clamped_case(tokens: int, width: int, limit: float) -> Case:
-    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, float, float]:
-        return (3 * torch.randn(tokens, 2 * width, generator=generator)).to(dtype), limit, 1.702
+def _clamped_case(tokens: int, width: int, limit: float, alpha: float = 1.702, shift: float = 1.0) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, float, float, float]:
+        x = 3 * torch.randn(tokens, 2 * width, generator=generator)
+        return x.to(dtype), limit, alpha, shift
 
-    return Case(f"{tokens}x{width}-limit{limit}", make)
+    return Case(f"{tokens}x{width}-limit{limit}-shift{shift}", make)
 
 
-@op([_clamped_case(1, 1440, 7.0), _clamped_case(9, 40, 2.5), _clamped_case(64, 256, 7.0)])
-def clamped_swiglu(x_T2F: Tensor, limit: float, alpha: float) -> Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), gate the first half, up the second, [T, 2F] -> [T, F].
+@op(
+    [
+        _clamped_case(1, 1440, 7.0),
+        _clamped_case(9, 40, 2.5),
+        _clamped_case(64, 256, 7.0),
+        _clamped_case(9, 2048, 4.0, 1.0, 0.0),
+    ]
+)
+def clamped_swiglu(x_T2F: Tensor, limit: float, alpha: float, shift: float = 1.0) -> Tensor:
+    """(up + shift) * gate * sigmoid(alpha * gate), gate the first half, up the second, [T, 2F] -> [T, F].
 
-    gate is clamped to at most `limit`, up to [-limit, limit]. The activation of GPT-OSS experts.
+    gate is clamped to at most `limit`, up to [-limit, limit]. `shift` is 1 in GPT-OSS, 0 in DeepSeek-V4.
     """
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     gate_TF = gate_TF.clamp(max=limit)
-    return (up_TF.clamp(-limit, limit) + 1) * (gate_TF * torch.sigmoid(alpha * gate_TF))
+    return (up_TF.clamp(-limit, limit) + shift) * (gate_TF * torch.sigmoid(alpha * gate_TF))
 
 
 def _sigmoid_case(tokens: int, width: int, gates: int) -> Case:

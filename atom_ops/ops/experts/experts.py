@@ -43,10 +43,24 @@ class ClampedSwiglu:
 
     limit: float
     alpha: float
+    shift: float = 1.0
+    """1 or 0."""
 
 
 ExpertActivation = ClampedSwiglu | None
 """Between an expert's two GEMMs; None: `silu_and_mul`."""
+
+
+def clamp_kind(activation: ExpertActivation) -> int:
+    """The activation as kernels are compiled for it; 0: not clamped, 1: with a shift of 1, 2: without it.
+
+    Raises ValueError for another shift than 1 and 0.
+    """
+    if activation is None:
+        return 0
+    if activation.shift not in (0, 1):
+        raise ValueError(f"clamped_swiglu with shift {activation.shift} is not supported: use 0 or 1")
+    return 1 if activation.shift else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +84,7 @@ def _case(
 ) -> Case:
     """The last `idle` experts get no token. `first`: the weights are those from there on of twice as many."""
     hidden, features = sizes
-    with_bias = activation is not None
+    with_bias = activation == _GPT_OSS
 
     def make(
         dtype: torch.dtype, generator: torch.Generator
@@ -99,6 +113,7 @@ def _case(
 
 
 _GPT_OSS = ClampedSwiglu(7.0, 1.702)
+_WITHOUT_SHIFT = ClampedSwiglu(2.0, 1.0, shift=0.0)
 
 
 @op(
@@ -109,6 +124,8 @@ _GPT_OSS = ClampedSwiglu(7.0, 1.702)
         _case(5, 1, 3, (33, 17)),
         _case(1, 4, 32, (96, 48), _GPT_OSS),
         _case(19, 2, 5, (72, 40), _GPT_OSS, idle=2),
+        _case(1, 3, 8, (64, 96), _WITHOUT_SHIFT),
+        _case(30, 3, 12, (40, 64), _WITHOUT_SHIFT, first=5),
         _case(30, 3, 12, (40, 64), first=5),
         _case(30, 3, 12, (64, 32), first=5),
         _case(9, 4, 6, (64, 32), _GPT_OSS, first=0, format="mxfp4"),
@@ -174,7 +191,7 @@ def pack_expert_weight(weight: Weight, role: ExpertRole) -> Weight:
 def _activate(x_P2F: Tensor, activation: ExpertActivation) -> Tensor:
     if activation is None:
         return silu_and_mul(x_P2F)
-    return clamped_swiglu(x_P2F, activation.limit, activation.alpha)
+    return clamped_swiglu(x_P2F, activation.limit, activation.alpha, activation.shift)
 
 
 def _grouped_gemm(

@@ -5,10 +5,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from atom_ops.op import Case, op
 
-Scoring = Literal["softmax", "sigmoid", "softmax_of_topk"]
+Scoring = Literal["softmax", "sigmoid", "softmax_of_topk", "sqrtsoftplus"]
 
 TINY = 1e-20  # added to a sum of scores before it divides
 
@@ -20,7 +21,7 @@ class RoutingRule:
     top_k: int
     """Experts per token, J."""
     scoring: Scoring
-    """softmax over all experts, sigmoid of each, or softmax over the top-k logits."""
+    """softmax over all experts, sigmoid or sqrt(softplus) of each, or softmax over the top-k logits."""
     renormalise: bool = False
     """Divide the top-k scores by their sum; has no effect with softmax_of_topk."""
     scale: float = 1.0
@@ -68,6 +69,8 @@ def _case(tokens: int, experts: int, rule: RoutingRule, with_bias: bool = False)
         _case(9, 256, RoutingRule(8, "sigmoid", True, 2.5, groups=8, kept_groups=4), with_bias=True),
         _case(9, 64, RoutingRule(6, "softmax", scale=16.0, groups=8, kept_groups=3, group_best=1)),
         _case(17, 32, RoutingRule(4, "softmax_of_topk")),
+        _case(9, 256, RoutingRule(6, "sqrtsoftplus", renormalise=True, scale=1.5), with_bias=True),
+        _case(3, 40, RoutingRule(3, "sqrtsoftplus", renormalise=True)),
     ]
 )
 def route(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -80,13 +83,47 @@ def route(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) ->
     if rule.scoring == "softmax_of_topk":
         topk_ids_TJ = _biased(logits_TX, bias_X).topk(rule.top_k, dim=-1).indices
         return topk_ids_TJ, logits_TX.gather(1, topk_ids_TJ).softmax(-1) * rule.scale
-    scores_TX = logits_TX.softmax(-1) if rule.scoring == "softmax" else logits_TX.sigmoid()
+    scores_TX = _scores(logits_TX, rule)
     choice_TX = _in_best_groups(_biased(scores_TX, bias_X), rule)
     topk_ids_TJ = choice_TX.topk(rule.top_k, dim=-1).indices
+    return topk_ids_TJ, _weights(scores_TX, topk_ids_TJ, rule)
+
+
+def _scores(logits_TX: Tensor, rule: RoutingRule) -> Tensor:
+    if rule.scoring == "softmax":
+        return logits_TX.softmax(-1)
+    return logits_TX.sigmoid() if rule.scoring == "sigmoid" else functional.softplus(logits_TX).sqrt()
+
+
+def _weights(scores_TX: Tensor, topk_ids_TJ: Tensor, rule: RoutingRule) -> Tensor:
     topk_weights_TJ = scores_TX.gather(1, topk_ids_TJ)
     if rule.renormalise:
         topk_weights_TJ = topk_weights_TJ / (topk_weights_TJ.sum(-1, keepdim=True) + TINY)
-    return topk_ids_TJ, topk_weights_TJ * rule.scale
+    return topk_weights_TJ * rule.scale
+
+
+def _fixed_case(tokens: int, experts: int, rule: RoutingRule) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, RoutingRule]:
+        logits = (3 * torch.randn(tokens, experts, generator=generator)).to(dtype)
+        ids = [torch.randperm(experts, generator=generator)[: rule.top_k] for _ in range(tokens)]
+        return logits, torch.stack(ids), rule
+
+    return Case(f"{tokens}x{experts}-top{rule.top_k}-{rule.scoring}", make)
+
+
+@op(
+    [
+        _fixed_case(9, 256, RoutingRule(6, "sqrtsoftplus", renormalise=True, scale=1.5)),
+        _fixed_case(1, 40, RoutingRule(3, "sigmoid")),
+        _fixed_case(5, 60, RoutingRule(4, "softmax", renormalise=True)),
+    ]
+)
+def weights_of_experts(logits_TX: Tensor, topk_ids_TJ: Tensor, rule: RoutingRule) -> Tensor:
+    """The weights, float32 [T, J], that `route` gives experts which are selected in another way.
+
+    `topk_ids_TJ` is int64; softmax_of_topk has no scores and is not supported.
+    """
+    return _weights(_scores(logits_TX.float(), rule), topk_ids_TJ, rule)
 
 
 def _biased(scores_TX: Tensor, bias_X: Tensor | None) -> Tensor:

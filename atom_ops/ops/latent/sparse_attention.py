@@ -48,12 +48,13 @@ def _topk_case(
     heads: int = 8,
     width: int = 32,
     kind: str = "",
+    rate: int = 1,
 ) -> Case:
-    """`kind` "ties": scores are small integers, many of them equal."""
+    """`kind` "ties": scores are small integers, many of them equal. A block has 16 keys."""
 
     def make(
         dtype: torch.dtype, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, IndexKeys, AttentionPlan, int]:
+    ) -> tuple[Tensor, Tensor, IndexKeys, AttentionPlan, int, int]:
         plan, num_blocks = _plan(query_lens, context_lens, generator)
         q = torch.randn(sum(query_lens), heads, width, generator=generator)
         weights = torch.randn(sum(query_lens), heads, generator=generator)
@@ -66,9 +67,10 @@ def _topk_case(
         else:
             keys = make_index_keys(num_blocks, 16, width, dtype, _CPU)
             keys.keys.copy_(rows)
-        return q.to(dtype), weights, keys, plan, count
+        return q.to(dtype), weights, keys, plan, count, rate
 
     label = f"{heads}x{width}-{query_lens}of{context_lens}-{count}{'-' if kind else ''}{kind}"
+    label += f"-rate{rate}" if rate > 1 else ""
     return Case(label.replace(" ", ""), make)
 
 
@@ -91,20 +93,23 @@ def _plan(
         _topk_case([8], [40], 64),
         _topk_case([1, 9], [333, 100], 20, kind="ties"),
         _topk_case([1, 4], [90, 64], 16, 32, 128, kind="fp8"),
+        _topk_case([1, 40, 2], [333, 100, 3], 8, 3, 24, rate=4),
     ],
     EXACT,
 )
 def index_topk(
-    q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int
+    q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int, rate: int = 1
 ) -> TopKIndices:
     """For each new token the `count` tokens of its context with the highest scores, or all of them.
 
-    Ties go to earlier tokens. Scores are computed in float32; weights are float32, of either sign.
+    Ties go to earlier tokens. Scores are computed in float32; weights are float32, of either sign. With a
+    `rate` a key stands for so many tokens, of which a block has a multiple: it is seen from the last one on.
     """
     tokens = len(q_TGI)
     heads, width = q_TGI.shape[1:]
-    seen_by_most = plan.max_context_len
-    row_T, last_T = _positions(plan, tokens)
+    seen_by_most = plan.max_context_len // rate
+    row_T, position_T = token_positions(plan, tokens)
+    last_T = (position_T + 1) // rate - 1
     position_S = torch.arange(seen_by_most, device=q_TGI.device)
     slots_TJ = torch.full((tokens, count), -1, dtype=torch.int32, device=q_TGI.device)
     counts_T = (last_T + 1).clamp_(max=count).int()
@@ -124,8 +129,8 @@ def index_topk(
     return TopKIndices(slots_TJ, counts_T, plan.split_tokens)
 
 
-def _positions(plan: AttentionPlan, tokens: int) -> tuple[Tensor, Tensor]:
-    """The row of each token of the step, and its position in the row; -1 for padding."""
+def token_positions(plan: AttentionPlan, tokens: int) -> tuple[Tensor, Tensor]:
+    """The row of each token of the step (int64), and its position in the row; -1 for padding."""
     token_T = torch.arange(tokens, device=plan.query_starts_R1.device)
     ends_R = plan.query_starts_R1[1:].long()
     row_T = torch.searchsorted(ends_R, token_T, right=True)

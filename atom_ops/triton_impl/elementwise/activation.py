@@ -4,7 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.ops.elementwise.activation import gelu_tanh_and_mul, sigmoid_and_mul, silu_and_mul
+from atom_ops.ops.elementwise.activation import (
+    clamped_swiglu,
+    gelu_tanh_and_mul,
+    sigmoid_and_mul,
+    silu_and_mul,
+)
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
 from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
@@ -51,6 +56,41 @@ def _launch(x_T2F: Tensor, gelu: bool) -> Tensor:
         _gate_and_mul[grid](
             x_T2F, out_TF, GELU=gelu, SIZE=size, BLOCK=block, num_warps=4, **launch_options(x_T2F.device)
         )
+    return out_TF
+
+
+@triton.jit
+def _clamped_swiglu(
+    x_ptr, out_ptr, limit, alpha, shift, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    pdl_begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    gate_ptr = x_ptr + row * (2 * SIZE) + column
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + SIZE, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + shift
+    tl.store(out_ptr + row * SIZE + column, up * (gate * tl.sigmoid(alpha * gate)), mask=inside)
+
+
+@clamped_swiglu.provider(
+    "triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda x_T2F, limit, alpha, shift=1.0: x_T2F.is_floating_point(),
+)
+def _launch_clamped(x_T2F: Tensor, limit: float, alpha: float, shift: float = 1.0) -> Tensor:
+    x_T2F = x_T2F.contiguous()
+    size = x_T2F.shape[-1] // 2
+    out_TF = x_T2F.new_empty((*x_T2F.shape[:-1], size))
+    if out_TF.numel():
+        block = min(triton.next_power_of_2(size), _BLOCK)
+        _clamped_swiglu[(out_TF.numel() // size, triton.cdiv(size, block))](
+            x_T2F, out_TF, limit, alpha, shift,
+            SIZE=size, BLOCK=block, num_warps=4, **launch_options(x_T2F.device),
+        )  # fmt: skip
     return out_TF
 
 

@@ -22,11 +22,13 @@ from atom_ops.triton_impl.hardware.pdl import pdl_begin, pdl_launch_dependents, 
 
 @triton.jit
 def _gated(gate, up, CLAMPED: tl.constexpr, limit, alpha):
-    """`clamped_swiglu` or `silu_and_mul`, in float32."""
+    """`clamped_swiglu` or `silu_and_mul`, in float32; CLAMPED as `clamp_kind`."""
     if CLAMPED:
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-        inner = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
+        if CLAMPED == 1:
+            up += 1.0
+        inner = up * (gate * tl.sigmoid(alpha * gate))
     else:
         inner = gate * tl.sigmoid(gate) * up
     return inner

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation, ExpertWeights
+from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, clamp_kind
 from atom_ops.triton_impl.experts.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.experts.expert_grouped import _grouped_4bit, _grouped_8bit, _round_groups
 from atom_ops.triton_impl.experts.expert_plans import Format, GroupedPlan, GroupedTile, VectorPlan
@@ -106,7 +106,7 @@ def each_token(
     experts_J = triton.next_power_of_2(top_k)
     spans = 1 if four_bit else plan.gate_up.columns // SPAN
     settings = {
-        "HAS_BIAS": weights.gate_up_bias_XO is not None, "CLAMPED": activation is not None,
+        "HAS_BIAS": weights.gate_up_bias_XO is not None, "CLAMPED": clamp_kind(activation),
         "EVEN": features % plan.gate_up.rows == 0 and _spans(gate_up) % spans == 0,
         "ROWS": plan.gate_up.rows, "STAGES": plan.gate_up.stages,
         "num_warps": plan.gate_up.warps, **launch_options(x_TD.device),
@@ -178,7 +178,7 @@ class QuantizedGEMMs:
         clamped = activation or _NOT_CLAMPED
         weight = weights.gate_up_XOD
         bias = weights.gate_up_bias_XO
-        flags = {"GATED": True, "CLAMPED": activation is not None}
+        flags = {"GATED": True, "CLAMPED": clamp_kind(activation)}
         if isinstance(inner, Rounded):
             x = rounded(x_TD, inner.codes.dtype)
             self._launch_8bit(tile, x, weight, bias, inner.codes, inner.scales, clamped, flags)

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation, ExpertWeights
+from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, clamp_kind
 from atom_ops.triton_impl.experts.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.experts.expert_plans import WgmmaPlan
 from atom_ops.triton_impl.hardware import pdl
@@ -65,7 +65,9 @@ def _gated(gate, up, CLAMPED: gl.constexpr, limit, alpha):
     if CLAMPED:
         gate = gl.where(gate > limit, limit, gate)
         up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
-        inner = (up + 1.0) * (gate / (1.0 + gl.exp(-alpha * gate)))
+        if CLAMPED == 1:
+            up = up + 1.0
+        inner = up * (gate / (1.0 + gl.exp(-alpha * gate)))
     else:
         inner = gate / (1.0 + gl.exp(-gate)) * up
     return inner
@@ -227,7 +229,7 @@ def multiply(
     _grouped[(tiles + (0 if gated else at_once // 2),)](
         described(words, tile), described(words, tile if gated else half), *x_tiles, scales, bias_XO,
         blocks.order_P, blocks.blocks, out, outputs, scales.shape[2], clamped.limit, clamped.alpha, at_once,
-        BLOCK=plan.block, SHORT=plan.short, SPAN=span, GATED=gated, CLAMPED=activation is not None,
+        BLOCK=plan.block, SHORT=plan.short, SPAN=span, GATED=gated, CLAMPED=clamp_kind(activation),
         num_warps=_THREADS // 32, maxnreg=plan.registers,
         **settings, **launch_options(x_PI.device),
     )  # fmt: skip

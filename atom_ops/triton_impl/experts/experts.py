@@ -9,7 +9,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation, ExpertRole, ExpertWeights, experts
+from atom_ops.ops.experts.experts import (
+    ClampedSwiglu,
+    ExpertActivation,
+    ExpertRole,
+    ExpertWeights,
+    clamp_kind,
+    experts,
+)
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
 from atom_ops.triton_impl.experts import expert_plans, expert_quantized
 from atom_ops.triton_impl.experts.expert_blocks import ExpertBlocks, sort_by_expert
@@ -109,7 +116,7 @@ class GroupedGEMMs:
         clamped = activation or _NOT_CLAMPED
         self._launch(
             tile, x_TD, _plain(weights)[0], weights.gate_up_bias_XO, inner_PF, clamped.limit, clamped.alpha,
-            GATED=True, CLAMPED=activation is not None, X_DESCRIBED=False,
+            GATED=True, CLAMPED=clamp_kind(activation), X_DESCRIBED=False,
         )  # fmt: skip
 
     def down(self, inner_PF: Tensor, weights: ExpertWeights, y_PD: Tensor) -> None:
@@ -169,7 +176,7 @@ def _each_token(
     clamped = activation or _NOT_CLAMPED
     _gate_up[(triton.cdiv(features, tile.rows), tokens * top_k)](
         x_TD, topk_ids_TJ, gate_up, weights.gate_up_bias_XO, inner_PF, features, hidden,
-        experts_X, weights.first, top_k, clamped.limit, clamped.alpha, CLAMPED=activation is not None,
+        experts_X, weights.first, top_k, clamped.limit, clamped.alpha, CLAMPED=clamp_kind(activation),
         HAS_BIAS=weights.gate_up_bias_XO is not None,
         EVEN=features % tile.rows == 0 and hidden % tile.columns == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation, ExpertWeights
+from atom_ops.ops.experts.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, clamp_kind
 from atom_ops.triton_impl.experts.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.experts.expert_wgmma import _gated
 from atom_ops.triton_impl.hardware.hopper_pipeline import load_tile, make_barriers, release
@@ -278,6 +278,6 @@ def _launch(
     _grouped[(programs_for(blocks.most * tiles_of_block, out.device),)](
         x, weight, out if bias_XO is None else bias_XO, blocks.order_P, blocks.blocks, out, tiles_of_block,
         outputs, inputs, top_k, clamped.limit, clamped.alpha,
-        GATED=gated, CLAMPED=activation is not None, HAS_BIAS=bias_XO is not None,
+        GATED=gated, CLAMPED=clamp_kind(activation), HAS_BIAS=bias_XO is not None,
         GROUP=1 if cached else _GROUP, STAGES=_STAGES, num_warps=4,
     )  # fmt: skip

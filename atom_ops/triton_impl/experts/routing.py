@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.ops.experts.routing import TINY, RoutingRule, route
+from atom_ops.ops.experts.routing import TINY, RoutingRule, route, weights_of_experts
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
 from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
@@ -18,6 +18,8 @@ _TAKEN = tl.constexpr(-(1 << 31))
 """Lower than every rank."""
 _NO_NUMBER = tl.constexpr((1 << 31) - 1)
 _MOST_EXPERTS = 4096
+_OF_EACH = ("sigmoid", "sqrtsoftplus")
+"""Scores that depend on the expert's own logit alone."""
 _NUMBERS = tl.constexpr((1 << 13) - 1)
 """The bits of a float32 that are 0 if it was a float16 or bfloat16."""
 
@@ -74,6 +76,17 @@ def _in_best_groups(
 
 
 @triton.jit
+def _sqrt_softplus(x):
+    """sqrt(log(1 + exp(x))), exact for small sums, too."""
+    power = tl.exp(-tl.abs(x))
+    total = 1.0 + power
+    # log(1 + power) without the rounding of the sum.
+    logarithm = tl.log(total) * (power / tl.where(total == 1.0, 1.0, total - 1.0))
+    logarithm = tl.where(total == 1.0, power, logarithm)
+    return tl.sqrt(tl.maximum(x, 0.0) + logarithm)
+
+
+@triton.jit
 def _logit_of(key):
     return (_flipped(key) & (-1 - _NUMBERS)).to(tl.float32, bitcast=True)
 
@@ -119,6 +132,8 @@ def _top_scores(
         score_GE = tl.exp(logit_GE - most) / total
     elif SCORING == "sigmoid":
         score_GE = tl.sigmoid(logit_GE)
+    elif SCORING == "sqrtsoftplus":
+        score_GE = _sqrt_softplus(logit_GE)
     else:
         score_GE = logit_GE
     if HAS_BIAS:
@@ -145,6 +160,8 @@ def _top_scores(
             score_J = tl.exp(score_J - most) / total
         elif SCORING == "sigmoid":
             score_J = tl.sigmoid(score_J)
+        elif SCORING == "sqrtsoftplus":
+            score_J = _sqrt_softplus(score_J)
     weight_J = score_J
     if SCORING == "softmax_of_topk":
         score_J = tl.where(inside_J, score_J, float("-inf"))
@@ -203,7 +220,7 @@ def _launch(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) 
     scoring = rule.scoring
     # Groups have no effect if the scores are logits.
     groups = 1 if scoring == "softmax_of_topk" else rule.groups
-    keys = logits_TX.element_size() == 2 and groups == 1 and bias_X is None and scoring != "sigmoid"
+    keys = logits_TX.element_size() == 2 and groups == 1 and bias_X is None and scoring not in _OF_EACH
     if keys and rule.renormalise:
         scoring = "softmax_of_topk"  # the same: the sum over all experts cancels out
     block_g = triton.next_power_of_2(groups)
@@ -218,3 +235,52 @@ def _launch(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) 
         **launch_options(logits_TX.device),
     )  # fmt: skip
     return topk_ids_TJ, topk_weights_TJ
+
+
+@triton.jit
+def _weights_of_experts(
+    logits, ids, weights, tiny, scale, experts,
+    TOP_K: tl.constexpr, SCORING: tl.constexpr, RENORMALISE: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_J: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,)."""
+    pdl_begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    place_J = tl.arange(0, BLOCK_J)
+    inside_J = place_J < TOP_K
+    id_J = tl.load(ids + token * TOP_K + place_J, mask=inside_J, other=0)
+    score_J = tl.load(logits + token * experts + id_J, mask=inside_J, other=0.0).to(tl.float32)
+    if SCORING == "softmax":
+        expert_X = tl.arange(0, BLOCK_X)
+        inside_X = expert_X < experts
+        logit_X = tl.load(logits + token * experts + expert_X, mask=inside_X, other=float("-inf"))
+        logit_X = logit_X.to(tl.float32)
+        most = tl.max(logit_X, 0)
+        score_J = tl.exp(score_J - most) / tl.sum(tl.exp(logit_X - most), 0)
+    elif SCORING == "sigmoid":
+        score_J = tl.sigmoid(score_J)
+    else:
+        score_J = _sqrt_softplus(score_J)
+    if RENORMALISE:
+        score_J = score_J / (tl.sum(tl.where(inside_J, score_J, 0.0), 0) + tiny)
+    tl.store(weights + token * TOP_K + place_J, score_J * scale, mask=inside_J)
+
+
+def _supports_weights(logits_TX: Tensor, topk_ids_TJ: Tensor, rule: RoutingRule) -> bool:
+    return _supports(logits_TX, rule) and rule.scoring != "softmax_of_topk"
+
+
+@weights_of_experts.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports_weights)
+def _launch_weights(logits_TX: Tensor, topk_ids_TJ: Tensor, rule: RoutingRule) -> Tensor:
+    logits_TX = logits_TX.contiguous()
+    topk_ids_TJ = topk_ids_TJ.contiguous()
+    tokens, top_k = topk_ids_TJ.shape
+    weights_TJ = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TX.device)
+    if tokens:
+        _weights_of_experts[(tokens,)](
+            logits_TX, topk_ids_TJ, weights_TJ, TINY, rule.scale, logits_TX.shape[1],
+            TOP_K=top_k, SCORING=rule.scoring, RENORMALISE=rule.renormalise,
+            BLOCK_X=triton.next_power_of_2(logits_TX.shape[1]), BLOCK_J=triton.next_power_of_2(top_k),
+            num_warps=1, **launch_options(logits_TX.device),
+        )  # fmt: skip
+    return weights_TJ

@@ -32,7 +32,7 @@ _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
 
 
 @triton.jit
-def _row_and_seen(token, contexts, starts, rows):
+def row_and_seen(token, contexts, starts, rows):
     """The row of a token of the step, and how many tokens it sees; 0 for padding."""
     low, high = 0, rows
     while low < high:
@@ -53,12 +53,13 @@ def _index_scores(
     q, weights, keys, scales, table, contexts, starts, scores,
     first_token, q_token_stride, q_head_stride, weight_stride, table_stride, score_stride, rows, count,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, RATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens of the chunk, programs of each)."""
     pdl_begin(PDL)
     token = first_token + tl.program_id(0)
-    row, seen = _row_and_seen(token, contexts, starts, rows)
+    row, seen = row_and_seen(token, contexts, starts, rows)
+    seen = seen // RATE
     first = tl.program_id(1) * BLOCK_N
     if (seen <= count) | (first >= seen):
         return  # all tokens are in the top-k, or this program has none
@@ -174,14 +175,15 @@ def _bits_after(histograms, states, PASS: tl.constexpr, BLOCK_S: tl.constexpr):
 @triton.jit(do_not_specialize=["first_token", "rows", "count"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _count_digits(
     scores, contexts, starts, histograms, states, first_token, score_stride, rows, count,
-    PASS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    PASS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, RATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens of the chunk, segments): the histogram of each segment in pass PASS.
 
     histograms [tokens, 4, segments, 256]; states [tokens, 4, 2]: `least` and `left` before each pass.
     """
     pdl_begin(PDL)
-    _, seen = _row_and_seen(first_token + tl.program_id(0), contexts, starts, rows)
+    _, seen = row_and_seen(first_token + tl.program_id(0), contexts, starts, rows)
+    seen = seen // RATE
     if seen <= count:
         return
     chunk_token = tl.program_id(0).to(tl.int64)
@@ -208,12 +210,14 @@ def _count_digits(
 def _write_topk(
     scores, table, contexts, starts, histograms, states, slots, counts,
     first_token, table_stride, score_stride, rows, count,
-    BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, RATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens of the chunk, segments)."""
     pdl_begin(PDL)
     token = first_token + tl.program_id(0)
-    row, seen = _row_and_seen(token, contexts, starts, rows)
+    row, seen = row_and_seen(token, contexts, starts, rows)
+    seen = seen // RATE
     chunk_token = tl.program_id(0).to(tl.int64)
     slots += token.to(tl.int64) * count
     if tl.program_id(1) == 0:
@@ -252,12 +256,13 @@ def _write_topk(
 def _select_topk(
     scores, table, contexts, starts, slots, counts,
     first_token, table_stride, score_stride, rows, count,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, RATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens of the chunk)."""
     pdl_begin(PDL)
     token = first_token + tl.program_id(0)
-    row, seen = _row_and_seen(token, contexts, starts, rows)
+    row, seen = row_and_seen(token, contexts, starts, rows)
+    seen = seen // RATE
     topk = tl.minimum(seen, count)
     table += row.to(tl.int64) * table_stride
     scores += tl.program_id(0).to(tl.int64) * score_stride
@@ -289,7 +294,9 @@ _WORKSPACE = 1 << 26
 """Scores of a chunk of tokens: 256 MiB."""
 
 
-def _supports(q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int) -> bool:
+def _supports(
+    q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int, rate: int = 1
+) -> bool:
     if INTERPRETED and q_TGI.dtype == torch.bfloat16:
         return False  # the interpreter's bfloat16 tl.dot is wrong
     _, heads, width = q_TGI.shape
@@ -298,23 +305,23 @@ def _supports(q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: Attentio
 
 @index_topk.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
 def _index_topk(
-    q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int
+    q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int, rate: int = 1
 ) -> TopKIndices:
     tokens = len(q_TGI)
-    longest = plan.max_context_len
+    longest = plan.max_context_len // rate
     slots_TJ = torch.empty(tokens, count, dtype=torch.int32, device=q_TGI.device)
     counts_T = torch.empty(tokens, dtype=torch.int32, device=q_TGI.device)
     for first, size in _chunks(tokens, longest):
         scores_NS = torch.empty(size, longest, dtype=torch.float32, device=q_TGI.device)
         if longest > count:
-            _launch_scores(q_TGI, weights_TG, keys, plan, count, scores_NS, first)
-        _launch_topk(scores_NS, keys, plan, count, slots_TJ, counts_T, first)
+            _launch_scores(q_TGI, weights_TG, keys, plan, count, scores_NS, first, rate)
+        _launch_topk(scores_NS, keys, plan, count, slots_TJ, counts_T, first, rate)
     return TopKIndices(slots_TJ, counts_T, plan.split_tokens)
 
 
 def _launch_topk(
     scores_NS: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int, slots_TJ: Tensor, counts_T: Tensor,
-    first: int,
+    first: int, rate: int,
 ) -> None:  # fmt: skip
     """Select the slots of tokens `first` … of the step, which have a row of scores each."""
     size, longest = scores_NS.shape
@@ -322,7 +329,7 @@ def _launch_topk(
     table_stride = plan.block_table_RW.stride(0)
     rows = len(plan.context_lens_R)
     segments = min(triton.cdiv(longest, _SEGMENT), _MOST_SEGMENTS, _SELECTING_PROGRAMS // size)
-    options = {"BLOCK_N": _SCORES, "num_warps": 8, **launch_options(scores_NS.device)}
+    options = {"BLOCK_N": _SCORES, "RATE": rate, "num_warps": 8, **launch_options(scores_NS.device)}
     if longest <= count or segments < 2:
         _select_topk[(size,)](
             scores_NS, table, plan.context_lens_R, plan.query_starts_R1, slots_TJ, counts_T,
@@ -345,7 +352,7 @@ def _launch_topk(
 
 def _launch_scores(
     q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int,
-    scores_NS: Tensor, first: int,
+    scores_NS: Tensor, first: int, rate: int,
 ) -> None:  # fmt: skip
     _, heads, width = q_TGI.shape
     size, longest = scores_NS.shape
@@ -360,7 +367,7 @@ def _launch_scores(
         len(plan.context_lens_R), count,
         HEADS=heads, WIDTH=width, BLOCK_SIZE=keys.keys.shape[1],
         BLOCK_G=max(triton.next_power_of_2(heads), 16), BLOCK_I=max(triton.next_power_of_2(width), 16),
-        BLOCK_N=_KEYS, SCALED=keys.scale is not None, num_warps=4, num_stages=2,
+        BLOCK_N=_KEYS, SCALED=keys.scale is not None, RATE=rate, num_warps=4, num_stages=2,
         **launch_options(q_TGI.device),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Groups of layers by what they cache: keys and values, latents, or recurrent states."""
+"""Groups of layers by what they cache: keys and values, latents, recurrent states, or plain rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,5 +32,27 @@ class StateGroup:
     """States of one request that are kept: with drafts one after each token of a step."""
 
 
-CacheGroup = KVGroup | LatentGroup | StateGroup
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """A cached row of `width` numbers for every `rate` tokens."""
+
+    width: int
+    rate: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Caches of plain rows, the same on every rank: compressed attention has several in a layer.
+
+    `layers` numbers the caches, which are more than the model's layers.
+    """
+
+    layers: Sequence[int]
+    shapes: Sequence[RowShape]
+    """By cache, in the order of `layers`."""
+    window: int = 0
+    """As `KVGroup.window`."""
+
+
+CacheGroup = KVGroup | LatentGroup | StateGroup | RowGroup
 """Layers that share one block table, or one state slot per request."""

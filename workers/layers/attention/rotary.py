@@ -41,6 +41,10 @@ class RotaryEmbedding(nn.Module):
         scale_P1 = None if rope is None else _query_scale(rope, build.max_positions)
         self.register_buffer("query_scale_P1", None if scale_P1 is None else scale_P1.to(build.device))
 
+    def table(self) -> torch.Tensor:
+        """Each position's cosines, then its sines, float32 [P, R]."""
+        return self.cos_sin_PR
+
     def forward(self, positions_T: torch.Tensor) -> Rotation:
         cos_T1R, sin_T1R = rotation_at(self.cos_sin_PR, positions_T, self._interleaved)
         scale_T1 = None

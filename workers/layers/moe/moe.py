@@ -29,6 +29,7 @@ from atom_ops import (
     select_slots,
     sigmoid_and_mul,
     tensors_of,
+    weights_of_experts,
 )
 from parallel.expert.placement import first_placement
 from workers.layers.activation import check_expert_activation, gated_linear
@@ -65,6 +66,11 @@ class MoEArgs:
     """Intermediate size of all shared experts together; 0: no shared experts."""
     shared_gate: bool = False
     """Whether the shared experts' output is multiplied by a sigmoid gate per token."""
+    shared_activation: ExpertActivation = None
+    """Replaces `hidden_act` in the shared experts."""
+    hashed_ids: int = 0
+    """Size of a vocabulary whose ids select the experts, by a table of the checkpoint (tid2eid), and not the
+    scores; 0: no table."""
     layout: ExpertLayout = PER_EXPERT
 
 
@@ -94,9 +100,9 @@ class MoE(nn.Module):
         normed_TD, residual_TD = norm.add_norm(x_TD, residual_TD)
         return self(normed_TD), residual_TD
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """This rank's partial sum of the output."""
-        topk_ids_TJ, topk_weights_TJ = self.gate.select_experts(x_TD)
+    def forward(self, x_TD: torch.Tensor, ids_T: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's partial sum of the output; `ids_T` are the tokens' ids, for `MoEArgs.hashed_ids`."""
+        topk_ids_TJ, topk_weights_TJ = self.gate.select_experts(x_TD, ids_T)
         if self.slots is not None:
             topk_ids_TJ = select_slots(topk_ids_TJ, self.slots.experts)
         shared = self.shared_experts
@@ -133,6 +139,7 @@ class ExpertRouter(Linear):
     """Selects each token's experts; replicated, so that every rank selects the same."""
 
     e_score_correction_bias: torch.Tensor | None
+    tid2eid: torch.Tensor | None
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
@@ -158,6 +165,9 @@ class ExpertRouter(Linear):
             tensor = CheckpointTensor(args.correction_bias_name, (shape,))
             correction = [ShardSpec(shape, 0, all_experts, tensor)]
             self.add_weight("e_score_correction_bias", correction, build, torch.float32)
+        self.register_buffer("tid2eid", None)
+        if args.hashed_ids:
+            self.add_weight("tid2eid", [_experts_of_ids(args)], build, torch.int64)
         self._weight_dtype = dtype or build.dtype
         self._logits_dtype = args.router_dtype
 
@@ -168,10 +178,31 @@ class ExpertRouter(Linear):
         else:
             super().process_weights_after_loading()
 
-    def select_experts(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def select_experts(
+        self, x_TD: torch.Tensor, ids_T: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids [T, J] and weights [T, J] of the selected experts."""
         logits_TX = linear(x_TD.to(self._weight_dtype), self.weight, self.bias, self._logits_dtype)
-        return route(logits_TX, self._rule, self.e_score_correction_bias)
+        if self.tid2eid is None:
+            return route(logits_TX, self._rule, self.e_score_correction_bias)
+        assert ids_T is not None, "families with such routers pass the ids"
+        topk_ids_TJ = self.tid2eid.index_select(0, ids_T)
+        return topk_ids_TJ, weights_of_experts(logits_TX, topk_ids_TJ, self._rule)
+
+
+def _experts_of_ids(args: MoEArgs) -> ShardSpec:
+    """The table with the experts of each id."""
+
+    def fill(table: torch.Tensor, _: float, generator: torch.Generator) -> None:
+        first_V = torch.randint(args.num_experts, (len(table), 1), generator=generator, device=table.device)
+        steps_J = torch.arange(args.rule.top_k, device=table.device)
+        table.copy_((first_V + steps_J) % args.num_experts)
+
+    shape = (args.hashed_ids, args.rule.top_k)
+    stored = StoredTensor("", (1, 1), (torch.int64, torch.int32), fill, torch.int64)
+    return ShardSpec(
+        shape, 0, ShardRange.whole(shape[0]), CheckpointTensor("tid2eid", (shape,)), stored=stored
+    )
 
 
 class Experts(WeightedLayer):
@@ -297,7 +328,7 @@ class SharedExperts(nn.Module):
             hidden, [features, features], False, build.at("gate_up_proj")
         )
         self.down_proj = RowParallelLinear(features, hidden, False, build.at("down_proj"))
-        self._gated = gated_linear(args.hidden_act)
+        self._gated = gated_linear(args.hidden_act, args.shared_activation)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.down_proj.after_gate(self._gated, self.gate_up_proj(x_TD))
