@@ -40,6 +40,8 @@ _CLASSES = {
         "MLAAttentionSpec": (),
     },
     "v1/attention/backend.py": {
+        "AttentionCGSupport": ("UNIFORM_BATCH",),
+        "AttentionMetadataBuilder": ("_cudagraph_support", "get_cudagraph_support"),
         "CommonAttentionMetadata": (
             *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "num_reqs"),
             *("num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor", "slot_mapping"),
@@ -82,6 +84,7 @@ _METHODS = {
     "v1/attention/backend.py": {
         "AttentionMetadataBuilder.__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
         "AttentionMetadataBuilder.build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+        "AttentionMetadataBuilder.build_for_cudagraph_capture": ("common_attn_metadata",),
         "AttentionImpl.__init__": (
             *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window"),
             *("kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"),

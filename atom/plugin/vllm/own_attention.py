@@ -13,6 +13,7 @@ from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -38,12 +39,19 @@ class StepMetadata(AttentionMetadata):
 
 
 class PlanBuilder(AttentionMetadataBuilder):
-    """Makes ATOM's attention plan from vLLM's metadata of a step. Steps are not captured in graphs."""
+    """Makes ATOM's attention plan from vLLM's metadata of a step.
+
+    vLLM captures steps in which every row decodes. Launches of the others depend on the lengths of prompts.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         speculative = vllm_config.speculative_config
-        self._decode_query_len = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
+        drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        self._decode_query_len = 1 + drafts
+        self._longest = vllm_config.model_config.max_model_len + drafts
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -55,6 +63,9 @@ class PlanBuilder(AttentionMetadataBuilder):
         query_lens = np.diff(starts).astype(np.int32)
         table_RW = step.block_table_tensor[:rows]
         contexts_R = step.seq_lens[:rows].int()
+        if contexts_R.device.type != "cpu" and (query_lens == self._decode_query_len).all():
+            # Its kernels are those of a captured step: vLLM warms a graph up by such a step.
+            return self._metadata(step, self._decodes(step, contexts_R))
         plan = AttentionPlan(
             block_table_RW=table_RW,
             context_lens_R=contexts_R,
@@ -66,6 +77,37 @@ class PlanBuilder(AttentionMetadataBuilder):
             host=_host_rows(step, query_lens, contexts_R, table_RW),
             decode_query_len=self._decode_query_len,
         )
+        return self._metadata(step, plan)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepMetadata:
+        """The plan of a step of decodes that vLLM captures, and replays with other rows and contexts.
+
+        Raises ValueError for lengths of another type, a copy of which would not follow vLLM's.
+        """
+        step = common_attn_metadata
+        contexts_R = step.seq_lens[: step.num_reqs]
+        if contexts_R.dtype != torch.int32:
+            raise ValueError(
+                f"vLLM's context lengths are {contexts_R.dtype}, and ATOM captures int32: give "
+                """--compilation-config '{"cudagraph_mode": "NONE"}'"""
+            )
+        return self._metadata(step, self._decodes(step, contexts_R))
+
+    def _decodes(self, step: Any, contexts_R: torch.Tensor) -> AttentionPlan:
+        """A plan of rows that decode: vLLM's own tensors, and numbers that bound all such steps."""
+        rows = step.num_reqs
+        return AttentionPlan(
+            block_table_RW=step.block_table_tensor[:rows],
+            context_lens_R=contexts_R,
+            query_starts_R1=step.query_start_loc[: rows + 1],
+            num_tokens=step.num_actual_tokens,
+            min_query_len=self._decode_query_len,
+            max_query_len=self._decode_query_len,
+            max_context_len=self._longest,
+            decode_query_len=self._decode_query_len,
+        )
+
+    def _metadata(self, step: Any, plan: AttentionPlan) -> StepMetadata:
         slots_T = step.slot_mapping[: step.num_actual_tokens]
         return StepMetadata(GroupContext(slots_T, plan), self.kv_cache_spec.block_size)
 
