@@ -127,6 +127,8 @@ class EngineMetrics(msgspec.Struct):
     generation_lengths: Histogram = msgspec.field(default_factory=_token_counts)
     replayed: int = 0
     """Times that a sequence was started again, because the engine had ended."""
+    handed_over: int = 0
+    """Sequences whose prompt the engine has computed for another one."""
 
     def admitted(self, first: FirstToken) -> None:
         """Count queue and prefill times of a sequence with its first token."""
