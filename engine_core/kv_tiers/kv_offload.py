@@ -337,7 +337,9 @@ class KVOffload:
             self._store(tier)
         unsent: list[CopyBlocks | FindBlocks] = [*self._unsent]
         self._unsent = []
-        return unsent if self._questions is None else unsent + self._questions.take()
+        if self._questions is not None:
+            unsent += self._questions.take()
+        return unsent
 
     def _store(self, tier: int) -> None:
         """Begin to store freed blocks, as many as may be under way."""

@@ -41,7 +41,7 @@ from frontend.engine_client.dp_router import DPRouter, RoutedPrompt
 from frontend.engine_client.engine_connection import YIELD_S, EngineConnection
 from frontend.engine_client.engine_control import EngineControl
 from frontend.engine_client.engine_set import EngineSet
-from frontend.engine_client.handover import Handovers
+from frontend.engine_client.handover import Handovers, routed_prompt
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.replay import MayRun, Replays
 from frontend.engine_client.resumption import Adoption, ResumedStream, Resumption, ResumptionHooks
@@ -396,9 +396,8 @@ class EngineClient:
     def _send(self, request: AddRequest, sequences: Iterable[RunningSequence], ready: list[int]) -> None:
         """Send the request of `sequences`, which have no engine, to one of the ranks `ready`."""
         request, ready = self._handovers.place(request, ready)
-        num_left = request.max_tokens + request.num_prompt_ids - len(request.prompt_ids) // ID_BYTES
-        routed = RoutedPrompt(request.prompt_ids, num_left, len(request.request_ids), request.cache_salt)
-        charge = self._router.route(routed, ready)
+        charge = self._router.route(routed_prompt(request), ready)
+        self._metrics.engine(charge.rank).session_routed(charge.stays)
         engine = self.engines[charge.rank]
         for sequence in sequences:
             sequence.engine = engine

@@ -14,9 +14,17 @@ from collections.abc import Mapping
 import msgspec
 
 from atom.shared.messages.engine import ID_BYTES, AddRequest, Finished, FinishReason, TokenDeltas
+from frontend.engine_client.dp_router import RoutedPrompt
 from frontend.engine_client.sequence import RunningSequence
 
-__all__ = ["Handovers"]
+__all__ = ["Handovers", "routed_prompt"]
+
+
+def routed_prompt(request: AddRequest) -> RoutedPrompt:
+    """What the router reads of a request. A session has an engine for prompts, and one that generates."""
+    num_left = request.max_tokens + request.num_prompt_ids - len(request.prompt_ids) // ID_BYTES
+    session = request.session and request.session ^ request.stores_prompt
+    return RoutedPrompt(request.prompt_ids, num_left, len(request.request_ids), request.cache_salt, session)
 
 
 class Handovers:
