@@ -23,7 +23,7 @@ from atom.shared.messages.engine import (
     TokenDeltas,
 )
 from atom.shared.messages.grammar import DropGrammar, GetGrammar, GrammarBytes, GrammarLoaded, LoadGrammar
-from atom.shared.messages.kv_tiers import BlocksCopied, CopyBlocks
+from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
 from atom.shared.messages.resume import Claim, Claimed
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
 from engine_core.batch.batch_bytes import MAX_REASON_CHARS, check_row
@@ -35,6 +35,7 @@ from engine_core.requests.queue_limit import QueueLimit
 from engine_core.requests.request import Request, SharedSettings
 from engine_core.requests.request_log import RequestLog, describe
 from engine_core.requests.resumable import NO_FRONTEND, ResumableStreams
+from engine_core.requests.stored_ends import StoredEnds
 from engine_core.requests.token_ids import Prompt, TokenIds
 from engine_core.scheduler import Limits, Scheduler
 from engine_core.step import StepOutcome
@@ -59,6 +60,7 @@ class EngineCore:
         """Raises ValueError for invalid limits. `orphan_grace_s`, `max_queue_s`: see the flags."""
         self._queue_limit = QueueLimit(max_queue_s, clock)
         self._resumable = ResumableStreams(orphan_grace_s, clock)
+        self._stored_ends = StoredEnds(clock)
         self._grammars = GrammarRegistry(1 + limits.num_drafts)
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
@@ -178,6 +180,7 @@ class EngineCore:
         self._resumable.orphan(frontend)
         ids = [request.request_id for request in self.unfinished() if request.frontend == frontend]
         self.abort(ids)
+        self._stored_ends.drop(frontend)
         self._frontends.discard(frontend)
         self._note_orphans()
         return len(waiting) + len(ids)
@@ -219,6 +222,14 @@ class EngineCore:
         self.abort([request.request_id for request in overdue], FinishReason.OVERLOADED)
         return ends
 
+    def end_stored(self) -> dict[bytes, TokenDeltas]:
+        """The ends, by frontend, of requests whose blocks are stored for another engine."""
+        ends: dict[bytes, list[Finished]] = {}
+        for request, finished in self._stored_ends.take():
+            ends.setdefault(request.frontend, []).append(finished)
+        step = self._scheduler.counters.steps
+        return {to: TokenDeltas(step, [], b"", finished=finished) for to, finished in ends.items()}
+
     def end_expired(self) -> None:
         """End the sequences that no client has resumed in time."""
         if ids := self._resumable.expired():
@@ -229,12 +240,15 @@ class EngineCore:
         """The next step, or None when nothing can run now."""
         return self._scheduler.schedule()
 
-    def tier_messages(self) -> list[CopyBlocks]:
+    def tier_messages(self) -> list[CopyBlocks | FindBlocks]:
         """Messages for the workers, to be sent after the steps that were scheduled."""
         return [] if self._kv.offload is None else self._kv.offload.take_messages()
 
-    def blocks_copied(self, message: BlocksCopied) -> None:
-        """A rank has done copies to or from a KV tier. Raises ValueError if none were sent to it."""
+    def blocks_copied(self, message: BlocksCopied | BlocksFound) -> None:
+        """A rank has done copies to or from a KV tier, or says what is there.
+
+        Raises ValueError if it was not asked to.
+        """
         self._check = None
         self._scheduler.blocks_copied(message)
 
@@ -250,6 +264,7 @@ class EngineCore:
             for request, finished in outcome.finished:
                 self._log.add(request, finished.reason, now)
                 self._resumable.ended(request, finished)
+            outcome.finished[:] = self._stored_ends.hold(outcome.finished)
         if len(self._frontends) == 1 and NO_FRONTEND not in self._frontends:
             return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.has_output}
         frontends = {request.frontend for request in outcome.sampled.requests}

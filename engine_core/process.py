@@ -5,9 +5,9 @@
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult,
                              GetGrammar, Claimed, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
-                             GrammarLoaded, BlocksCopied
+                             GrammarLoaded, BlocksCopied, BlocksFound
                         out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel,
-                             LoadGrammar, DropGrammar, CopyBlocks
+                             LoadGrammar, DropGrammar, CopyBlocks, FindBlocks
     supervisor  PUSH    out: Ready, Dead, Heartbeat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
@@ -39,7 +39,7 @@ from atom.shared.messages.engine import (
     TokenDeltas,
 )
 from atom.shared.messages.grammar import GrammarBytes, GrammarLoaded
-from atom.shared.messages.kv_tiers import BlocksCopied
+from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound
 from atom.shared.messages.launch import CoreLaunch
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.resume import Claim, TakeStreams
@@ -199,7 +199,8 @@ class CoreProcess:
             state_interval=config.cache.state_checkpoint_interval_tokens,
         )
         if plan.tiers:
-            kv.offload_to(plan.tiers, config.cache.kv_offload_min_tokens, self._num_ranks)
+            least = config.cache.kv_offload_min_tokens
+            kv.offload_to(plan.tiers, least, self._num_ranks, config.shares_blocks)
         grace_s = config.reliability.orphan_grace
         max_queue_s = config.scheduler.max_queue_time
         core = EngineCore(limits, kv, plan.max_model_len, orphan_grace_s=grace_s, max_queue_s=max_queue_s)
@@ -299,12 +300,13 @@ class CoreProcess:
                 self._steps_sent = True
             for copies in core.tier_messages():
                 self._workers.send(copies)
+            stored = core.end_stored()
             # Workers that wait for a batch of this engine delay the other engines: none will come for now.
             if self._lockstep and self._steps_sent and not core.num_in_flight:
                 self._workers.send(StepsDone())
                 self._steps_sent = False
             # Results are sent after the next step, which the device waits for.
-            for result in results:
+            for result in [*results, stored]:
                 for identity, deltas in result.items():
                     self._frontends.send(core, identity, deltas)
             if self._kv_events is not None and (events := core.take_kv_events()):
@@ -326,7 +328,7 @@ class CoreProcess:
             return {}
         if isinstance(message, GrammarLoaded):
             return core.grammar_loaded(message)
-        if isinstance(message, BlocksCopied):
+        if isinstance(message, BlocksCopied | BlocksFound):
             core.blocks_copied(message)
             return {}
         if not isinstance(message, BatchResult):

@@ -23,14 +23,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from atom.shared.messages.kv_tiers import BlocksCopied
+from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound
 from atom.shared.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
 from engine_core.batch.batch_bytes import MAX_NEW_ROWS_BYTES, check_frames, new_row_bytes
 from engine_core.batch.decode_batch import DecodeBatch, union_of_stop_ids
 from engine_core.batch.draft_batch import DraftBatch
 from engine_core.batch.draft_width import DraftWidth
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from engine_core.kv_tiers.kv_offload import Load
+from engine_core.kv_tiers.block_questions import Question
+from engine_core.kv_tiers.tier_copies import Load
 from engine_core.requests.fair_share import FairShareQueue
 from engine_core.requests.iteration_quota import IDS_PER_UNIT, UNITS_PER_ADMISSION
 from engine_core.requests.request import Request, State
@@ -120,7 +121,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._no_room: tuple[Request, int] | None = None  # the request that did not fit, and `num_frees` then
         self._is_preparing = False
-        self._waiting_for: dict[Load, list[Request]] = {}
+        self._waiting_for: dict[Load | Question, list[Request]] = {}
         """Requests that wait for a KV tier."""
 
     @property
@@ -193,12 +194,15 @@ class Scheduler:
         if (width := self._results.draft_width) is not None:
             self._decode_batch.num_drafts = width.next(len(self._decode_batch))
         self._extend_decodes(plan)
-        self._kv.emit_saves(self._states.last_step + 1)
+        if self._decode_batch or self._states.prefilling or self._queue:  # else there is no next batch yet
+            self._kv.emit_saves(self._states.last_step + 1)
         self._continue_prefills(plan)
         # No request is preempted from here on, so every planned chunk will be computed: its blocks may be
         # found by the requests that are admitted next. Blocks of a preempted chunk would hold nothing.
         for request, count in plan.chunks.values():
             self._kv.cache(request.blocks, request.num_computed_tokens + count, self._states.last_step + 1)
+            if request.settings.stores_prompt and self._kv.offload is not None:
+                self._kv.offload.push(request.blocks)
         # A preempted request had too few blocks; another one would take those that it waits for.
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -213,8 +217,8 @@ class Scheduler:
         """
         return self._results.process(result)
 
-    def blocks_copied(self, message: BlocksCopied) -> None:
-        """A rank has done copies to or from a KV tier.
+    def blocks_copied(self, message: BlocksCopied | BlocksFound) -> None:
+        """A rank has done copies to or from a KV tier, or says what is there.
 
         Raises ValueError for a message that answers none of those sent.
         """

@@ -278,6 +278,8 @@ def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettin
         max_output_bytes=limits.max_output_memory or default_output_memory(launch.num_frontends),
         max_replays=config.reliability.max_replays,
         engines_end_together=config.parallel.lockstep,
+        prefill_engines=config.parallel.prefill_engines,
+        block_tokens=config.block_tokens,
         max_queue_s=config.scheduler.max_queue_time,
         life=launch.first_life + launch.life,
         orphan_grace=config.reliability.orphan_grace,

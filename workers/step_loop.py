@@ -10,7 +10,7 @@ import msgspec
 
 from atom.shared.messages.admin import SetLogLevel
 from atom.shared.messages.grammar import DropGrammar, LoadGrammar
-from atom.shared.messages.kv_tiers import CopyBlocks
+from atom.shared.messages.kv_tiers import CopyBlocks, FindBlocks
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.worker import (
     AllocateKV,
@@ -119,7 +119,7 @@ class StepLoop:
                 self._worker.grammars.drop(key)
             case LoadGrammar() | DropGrammar():
                 pass  # rank 0 sends the masks of its rows
-            case CopyBlocks():
+            case CopyBlocks() | FindBlocks():
                 assert self._worker.tiers is not None, "the core was told of no tier"
                 self._worker.tiers.submit(message)
             case SetLogLevel(level):

@@ -10,7 +10,7 @@ from atom.shared.utils import envs
 from atom.shared.utils.logger import get_logger
 from atom.supervisor import Supervisor
 
-__all__ = ["EngineHost", "Prepare", "check_one_node"]
+__all__ = ["EngineHost", "Prepare", "check_one_node", "check_same_engines"]
 
 Prepare = Callable[[ModelConfig], tuple[Checkpoint, DeviceCapabilities]]
 
@@ -56,3 +56,12 @@ def check_one_node(config: EngineConfig) -> None:
     """Raises ValueError for an engine on several nodes: a program starts one on its own node alone."""
     if config.parallel.nnodes > 1:
         raise ValueError(f"nnodes={config.parallel.nnodes}: atom-launch starts engines on several nodes")
+
+
+def check_same_engines(config: EngineConfig) -> None:
+    """Raises ValueError for engines that only compute prompts: a frontend hands their requests over."""
+    if config.parallel.prefill_engines:
+        raise ValueError(
+            f"prefill_engines={config.parallel.prefill_engines}: atom-launch and AsyncLLMEngine hand "
+            "requests over to other engines, and LLMEngine does not; omit it"
+        )

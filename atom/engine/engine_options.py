@@ -34,6 +34,7 @@ class EngineOptions(TypedDict, total=False):
     kv_offload_dir: str | None
     kv_offload_disk: int | str | None
     kv_offload_min_tokens: int
+    kv_offload_shared: bool
     kv_events_config: str | dict[str, Any] | None
     # SchedulerConfig
     max_num_batched_tokens: int | None
@@ -53,6 +54,7 @@ class EngineOptions(TypedDict, total=False):
     all2all_backend: Literal["auto", "allgather_reducescatter", "alltoall", "mori"]
     enable_eplb: bool
     eplb_config: str | dict[str, Any] | None
+    prefill_engines: int
     dp_load_balance: Literal["prefix", "least_tokens", "least_requests", "round_robin"]
     nnodes: int
     port: int | None

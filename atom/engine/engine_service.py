@@ -132,6 +132,8 @@ class EngineService:
             max_output_bytes=default_output_memory(1),
             max_replays=self._max_replays,
             engines_end_together=config.parallel.lockstep,
+            prefill_engines=config.parallel.prefill_engines,
+            block_tokens=config.block_tokens,
         )
 
     def _on_ready(self, max_model_len: int) -> None:

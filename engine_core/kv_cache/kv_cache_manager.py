@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from xxhash import xxh64_digest
 
 from atom.shared.messages.admin import Miss
-from atom.shared.messages.kv_tiers import BlocksCopied, TierSlots
+from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, TierSlots
 from atom.shared.messages.worker import (
     FullAttentionSpec,
     KVSpec,
@@ -38,8 +38,10 @@ from engine_core.kv_cache.kv_plan import covering_blocks, first_visible_block, p
 from engine_core.kv_cache.prefix_lookup import visible_prefix
 from engine_core.kv_cache.request_blocks import RequestBlocks
 from engine_core.kv_cache.state_checkpoints import SavePoint, StateCheckpoints
-from engine_core.kv_tiers.kv_offload import KVOffload, Load, OffloadPolicy
+from engine_core.kv_tiers.block_questions import Question
+from engine_core.kv_tiers.kv_offload import KVOffload
 from engine_core.kv_tiers.kv_tier import KVTier
+from engine_core.kv_tiers.tier_copies import Load, OffloadPolicy
 from engine_core.requests.iteration_quota import FREES_PER_UNIT, LOOKUPS_PER_UNIT, IterationQuota
 from engine_core.requests.recent import Recent
 from engine_core.requests.token_ids import TokenIds
@@ -103,14 +105,16 @@ class KVCacheManager:
         if self.events is not None:
             self.pools[self._listed_group].on_uncached = self.events.removed
 
-    def offload_to(self, tiers: Sequence[TierSlots], min_tokens: int = 0, num_ranks: int = 1) -> None:
-        """Keep blocks in these tiers, too; `min_tokens`, `num_ranks`: see `OffloadPolicy`.
+    def offload_to(
+        self, tiers: Sequence[TierSlots], min_tokens: int = 0, num_ranks: int = 1, is_shared: bool = False
+    ) -> None:
+        """Keep blocks in these tiers, too; `min_tokens`, `num_ranks`, `is_shared`: see `OffloadPolicy`.
 
         Raises ValueError without prefix caching: no block would be found.
         """
         if not self._caching:
             raise ValueError("KV tiers need prefix caching")
-        policy = OffloadPolicy(min_tokens, num_ranks, self._max_chunk)
+        policy = OffloadPolicy(min_tokens, num_ranks, self._max_chunk, is_shared)
         self.offload = KVOffload(
             self.specs, self.pools, [KVTier(slots) for slots in tiers], policy, self.quota, self._hash
         )
@@ -296,6 +300,8 @@ class KVCacheManager:
         """
         if self.offload is not None:
             self.offload.freed(blocks)
+        if self._states is not None:
+            self._states.drop(self._slots(blocks))
         for pool, table, live in zip(self.pools, blocks.tables, blocks.first_live, strict=True):
             if len(table) > live:
                 self._to_free.append((pool, table[live:]))
@@ -316,8 +322,8 @@ class KVCacheManager:
         if self._states is not None:
             self._states.forget_pending()
 
-    def copied(self, message: BlocksCopied) -> Load | None:
-        """A rank has done copies to or from a tier; returns the load that has ended with this, if one has.
+    def copied(self, message: BlocksCopied | BlocksFound) -> Load | Question | None:
+        """A rank has done copies, or answered a question; returns the load or question that ends with this.
 
         Raises ValueError for a message that answers none of those sent.
         """
@@ -354,8 +360,7 @@ class KVCacheManager:
         if self._states is None or not hits:
             return
         digests, _ = blocks.hashes(hits - 1, hits)
-        slots = [table[0] for table, is_state in zip(blocks.tables, self._is_state, strict=True) if is_state]
-        blocks.shared_step = max(blocks.shared_step, self._states.restore(digests[0], slots))
+        blocks.shared_step = max(blocks.shared_step, self._states.restore(digests[0], self._slots(blocks)))
 
     def take_state_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
         """Saves and restores of the batch that is sent now."""
@@ -366,8 +371,12 @@ class KVCacheManager:
         if blocks.collided or blocks.num_hashed < index:
             return
         digests, hash_inputs = blocks.hashes(index - 1, index)
-        slots = [table[0] for table, is_state in zip(blocks.tables, self._is_state, strict=True) if is_state]
-        states.save(SavePoint(slots, digests[0], hash_inputs[0]))
+        states.save(SavePoint(self._slots(blocks), digests[0], hash_inputs[0]))
+
+    def _slots(self, blocks: RequestBlocks) -> list[int]:
+        """The states of a request, by state group; empty before its admission."""
+        tables = zip(blocks.tables, self._is_state, strict=True)
+        return [table[0] for table, is_state in tables if is_state and table]
 
     def _saved_prefix(self, blocks: RequestBlocks, length: int, states: StateCheckpoints) -> int:
         digests, hash_inputs = blocks.hashes(0, length)

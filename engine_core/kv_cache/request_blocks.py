@@ -39,6 +39,12 @@ class RequestBlocks:
     """Times that the request has waited for blocks from a KV tier since it was queued."""
     num_fetched: list[int] = field(default_factory=list)
     """Blocks that each KV tier gave back since it was queued."""
+    num_asked: int = 0
+    """Leading blocks up to which the workers were asked what a shared KV tier has."""
+    num_pushed: int = 0
+    """Leading blocks that were given to a shared KV tier while the request was running."""
+    num_storing: int = 0
+    """Blocks of it that are still to be stored in a shared KV tier."""
     shared_step: int = 0
     """The last unconfirmed step, at admission, that writes one of the shared blocks; 0 if there is none."""
 

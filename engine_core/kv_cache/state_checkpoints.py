@@ -9,7 +9,8 @@ the same pool, where it is cached by the digest of the block that ends at its po
 
 A prefix can be used up to the last of its positions whose state is saved. Chunks of a prompt end at such
 positions, since the state exists only between two steps. The copies are part of the next step's batch, before
-its forward pass: first saves, then restores. The slots of these copies stay in use until that batch is sent.
+its forward pass: first saves, then restores. The slots of these copies stay in use until that batch is sent,
+also if their request has ended: a KV tier may fill free slots at any time.
 """
 
 from collections.abc import Sequence
@@ -75,6 +76,10 @@ class StateCheckpoints:
         """Save the state that these slots will have when the steps in flight are done."""
         self._pending.append(point)
 
+    def drop(self, slots: Sequence[int]) -> None:
+        """Save nothing more of a request, by state group its slots, which are about to be freed."""
+        self._pending = [point for point in self._pending if point.slots != slots]
+
     def emit(self, step: int) -> None:
         """Turn what is to be saved into copies of the next batch, `step`, as far as slots are free."""
         for point in self._pending:
@@ -137,12 +142,14 @@ class StateCheckpoints:
 
     def _emit(self, point: SavePoint, step: int) -> None:
         for (group, pool), source in zip(self._groups, point.slots, strict=True):
+            pool.share([source])
+            self._held.append((pool, source))
             if pool.find(point.digest, point.hash_input) is not None or not pool.num_free:
                 continue
             (target,) = pool.allocate(1)
             self._held.append((pool, target))
             # False on a collision of digests: then the slot is free again, uncached, once the batch is sent.
-            if pool.cache(target, point.digest, point.hash_input, step) and target != source:
+            if pool.cache(target, point.digest, point.hash_input, step):
                 self._saves.append(StateCopy(group, source, target))
 
     def _is_border(self, position: int, last: int) -> bool:

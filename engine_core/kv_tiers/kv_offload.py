@@ -10,21 +10,29 @@ request waits for tiers a few times at most, and computes what has not come.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from atom.shared.messages.engine import KVTierStats
-from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, CopyBlocks, StoredBlocks
+from atom.shared.messages.kv_tiers import (
+    BlockCopy,
+    BlocksCopied,
+    BlocksFound,
+    CopyBlocks,
+    FindBlocks,
+    StoredBlocks,
+)
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.kv_cache.block_pool import BlockPool
 from engine_core.kv_cache.kv_events import KVEventLog, listed_group
 from engine_core.kv_cache.kv_plan import first_visible_block, peak_blocks, unit_bytes
 from engine_core.kv_cache.prefix_lookup import visible_prefix
 from engine_core.kv_cache.request_blocks import RequestBlocks
+from engine_core.kv_tiers.block_questions import ASKED_AT_ONCE, BlockQuestions, Question
 from engine_core.kv_tiers.kv_tier import KVTier
+from engine_core.kv_tiers.tier_copies import Copied, Freed, Load, Message, OffloadPolicy
 from engine_core.requests.iteration_quota import LOOKUPS_PER_UNIT, IterationQuota
 
-__all__ = ["KVOffload", "Load", "OffloadPolicy"]
+__all__ = ["KVOffload"]
 
 LOAD_DEADLINE_S = 10.0
 """A request does not wait longer for a load. While one takes longer, no further one begins."""
@@ -42,87 +50,8 @@ _MAX_FREED = 1 << 16
 """Blocks that wait to be stored; the oldest are dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadPolicy:
-    """Which blocks are stored."""
-
-    min_tokens: int = 0
-    """Least tokens of a cached sequence whose blocks are stored though none of them was hit."""
-    num_ranks: int = 1
-    """Workers that confirm each copy."""
-    max_chunk: int = 1
-    """Most tokens of one request in one step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """One block of a copy that is under way."""
-
-    group: int
-    block: int
-    tier: int
-    slot: int
-    digest: bytes
-    hash_input: bytes
-    replaced: bytes = b""
-    """Digest of the block to be removed from the slot."""
-    is_listed: bool = False
-    """Whether KV events may tell of a block that is stored."""
-
-
 _Missing = tuple[int, int, int, int]
 """Group, index in the sequence, tier and slot of a block that the cache lacks."""
-
-
-@dataclass(eq=False, slots=True)
-class Load:
-    """Blocks that tiers give back for one request."""
-
-    numbers: list[int]
-    """Those of its messages: one for each tier that has some of the blocks."""
-    copies: list[_Copied]
-    deadline: float
-    """When requests stop to wait for it."""
-    blocks: RequestBlocks
-    kept: list[tuple[BlockPool, list[int]]]
-    """Cached blocks of the same prefix, in use until the others are there."""
-    failed: set[int] = field(default_factory=set)
-    """Indices in `copies`."""
-    is_void: bool = False
-    """Whether the prefix cache was reset since."""
-
-
-@dataclass(eq=False, slots=True)
-class _Message:
-    """A message to the workers that not all have confirmed."""
-
-    tier: int
-    copies: list[_Copied]
-    load: Load | None
-    """None: the blocks are stored."""
-    indices: list[int] = field(default_factory=list)
-    """Those of its copies in the load."""
-    confirmed: set[int] = field(default_factory=set)
-    """Ranks."""
-    failed: set[int] = field(default_factory=set)
-    is_void: bool = False
-
-
-@dataclass(slots=True)
-class _Freed:
-    """Blocks of a request that were freed, and are stored from the last one on.
-
-    So the first ones, without which no other is found, are used last and lost last.
-    """
-
-    digests: list[bytes]
-    hash_inputs: list[bytes]
-    starts: list[int]
-    """For each group, the first of its blocks that was in use."""
-    left: int
-    """How many of them, from the first one on, are still to be stored."""
-    is_salted: bool
-    """Whether only requests of the same salt may use them."""
 
 
 class KVOffload:
@@ -159,14 +88,21 @@ class KVOffload:
         self._windows = [(i, spec) for i, spec in enumerate(specs) if isinstance(spec, SlidingWindowSpec)]
         self._states = [index for index, spec in enumerate(specs) if isinstance(spec, RecurrentStateSpec)]
         self._events: KVEventLog | None = None
-        self._messages: dict[int, _Message] = {}
+        self._messages: dict[int, Message] = {}
         self._last_number = 0
         self._unsent: list[CopyBlocks] = []
         self._loads: dict[Load, None] = {}
         self._loading: dict[tuple[int, bytes], Load] = {}
         self._storing: list[set[tuple[int, bytes]]] = [set() for _ in tiers]
-        self._freed: list[deque[_Freed]] = [deque() for _ in tiers]
+        self._freed: list[deque[Freed]] = [deque() for _ in tiers]
         self._num_freed = [0] * len(tiers)
+        self._shared: int | None = None
+        """The tier that other engines share."""
+        self._questions: BlockQuestions | None = None
+        if policy.is_shared:
+            self._shared = next(index for index, tier in enumerate(tiers) if tier.by_content)
+            shared = tiers[self._shared]
+            self._questions = BlockQuestions(shared, self._shared, len(specs), policy.num_ranks)
         most = min(pool.num_blocks for pool in pools) // _STORED_SHARE
         by_size = _STORED_BYTES // max(map(unit_bytes, specs))
         self._most_stored = max(1, min(_STORED_BLOCKS, most, by_size))
@@ -198,6 +134,14 @@ class KVOffload:
 
         False when the iteration's quota is spent; a call in the next iteration continues.
         """
+        if not self._look_up(blocks):
+            return False
+        if self._questions is None or blocks.num_asked > blocks.num_reached:
+            return True
+        end = min(self._limit(blocks), blocks.num_reached + ASKED_AT_ONCE)
+        return self._hash(blocks, end) >= end  # the question after this has digests
+
+    def _look_up(self, blocks: RequestBlocks) -> bool:
         limit = self._limit(blocks)
         blocks.num_reached = max(blocks.num_reached, blocks.num_found)
         while blocks.num_reached < limit:
@@ -216,13 +160,20 @@ class KVOffload:
                 return False
         return True
 
-    def load(self, blocks: RequestBlocks, hits: int, now: float) -> Load | None:
+    def load(self, blocks: RequestBlocks, hits: int, now: float) -> Load | Question | None:
         """Begin to load blocks after the `hits` cached ones, or find the load that has them already.
 
-        None when the request need not wait: no tier has more of its prefix, it has waited before, or the
-        free blocks do not hold its tokens.
+        First the workers are asked what other engines have stored. None when the request need not wait: no
+        tier has more of its prefix, it has waited before, or the free blocks do not hold its tokens.
         """
         is_slow = any(load.deadline < now for load in self._loads)
+        if self._questions is not None and not is_slow and not self._questions.is_slow(now):
+            start = blocks.num_reached
+            digests, _ = blocks.hashes(start, min(self._limit(blocks), start + ASKED_AT_ONCE))
+            if digests and blocks.num_asked <= start:
+                blocks.num_asked = start + len(digests)
+                blocks.num_reached = 0
+                return self._questions.ask(digests, now + LOAD_DEADLINE_S)
         most_waits = _MAX_WAITS + len(self._specs) * blocks.num_reached // _LOADED_BLOCKS
         if is_slow or blocks.num_waits >= most_waits or blocks.num_reached <= hits:
             return None
@@ -281,7 +232,7 @@ class KVOffload:
         copies = []
         for group, index, tier, slot in missing:
             (block,) = self._pools[group].allocate(1)
-            copies.append(_Copied(group, block, tier, slot, digests[index], hash_inputs[index]))
+            copies.append(Copied(group, block, tier, slot, digests[index], hash_inputs[index]))
         self._quota.spend(_UNITS_PER_LOADED * len(copies))
         return self._send_load(Load([], copies, now + LOAD_DEADLINE_S, blocks, kept))
 
@@ -313,7 +264,7 @@ class KVOffload:
             indices = [index for index, copy in enumerate(load.copies) if copy.tier == tier]
             if indices:
                 part = [load.copies[index] for index in indices]
-                load.numbers.append(self._send(_Message(tier, part, load, indices)))
+                load.numbers.append(self._send(Message(tier, part, load, indices)))
         return load
 
     def _end_load(self, load: Load) -> None:
@@ -352,26 +303,48 @@ class KVOffload:
         count = blocks.num_cached if long_enough else min(blocks.num_hits, blocks.num_cached)
         if not count or blocks.collided:
             return
-        digests, hash_inputs = blocks.hashes(0, count)
-        for tier, queue in enumerate(self._freed):
-            queue.append(_Freed(digests, hash_inputs, list(blocks.first_live), count, _is_salted(blocks)))
-            self._num_freed[tier] += count
-            while self._num_freed[tier] > _MAX_FREED and len(queue) > 1:
-                self._num_freed[tier] -= queue.popleft().left
+        for tier in range(len(self.tiers)):
+            self._queue(tier, blocks, 0, count, list(blocks.first_live))
 
-    def take_messages(self) -> list[CopyBlocks]:
-        """Copies to begin, to be sent to the workers after the step of this iteration."""
+    def push(self, blocks: RequestBlocks) -> None:
+        """Store what a running request has computed so far where other engines find it."""
+        start, end = blocks.num_pushed, blocks.num_cached
+        if self._shared is None or end <= start or blocks.collided:
+            return
+        # Only the last blocks of a window are used, and states are saved at the end.
+        starts = [max(blocks.first_live[group] - start, 0) for group in range(len(self._specs))]
+        starts = [first if group in self._full else end for group, first in enumerate(starts)]
+        self._queue(self._shared, blocks, start, end, starts)
+        blocks.num_pushed = end
+
+    def _queue(self, tier: int, blocks: RequestBlocks, start: int, end: int, starts: list[int]) -> None:
+        """Note blocks start .. end - 1 to be stored; `starts` by group, counted from `start`."""
+        queue = self._freed[tier]
+        owner = blocks if tier == self._shared else None
+        freed = Freed(*blocks.hashes(start, end), starts, end - start, _is_salted(blocks), owner)
+        queue.append(freed)
+        freed.count(freed.left)
+        self._num_freed[tier] += freed.left
+        while self._num_freed[tier] > _MAX_FREED and len(queue) > 1:
+            oldest = queue.popleft()
+            oldest.count(-oldest.left)
+            self._num_freed[tier] -= oldest.left
+
+    def take_messages(self) -> list[CopyBlocks | FindBlocks]:
+        """Copies to begin and questions, to be sent to the workers after the step of this iteration."""
         self.has_work = False
         for tier in range(len(self.tiers)):
             self._store(tier)
-        unsent = self._unsent
+        unsent: list[CopyBlocks | FindBlocks] = [*self._unsent]
         self._unsent = []
+        if self._questions is not None:
+            unsent += self._questions.take()
         return unsent
 
     def _store(self, tier: int) -> None:
         """Begin to store freed blocks, as many as may be under way."""
         queue = self._freed[tier]
-        copies: list[_Copied] = []
+        copies: list[Copied] = []
         room = self._most_stored - len(self._storing[tier])
         while queue and room > len(copies):
             if self._quota.is_spent:
@@ -386,12 +359,13 @@ class KVOffload:
                 break
             copies += found
             freed.left -= 1
+            freed.count(len(found) - 1)
             self._num_freed[tier] -= 1
             self._quota.spend(_UNITS_PER_LOOKED_UP * len(self._pools))
         if copies:
-            self._send(_Message(tier, copies, None))
+            self._send(Message(tier, copies, None))
 
-    def _to_store(self, tier: int, freed: _Freed, index: int) -> list[_Copied] | None:
+    def _to_store(self, tier: int, freed: Freed, index: int) -> list[Copied] | None:
         """Copies of the blocks at an index that the tier lacks; None while a step that writes it may fail."""
         digest = freed.digests[index]
         hash_input = freed.hash_inputs[index]
@@ -414,13 +388,16 @@ class KVOffload:
                 self._pools[group].share([block])
                 self._storing[tier].add((group, digest))
                 listed = group == self._listed_group and not freed.is_salted
-                copies.append(_Copied(group, block, tier, slot, digest, hash_input, replaced, listed))
+                where = group, block, tier, slot
+                copies.append(Copied(*where, digest, hash_input, replaced, listed, freed.owner))
         return copies
 
-    def _end_store(self, message: _Message) -> None:
+    def _end_store(self, message: Message) -> None:
         tier = self.tiers[message.tier]
         for index, copy in reversed(list(enumerate(message.copies))):  # parents come first
             self._storing[message.tier].discard((copy.group, copy.digest))
+            if copy.owner is not None:
+                copy.owner.num_storing -= 1
             if index in message.failed:
                 self.num_failed[message.tier] += 1
             elif not message.is_void and tier.keep(copy.group, copy.slot, copy.digest, copy.hash_input):
@@ -432,11 +409,16 @@ class KVOffload:
 
     # Both
 
-    def copied(self, message: BlocksCopied) -> Load | None:
-        """A rank has done its copies; returns the load that has ended with this, if one has.
+    def copied(self, message: BlocksCopied | BlocksFound) -> Load | Question | None:
+        """A rank has done its copies, or answered; returns the load that has ended with this, if one has.
 
         Raises ValueError for a message that answers none of those sent.
         """
+        if isinstance(message, BlocksFound):
+            if self._questions is None:
+                raise ValueError(f"worker {message.rank} found blocks that nobody asked for")
+            self.num_copies += 1
+            return self._questions.answered(message)
         sent = self._messages.get(message.number)
         if (
             sent is None
@@ -472,7 +454,11 @@ class KVOffload:
             message.is_void = True
         for load in self._loads:
             load.is_void = True
+        if self._questions is not None:
+            self._questions.reset()
         for queue in self._freed:
+            for freed in queue:
+                freed.count(-freed.left)
             queue.clear()
         self._num_freed = [0] * len(self.tiers)
 
@@ -513,7 +499,7 @@ class KVOffload:
         loading = {(copy.group, copy.digest) for load in self._loads for copy in load.copies}
         assert loading == self._loading.keys(), "a load is lost"
 
-    def _send(self, message: _Message) -> int:
+    def _send(self, message: Message) -> int:
         self._last_number += 1
         self.num_copies += 1
         self._messages[self._last_number] = message

@@ -83,6 +83,18 @@ class KVTier:
             pool.free(range(pool.num_blocks - pool.num_free))
         return count
 
+    def note(self, group: int, digest: bytes) -> None:
+        """Another engine has stored this block: it can be read from now on, and is that engine's to remove.
+
+        Without a free slot it is not noted. A file of this engine that was in the slot stays until the slot
+        is written, so that there are never more files than slots.
+        """
+        pool = self.pools[group]
+        if pool.find(digest, b"") is None and pool.num_free:
+            (slot,) = pool.allocate(1)
+            pool.cache(slot, digest, b"", step=0)
+            pool.free([slot])
+
     def lose(self, group: int, slot: int) -> None:
         """What this slot, which is held, has cannot be read."""
         self.pools[group].uncache(slot)

@@ -44,6 +44,7 @@ class SharedSettings:
         "resume_key",
         "sampling_bytes",
         "stop_ids",
+        "stores_prompt",
         "tenant",
     )
 
@@ -61,6 +62,7 @@ class SharedSettings:
         self.priority = message.priority
         self.eos_ids = frozenset(message.eos_token_ids)
         self.stop_ids = self.eos_ids.union(message.stop_token_ids)
+        self.stores_prompt = message.stores_prompt
         self.sampling_bytes = sampling_bytes
         """Bytes of the sampling parameters and of the grammar's use, in a message."""
         self.grammar = None if message.grammar is None else message.grammar.row

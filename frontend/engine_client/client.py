@@ -41,6 +41,7 @@ from frontend.engine_client.dp_router import DPRouter, RoutedPrompt
 from frontend.engine_client.engine_connection import YIELD_S, EngineConnection
 from frontend.engine_client.engine_control import EngineControl
 from frontend.engine_client.engine_set import EngineSet
+from frontend.engine_client.handover import Handovers, routed_prompt
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.replay import MayRun, Replays
 from frontend.engine_client.resumption import Adoption, ResumedStream, Resumption, ResumptionHooks
@@ -98,6 +99,7 @@ class EngineClient:
         life = settings.life % (1 << _LIFE_BITS)
         self._counter = itertools.count((settings.index << ID_BITS) + (life << (ID_BITS - _LIFE_BITS)))
         self._initial = engines
+        self._handovers = Handovers(settings.prefill_engines, settings.block_tokens)
         self.control = EngineControl(self.engines, self._counter)
         self._sequences: dict[int, RunningSequence] = {}  # by id, the oldest first
         self._replays = Replays(
@@ -110,17 +112,12 @@ class EngineClient:
         self.num_failed = 0
         """Sequences that have failed as an engine has ended."""
         self._ready = asyncio.Event()
-        self.resumption = Resumption(
-            self.engines,
-            settings.orphan_grace,
-            metrics,
-            ResumptionHooks(
-                lambda: self._stream([], -1), self._adopt, self._outputs, self._close, hooks.handed_stream
-            ),
+        resumed = ResumptionHooks(
+            lambda: self._stream([], -1), self._adopt, self._outputs, self._close, hooks.handed_stream
         )
+        self.resumption = Resumption(self.engines, settings.orphan_grace, metrics, resumed)
 
     def __len__(self) -> int:
-        """Number of sequences in progress."""
         return len(self._sequences)
 
     @property
@@ -193,13 +190,9 @@ class EngineClient:
 
         With `tenant` only those of its API key. Those that wait for an engine: of this frontend alone.
         """
-        ended = [
-            sequence.id
-            for sequence in self._sequences.values()
-            if sequence.engine is None
-            and (everything or sequence.name in names)
-            and tenant in (None, sequence.state.request.tenant)
-        ]
+        waiting = [sequence for sequence in self._sequences.values() if sequence.engine is None]
+        named = [each for each in waiting if everything or each.name in names]
+        ended = [each.id for each in named if tenant in (None, each.state.request.tenant)]
         ends = [Finished(number, FinishReason.ABORTED) for number in ended]
         self._advance(0, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
         if ended and not self.engines.is_ready:
@@ -258,7 +251,10 @@ class EngineClient:
 
     @contextlib.contextmanager
     def _timed(self, stream: Stream, deadline: Deadline | None) -> Iterator[None]:
-        timer = None if deadline is None else self._at(deadline, stream)
+        timer = None
+        if deadline is not None:
+            left_s = max(deadline.at - time.monotonic(), 0.0)
+            timer = asyncio.get_running_loop().call_later(left_s, self._time_out, stream, deadline.timeout_s)
         try:
             yield
         finally:
@@ -302,24 +298,15 @@ class EngineClient:
             self._end(earlier)
             earlier.stream.fail(ResumedElsewhereError())
         engine, request, stream = adoption.engine, adoption.request, adoption.stream
-        claimed = adoption.sequence
         state = self.output.new_state(request, TextOptions())
-        state.emitted.frombytes(claimed.output_ids)
-        now = time.monotonic()
-        tokens = len(state.emitted)
-        progress = Progress(now, request.num_prompt_ids, tokens)
-        if tokens:
-            progress.first_token_at = progress.last_token_at = now
-            stream.first_token_at = stream.first_token_at or now
-        sequence = RunningSequence(claimed.request_id, state, stream, progress, None)
-        sequence.cached_tokens = claimed.cached_tokens
-        sequence.replays = request.replays
+        sequence = RunningSequence.adopted(adoption.sequence, request, state, stream)
         self._sequences[sequence.id] = sequence
         stream.open.add(sequence.id)
         if engine is None:
             self._replays.wait([sequence], stream)
             return
-        routed = RoutedPrompt(request.prompt_ids, request.max_tokens - tokens, 1, request.cache_salt)
+        num_left = request.max_tokens - len(state.emitted)
+        routed = RoutedPrompt(request.prompt_ids, num_left, 1, request.cache_salt)
         sequence.charge = self._router.route(routed, [engine.rank])
         sequence.engine = engine
         sequence.rank = engine.rank
@@ -329,10 +316,6 @@ class EngineClient:
         self._metrics.output_limited += 1
         self._abort(stream)
         stream.end(error)
-
-    def _at(self, deadline: Deadline, stream: Stream) -> asyncio.TimerHandle:
-        left_s = max(deadline.at - time.monotonic(), 0.0)
-        return asyncio.get_running_loop().call_later(left_s, self._time_out, stream, deadline.timeout_s)
 
     def _time_out(self, stream: Stream, timeout_s: float) -> None:
         """End the sequences of a stream as the core would, with what they have generated."""
@@ -412,15 +395,15 @@ class EngineClient:
 
     def _send(self, request: AddRequest, sequences: Iterable[RunningSequence], ready: list[int]) -> None:
         """Send the request of `sequences`, which have no engine, to one of the ranks `ready`."""
-        num_left = request.max_tokens + request.num_prompt_ids - len(request.prompt_ids) // ID_BYTES
-        charge = self._router.route(
-            RoutedPrompt(request.prompt_ids, num_left, len(request.request_ids), request.cache_salt), ready
-        )
+        request, ready = self._handovers.place(request, ready)
+        charge = self._router.route(routed_prompt(request), ready)
+        self._metrics.engine(charge.rank).session_routed(charge.stays)
         engine = self.engines[charge.rank]
         for sequence in sequences:
             sequence.engine = engine
             sequence.rank = engine.rank
             sequence.charge = charge
+            sequence.is_prefill = request.stores_prompt
         engine.link.send(request)
 
     def _abort(self, stream: Stream, reason: FinishReason = FinishReason.ABORTED) -> None:
@@ -471,10 +454,24 @@ class EngineClient:
                 self.control.answered(engine, message)
 
     def _deliver(self, engine: EngineConnection, deltas: TokenDeltas) -> None:
+        handed, deltas = self._handovers.take(deltas, self._sequences)
         for abort in self._advance(engine.rank, engine.received_at, deltas):
             engine.link.send(abort)
+        for sequence in handed:
+            self._hand_over(sequence, engine)
         if self.output_memory.is_exceeded:
             self.output_memory.enforce()
+
+    def _hand_over(self, sequence: RunningSequence, engine: EngineConnection) -> None:
+        """Another engine goes on with a sequence whose prompt `engine` has computed."""
+        if sequence.engine is not engine:
+            return  # it has ended with another sequence of its stream
+        self._metrics.engine(engine.rank).handed_over += 1
+        self._leave_engine(sequence)
+        if ready := self._ranks_for_replays():
+            self._send(sequence.resumed(), [sequence], ready)
+        else:
+            self._replays.wait([sequence], sequence.stream)
 
     def _advance(self, rank: int, now: float, deltas: TokenDeltas) -> list[Abort]:
         """Give new tokens and ends to the streams; what ended here must be aborted in the core."""

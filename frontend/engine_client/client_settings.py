@@ -32,6 +32,10 @@ class ClientSettings:
     """Most seconds that a request may wait until it runs; None: no limit."""
     life: int = 0
     """How often this frontend has been started again, and those of the servers that this one replaces."""
+    prefill_engines: int = 0
+    """The first so many engines only compute prompts; 0: every engine does all."""
+    block_tokens: int = 16
+    """Tokens of one KV block."""
     orphan_grace: float = 0.0
     """As --orphan-grace: seconds for which a stream without a client is kept; 0: none is."""
 

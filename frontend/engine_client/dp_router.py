@@ -19,6 +19,9 @@ prefix, since a hit saves more time than a shorter queue: a conversation stays o
 tokens are also the cap: a rank is preferred only while it is ahead of the least loaded one by no more
 than what the hit saves there. So a prefix that all requests share is soon on every rank.
 
+A request that names its session is expected to find as many tokens on the rank of the session's last request
+as that one had, also where its prefix is not known. So it goes there within the same cap.
+
 What the ranks have is remembered as hashes of the first 1, 2, 3 … blocks of each prompt, at lengths that
 grow by a quarter: some 40 look-ups for a prompt of 100,000 tokens. A rank is expected to have evicted
 what was sent there long ago: only the newest hashes are kept.
@@ -33,6 +36,7 @@ from xxhash import xxh3_64
 
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.engine import ID_BYTES
+from frontend.engine_client.session_table import SessionTable
 
 __all__ = ["Charge", "DPRouter", "Policy", "RoutedPrompt", "router_for"]
 
@@ -54,6 +58,8 @@ class RoutedPrompt(NamedTuple):
     num_sequences: int = 1
     salt: str = ""
     """Prompts of different salts share nothing."""
+    session: int = 0
+    """Hash of the session's name; 0: none."""
 
 
 class Charge(NamedTuple):
@@ -61,6 +67,8 @@ class Charge(NamedTuple):
 
     rank: int
     tokens: int
+    stays: bool | None = None
+    """Whether the rank is that of the session's last request; None: it had none."""
 
 
 class DPRouter:
@@ -74,6 +82,7 @@ class DPRouter:
         self._tokens = [0] * num_ranks
         self._next = first_rank % num_ranks
         self._prefixes = _PrefixTable(num_ranks, block_size)
+        self._sessions = SessionTable(num_ranks)
 
     def route(self, prompt: RoutedPrompt, ready: Sequence[int]) -> Charge:
         """Choose one of the ranks `ready` (not empty) for all sequences of a request.
@@ -85,6 +94,10 @@ class DPRouter:
         if self._policy == "prefix" and self._num_ranks > 1:
             hashes = self._prefixes.hashes(prompt)
             computed = self._prefixes.find(hashes)
+        length = len(prompt.ids) // ID_BYTES
+        last = self._sessions.find(prompt.session) if hashes and prompt.session else None
+        if last is not None:
+            computed[last[0]] = max(computed.get(last[0], 0), min(last[1], length - 1))
         rank = ready[0]
         if len(ready) > 1:
             costs = self._costs(ready, computed)
@@ -93,9 +106,12 @@ class DPRouter:
             rank = min(cheapest, key=self._turn)
         self._next = (rank + 1) % self._num_ranks
         self._prefixes.add(hashes, rank)
-        to_compute = len(prompt.ids) // ID_BYTES - computed.get(rank, 0)
+        if hashes and prompt.session:
+            self._sessions.put(prompt.session, rank, length)
+        to_compute = length - computed.get(rank, 0)
         share = -(-to_compute // prompt.num_sequences)
-        charge = Charge(rank, share + min(prompt.max_tokens, _MAX_EXPECTED_OUTPUT))
+        stays = None if last is None else rank == last[0]
+        charge = Charge(rank, share + min(prompt.max_tokens, _MAX_EXPECTED_OUTPUT), stays)
         self._requests[rank] += prompt.num_sequences
         self._tokens[rank] += prompt.num_sequences * charge.tokens
         return charge
@@ -108,6 +124,7 @@ class DPRouter:
     def forget(self, rank: int) -> None:
         """The rank's engine has ended: its next life has nothing computed."""
         self._prefixes.forget(rank)
+        self._sessions.forget(rank)
 
     def load(self, rank: int) -> tuple[int, int]:
         """(sequences, tokens) charged to a rank."""

@@ -1,11 +1,12 @@
 """One sequence of a request, from its start to its end, over all engines that run it."""
 
+import time
 from dataclasses import dataclass
 
 import msgspec
 
 from atom.shared.messages.engine import AddRequest, pack_ids
-from atom.shared.messages.resume import EndedSequence
+from atom.shared.messages.resume import ClaimedSequence, EndedSequence
 from frontend.engine_client.dp_router import Charge
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.streams import Stream
@@ -41,6 +42,24 @@ class RunningSequence:
     """Tokens with which it is past the place where it died, while it is tried; 0: it is not tried now."""
     cached_tokens: int = 0
     """Prompt tokens that its first engine had in its prefix cache."""
+    is_prefill: bool = False
+    """Whether its engine only computes its prompt and a first token."""
+
+    @classmethod
+    def adopted(
+        cls, claimed: ClaimedSequence, request: AddRequest, state: RequestState, stream: Stream
+    ) -> "RunningSequence":
+        """A sequence that has run before, for another frontend or connection."""
+        now = time.monotonic()
+        state.emitted.frombytes(claimed.output_ids)
+        progress = Progress(now, request.num_prompt_ids, len(state.emitted))
+        if progress.tokens:
+            progress.first_token_at = progress.last_token_at = now
+            stream.first_token_at = stream.first_token_at or now
+        sequence = cls(claimed.request_id, state, stream, progress, None)
+        sequence.cached_tokens = claimed.cached_tokens
+        sequence.replays = request.replays
+        return sequence
 
     @property
     def name(self) -> str:

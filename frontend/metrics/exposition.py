@@ -129,6 +129,15 @@ class _Collector(Collector):
         replayed = {rank: figure.replayed for rank, figure in self._figures.items()}
         text = "Sequences started again after the end of the engine"
         yield self._family(CounterMetricFamily, "atom:request_replays", text, replayed)
+        handed_over = {rank: figure.handed_over for rank, figure in self._figures.items()}
+        text = "Sequences that another engine went on with after their first token"
+        yield self._family(CounterMetricFamily, "atom:request_handovers", text, handed_over)
+        for name, text in (
+            ("session_hits", "Requests sent to the engine of their session's last one"),
+            ("session_moves", "Requests sent to another engine than their session's last one"),
+        ):
+            counts = {rank: getattr(figure, name) for rank, figure in self._figures.items()}
+            yield self._family(CounterMetricFamily, f"atom:{name}", text, counts)
         live = GaugeMetricFamily("atom:choices_live", "Unfinished sequences", labels=["model_name"])
         live.add_metric([self._model], snapshot.live)
         yield live

@@ -127,11 +127,22 @@ class EngineMetrics(msgspec.Struct):
     generation_lengths: Histogram = msgspec.field(default_factory=_token_counts)
     replayed: int = 0
     """Times that a sequence was started again, because the engine had ended."""
+    handed_over: int = 0
+    """Sequences whose prompt the engine has computed for another one."""
+    session_hits: int = 0
+    """Requests that went to the engine of their session's last one."""
+    session_moves: int = 0
+    """Requests that came from the engine of their session's last one, which had too much to do."""
 
     def admitted(self, first: FirstToken) -> None:
         """Count queue and prefill times of a sequence with its first token."""
         self.queue_time.observe(first.queued_s)
         self.prefill_time.observe(first.prefill_s)
+
+    def session_routed(self, stays: bool | None) -> None:
+        """Count a request of a session whose last one ran on this engine, or on another; None: on none."""
+        self.session_hits += stays is True
+        self.session_moves += stays is False
 
     def advanced(self, progress: Progress, tokens: int, now: float) -> None:
         """Count new tokens of a sequence."""

@@ -57,6 +57,10 @@ _GENERATION_HEADERS = {
         "description": "The engine that serves the request.",
         "schema": {"type": "integer", "minimum": 0},
     },
+    "X-Session-ID": {
+        "description": "Name of a conversation: one engine gets its requests, unless it is overloaded.",
+        "schema": {"type": "string"},
+    },
     "X-Request-Timeout": {
         "description": "Seconds until the request is ended.",
         "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400},

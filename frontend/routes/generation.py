@@ -5,6 +5,7 @@ import contextlib
 import re
 
 from aiohttp import web
+from xxhash import xxh3_64_intdigest
 
 from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import Endpoint
@@ -24,6 +25,7 @@ __all__ = ["routes"]
 
 _RANK_HEADER = "X-Data-Parallel-Rank"
 _MAX_RANK_DIGITS = 9
+_SESSION_HEADERS = ("X-Session-ID", "X-Dynamo-Session-ID", "X-Correlation-ID")
 _TIMEOUT_HEADER = "X-Request-Timeout"
 _SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
 
@@ -101,6 +103,7 @@ def _caller(request: web.Request) -> Caller:
         _data_parallel_rank(request),
         _timeout(request),
         _is_resumable(request),
+        _session(request),
         None if parent is None else TraceContext(parent, state),
     )
 
@@ -113,6 +116,12 @@ def _data_parallel_rank(request: web.Request) -> int | None:
     if not (given.isascii() and given.isdigit() and len(given) <= _MAX_RANK_DIGITS):
         raise RequestError(f"{_RANK_HEADER} must be the number of a rank, not {given!r}", param=_RANK_HEADER)
     return int(given)
+
+
+def _session(request: web.Request) -> int:
+    """The hash of the session that a header names, apart from those of other API keys; 0: none."""
+    name = next((request.headers[each] for each in _SESSION_HEADERS if request.headers.get(each)), "")
+    return xxh3_64_intdigest(f"{request[TENANT]}\0{name}".encode("utf-8", "surrogatepass")) if name else 0
 
 
 def _is_resumable(request: web.Request) -> bool:

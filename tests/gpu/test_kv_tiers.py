@@ -30,7 +30,7 @@ def next_of(copier: TierCopier) -> BlocksCopied:
 
 def tier_of(medium: str, size: int, directory: Path) -> KVTier:
     if medium == DISK:
-        return DiskTier(directory / "kv" / "rank")
+        return DiskTier(directory / "kv" / "rank", 1)
     return HostTier(TierSlots(medium, [BLOCKS]).num_slots, [size], GPU, 1 << 40)
 
 

@@ -19,7 +19,7 @@ from atom.shared.messages.engine import (
     pack_ids,
     unpack_ids,
 )
-from atom.shared.messages.kv_tiers import DEVICE, CopyBlocks, TierSlots
+from atom.shared.messages.kv_tiers import DEVICE, CopyBlocks, FindBlocks, TierSlots
 from atom.shared.messages.worker import BatchResult, KVSpec, NewRow
 from engine_core.core import EngineCore
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
@@ -85,15 +85,17 @@ class CoreDriver:
         enable_prefix_caching: bool = True,
         draft: Draft = lambda num_drafts: (num_drafts, 0),
         tiers: Sequence[TierSlots] = (),
+        is_shared: bool = False,
     ):
         """`draft(most)`: how many tokens a row proposes in a step, and how many of these are accepted."""
         self.clock = Clock()
-        self.copies: deque[CopyBlocks] = deque()
-        """Copies to and from KV tiers that are not done."""
+        self.copies: deque[CopyBlocks | FindBlocks] = deque()
+        """Copies to and from KV tiers that are not done, and questions."""
         self._make = partial(
             self._life, specs, num_blocks, limits, max_model_len, enable_prefix_caching, draft
         )
         self._tiers = tiers
+        self._is_shared = is_shared
         self._make()
         self.results: deque[BatchResult] = deque()
         self.failing: deque[set[int]] = deque()
@@ -118,7 +120,7 @@ class CoreDriver:
         """A new core and worker."""
         kv = KVCacheManager(specs, num_blocks, limits.max_chunk, 7, caching, True, STATE_INTERVAL)
         if self._tiers:
-            kv.offload_to(self._tiers)
+            kv.offload_to(self._tiers, is_shared=self._is_shared)
         self.core = EngineCore(limits, kv, max_model_len, self.clock)
         self._events = Subscriber(kv)
         self.worker = SimulatedWorker(
@@ -221,6 +223,7 @@ class CoreDriver:
         """
         batch = self.core.schedule()
         self.copies += self.core.tier_messages()
+        self.take_stored_ends()
         self.core.check_integrity()
         self._events.check()
         if batch is None:
@@ -239,10 +242,21 @@ class CoreDriver:
         """Do one of the copies that are under way, all but the `failing` ones of its blocks."""
         message = self.copies[place]
         del self.copies[place]
-        self.core.blocks_copied(self.worker.copy(message, failing))
+        if isinstance(message, FindBlocks):
+            self.core.blocks_copied(self.worker.find(message))
+        else:
+            self.core.blocks_copied(self.worker.copy(message, failing))
         self.copies += self.core.tier_messages()
+        self.take_stored_ends()
         self.core.check_integrity()
         self._events.check()
+
+    def take_stored_ends(self) -> None:
+        """The ends of requests whose blocks are stored for another engine."""
+        for delta in self.core.end_stored().values():
+            for finished in delta.finished:
+                if finished.request_id in self.live:  # else it was aborted meanwhile
+                    self._finish(finished)
 
     def deliver(self) -> None:
         """Process the oldest result in the core, and check the messages for the frontends."""
@@ -271,6 +285,7 @@ class CoreDriver:
                 sent.first = first
             for finished in delta.finished:
                 self._finish(finished)
+        self.take_stored_ends()
 
     def run(self, max_steps: int = 10_000) -> None:
         """Run until no request is left; with two steps in flight whenever there is work for them."""
@@ -345,6 +360,7 @@ class Subscriber:
         self.tiers: defaultdict[str, set[bytes]] = defaultdict(set)
         self._kv = kv
         self._salted: set[bytes] = set()
+        self._is_shared = kv.offload is not None and kv.offload._questions is not None
         cache = kv.cache
 
         def note_salted(blocks: RequestBlocks, num_computed: int, step: int) -> None:
@@ -377,7 +393,10 @@ class Subscriber:
         group = listed_group(self._kv.specs)
         assert self.known == set(self._kv.pools[group]._block_of) - self._salted
         for tier in [] if self._kv.offload is None else self._kv.offload.tiers:
-            assert self.tiers[tier.medium] == set(tier.pools[group]._block_of) - self._salted
+            stored = set(tier.pools[group]._block_of) - self._salted
+            assert self.tiers[tier.medium] <= stored
+            # Blocks that other engines have stored are not published.
+            assert self._is_shared or self.tiers[tier.medium] == stored
 
 
 def counts_of(delta: TokenDeltas) -> list[int]:
@@ -397,9 +416,11 @@ def check_tokens(sent: Sent) -> None:
 def check_response(sent: Sent) -> None:
     """Raises AssertionError unless a request got the tokens that it would get alone, and the right reason."""
     message, finished = sent.message, sent.finished
-    assert finished is not None and sent.first is not None
+    known = list(unpack_ids(message.prompt_ids))
+    num_earlier = len(known) - message.num_prompt_ids
+    assert finished is not None and (sent.first is None) == (num_earlier > 0)
     check_tokens(sent)
-    check_scores(sent, list(unpack_ids(message.prompt_ids)))
+    check_scores(sent, known)
     last = sent.received[-1]
     if last in message.eos_token_ids:
         assert (finished.reason, finished.stop_token_id) == (FinishReason.EOS, last)
@@ -407,7 +428,7 @@ def check_response(sent: Sent) -> None:
         assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP_TOKEN, last)
     else:
         assert (finished.reason, finished.stop_token_id) == (FinishReason.MAX_TOKENS, -1)
-        assert len(sent.received) == message.max_tokens
+        assert len(sent.received) == message.max_tokens - num_earlier
 
 
 def check_scores(sent: Sent, prompt: list[int]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from atom.shared.messages.engine import LogprobTable, PromptLogprobs, SampledLogprobs, pack_ids, unpack_ids
-from atom.shared.messages.kv_tiers import BlocksCopied, CopyBlocks
+from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
 from atom.shared.messages.worker import (
     BatchResult,
     FullAttentionSpec,
@@ -193,6 +193,19 @@ class SimulatedWorker:
             elif not copy.digest:
                 self._tiers[place] = [INVALID] * size
         return BlocksCopied(rank, message.number, sorted(failed))
+
+    def find(self, message: FindBlocks, rank: int = 0) -> BlocksFound:
+        """What a tier has of these blocks."""
+        digests = [message.digests[start : start + 8] for start in range(0, len(message.digests), 8)]
+        groups = range(len(self._specs))
+        present = [
+            bytes((message.tier, group, digest) in self._tiers for digest in digests) for group in groups
+        ]
+        return BlocksFound(rank, message.number, present)
+
+    def share_tiers(self, other: "SimulatedWorker") -> None:
+        """Have one set of tiers with another worker."""
+        self._tiers = other._tiers
 
     def execute(
         self, batch: ScheduledBatch, failing: Collection[int] = (), late: Collection[int] = ()

@@ -10,7 +10,7 @@ import torch
 
 from atom.shared.messages.engine import AddRequest, LogprobTable, Sampling, TokenDeltas, pack_ids, unpack_ids
 from atom.shared.messages.kv_tiers import TierSlots
-from atom.shared.messages.worker import AllocateKV, BatchResult
+from atom.shared.messages.worker import AllocateKV, BatchResult, KVSpec
 from engine_core.core import EngineCore
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
@@ -44,9 +44,13 @@ class WholeEngine:
         max_rows: int = 8,
         caching: bool = True,
         tiers: Sequence[TierSlots] = (),
+        specs: Sequence[KVSpec] = (),
     ):
-        """`max_tokens` are computed in one step."""
-        specs = worker.load().kv_specs
+        """`max_tokens` are computed in one step; `specs`: of a worker that has loaded its model already.
+
+        A tier in files is shared with other engines.
+        """
+        specs = list(specs) or worker.load().kv_specs
         worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN, list(tiers)))
         speculative = worker._config.speculative
         limits = Limits(
@@ -58,7 +62,7 @@ class WholeEngine:
         )
         self.kv = KVCacheManager(specs, num_blocks, limits.max_chunk, seed=7, enable_prefix_caching=caching)
         if tiers:
-            self.kv.offload_to(tiers)
+            self.kv.offload_to(tiers, is_shared=any(tier.by_content for tier in tiers))
         self.core = EngineCore(limits, self.kv, MAX_MODEL_LEN)
         self.outputs: dict[int, Output] = {}
         self.most_used = [0] * len(specs)
@@ -85,9 +89,11 @@ class WholeEngine:
         for each in numbers:
             self.outputs[each] = Output()
 
-    def run(self) -> None:
-        """Two steps in flight whenever there is work for them."""
-        while self.core.num_live or self._results:
+    def run(self, most_steps: int = 1 << 30) -> None:
+        """Until no request is left, or for some steps; two in flight whenever there is work for them."""
+        for _ in range(most_steps):
+            if not self.core.num_live and not self._results:
+                return
             while len(self._results) < MAX_IN_FLIGHT and self._send():
                 pass
             if not self._results:

@@ -37,11 +37,12 @@ _WARN_EVERY_S = 60.0
 class DiskTier:
     """The files of one rank. Only the thread of the tier reads and writes blocks."""
 
-    def __init__(self, directory: Path):
-        """Raises NotOwnError or OSError for a directory that cannot be used."""
+    def __init__(self, directory: Path, num_groups: int):
+        """`num_groups`: KV groups. Raises NotOwnError or OSError for a directory that cannot be used."""
         make_own_directory(directory.parent)
         make_own_directory(directory)
         self._directory = directory
+        self._num_groups = num_groups
         self._numbers = itertools.count()
         self._warned_at = -_WARN_EVERY_S
         self._num_silent = 0
@@ -70,6 +71,12 @@ class DiskTier:
                     os.unlink(path)
             digests.append(b"".join(digest for _, digest, _ in blocks[max(len(blocks) - count, 0) :]))
         return digests
+
+    def present(self, digests: bytes) -> list[bytes]:
+        """For each KV group and each digest of 8 bytes: 1 if there is a file, else 0."""
+        names = [digests[start : start + 8].hex() for start in range(0, len(digests), 8)]
+        prefixes = [f"{self._directory}/{group}-" for group in range(self._num_groups)]
+        return [bytes(os.path.exists(prefix + name) for name in names) for prefix in prefixes]
 
     def write(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
         """Write rows of bytes to files; returns the failed ones. Waits for the device."""

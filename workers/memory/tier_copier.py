@@ -2,6 +2,7 @@
 
     step loop   ──CopyBlocks──▶   thread of the tier:  blocks ─▶ rows of bytes on the device ─▶ tier
                 ◀──BlocksCopied──                      blocks ◀─ rows of bytes on the device ◀─ tier
+                ──FindBlocks──▶ ◀──BlocksFound──       what other engines have stored in a shared tier
 
 On a GPU the copies run on a stream of their own, after the steps launched before the message came. No step
 waits for them: the core uses a block again only when its copy is confirmed.
@@ -12,20 +13,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
 from queue import Empty, PriorityQueue, SimpleQueue
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, CopyBlocks
+from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
 from atom.shared.messages.worker import KVSpec, RecurrentStateSpec
 from workers.memory.block_rows import BlockRows
 
-__all__ = ["KVTier", "TierCopier", "block_bytes", "staged_bytes"]
+__all__ = ["KVTier", "SharedKVTier", "TierCopier", "block_bytes", "staged_bytes"]
 
 _STAGED_BYTES = 32 << 20
 _STOP_S = 5.0
-_Job = tuple[int, int, CopyBlocks | None, "torch.cuda.Event | None"]
-"""(whether loads go first, its place among the jobs, the message or None to end, an event before it)."""
+_Job = tuple[int, int, CopyBlocks | FindBlocks | None, "torch.cuda.Event | None"]
+"""(whether it waits for loads, its place among the jobs, the message or None to end, an event before it)."""
 
 
 class KVTier(Protocol):
@@ -44,6 +45,14 @@ class KVTier(Protocol):
         """
 
 
+@runtime_checkable
+class SharedKVTier(KVTier, Protocol):
+    """A tier in which other engines store blocks as well."""
+
+    def present(self, digests: bytes) -> list[bytes]:
+        """For each KV group and each digest of 8 bytes: 1 if the tier has the block, else 0."""
+
+
 def staged_bytes(specs: Sequence[KVSpec]) -> int:
     """Bytes on the device for the rows of one tier's copies: those being copied, and one layer's part."""
     return 2 * max(_STAGED_BYTES, *map(block_bytes, specs))
@@ -57,7 +66,7 @@ class TierCopier:
         self._rank = rank
         self._groups = groups
         self._device = groups[0].device
-        self._copied: SimpleQueue[BlocksCopied | Exception] = SimpleQueue()
+        self._copied: SimpleQueue[BlocksCopied | BlocksFound | Exception] = SimpleQueue()
         self._num_pending = 0
         self._places = count()
         self._queues: list[PriorityQueue[_Job]] = [PriorityQueue() for _ in tiers]
@@ -73,17 +82,18 @@ class TierCopier:
         """Whether copies are under way, or done and not taken."""
         return self._num_pending > 0
 
-    def submit(self, message: CopyBlocks) -> None:
-        """Begin copies after the steps launched so far; loads come before stores that wait."""
+    def submit(self, message: CopyBlocks | FindBlocks) -> None:
+        """Begin copies after the steps launched so far, or a search; stores wait for all others."""
         event = None
-        if self._device.type == "cuda":
+        is_store = isinstance(message, CopyBlocks) and not message.is_load
+        if self._device.type == "cuda" and isinstance(message, CopyBlocks):
             event = torch.cuda.Event()
             event.record()
         self._num_pending += 1
-        self._queues[message.tier].put((not message.is_load, next(self._places), message, event))
+        self._queues[message.tier].put((is_store, next(self._places), message, event))
 
-    def next_copied(self) -> BlocksCopied | None:
-        """Copies that are done. Raises what a tier's thread raised."""
+    def next_copied(self) -> BlocksCopied | BlocksFound | None:
+        """Copies or a search that are done. Raises what a tier's thread raised."""
         try:
             done = self._copied.get_nowait()
         except Empty:
@@ -111,6 +121,11 @@ class TierCopier:
                     _, _, message, event = queue.get()
                     if message is None:
                         break
+                    if isinstance(message, FindBlocks):
+                        assert isinstance(tier, SharedKVTier), "the core asks about tiers by content"
+                        found = tier.present(message.digests)
+                        self._copied.put(BlocksFound(self._rank, message.number, found))
+                        continue
                     self._copied.put(self._copy(tier, message, event, staged))
         except Exception as error:  # of any kind: the step loop raises it
             self._copied.put(error)

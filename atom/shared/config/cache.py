@@ -32,6 +32,8 @@ class CacheConfig:
     """Bytes of each worker's files in --kv-offload-dir, or as 500G."""
     kv_offload_min_tokens: Annotated[int, Meta(ge=0)] = 0
     """Blocks are kept there of sequences with as many cached tokens, and any that were hit before."""
+    kv_offload_shared: bool = False
+    """Find blocks in --kv-offload-dir that other servers store while this one runs, too."""
     kv_events_config: Annotated[str, OBJECT] | None = None
     """JSON object; '{"enable_kv_cache_events": true}' publishes what the prefix cache gains and loses."""
 

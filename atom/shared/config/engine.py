@@ -31,6 +31,11 @@ class EngineConfig:
         return self.cache.block_size * self.parallel.decode_context_parallel_size
 
     @property
+    def shares_blocks(self) -> bool:
+        """Whether an engine finds what others store in --kv-offload-dir meanwhile."""
+        return self.cache.kv_offload_shared or self.parallel.prefill_engines > 0
+
+    @property
     def adapts_draft_width(self) -> bool:
         """Whether a step has drafts for all of its rows or for none, by what they gain.
 

@@ -16,6 +16,7 @@ from atom.shared.config.eplb import eplb_config
 from atom.shared.config.fields import ConfigError
 from atom.shared.config.kv_events import kv_events_config
 from atom.shared.config.kv_quantization import FP8, kv_format
+from atom.shared.config.kv_tiers import check_kv_tiers
 from atom.shared.config.model import ModelConfig
 from atom.shared.config.online_quantization import online_quantization
 from atom.shared.config.parallel import ParallelConfig
@@ -112,7 +113,7 @@ def resolve(
         _check_experts(config.parallel.num_workers, checkpoint)
     _check_eplb(config.parallel, checkpoint)
     _check_online_quantization(config.model, checkpoint)
-    _check_offload(config.cache, config.parallel)
+    check_kv_tiers(config.cache, config.parallel)
     cache = _cache(config.cache, checkpoint, notes)
     _check_level(config)
     kv_events_config(cache, config.parallel.data_parallel_size)  # raises for one that cannot act
@@ -318,21 +319,6 @@ def _check_eplb(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(
             f"--eplb-config: num_redundant_experts {eplb.num_redundant_experts}: with {most} every one of "
             f"{ranks} ranks has all {experts} experts"
-        )
-
-
-def _check_offload(cache: CacheConfig, parallel: ParallelConfig) -> None:
-    if cache.offloads and not cache.enable_prefix_caching:
-        raise ConfigError(
-            "--kv-offload-memory and --kv-offload-dir keep blocks for the prefix cache: omit "
-            "--no-enable-prefix-caching"
-        )
-    if (cache.kv_offload_dir is None) != (cache.kv_offload_disk is None):
-        raise ConfigError("--kv-offload-dir and --kv-offload-disk go together: give both, or none")
-    if cache.kv_offload_dir is not None and parallel.nnodes > 1:
-        raise ConfigError(
-            "--kv-offload-dir is not supported on several nodes, which have a directory each: use "
-            "--kv-offload-memory"
         )
 
 

@@ -146,6 +146,11 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """How often the request has been sent to an engine that ended."""
     resumable: Resumable | None = None
     """What another frontend needs to go on with its stream; None: it ends with its frontend."""
+    session: int = 0
+    """Hash of the session that the client names, for the choice of an engine; 0: none."""
+    stores_prompt: bool = False
+    """Its blocks are stored while it runs, and its end by `max_tokens` is sent when all are stored: then
+    another engine that shares the KV tier goes on with it."""
 
     @property
     def num_prompt_ids(self) -> int:

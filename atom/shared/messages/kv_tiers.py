@@ -12,7 +12,9 @@ __all__ = [
     "HOST_MEMORY",
     "BlockCopy",
     "BlocksCopied",
+    "BlocksFound",
     "CopyBlocks",
+    "FindBlocks",
     "StoredBlocks",
     "TierSlots",
 ]
@@ -80,3 +82,25 @@ class BlocksCopied(msgspec.Struct, tag=24, array_like=True, frozen=True, gc=Fals
     rank: int
     number: int
     failed: list[int] = []
+
+
+class FindBlocks(msgspec.Struct, tag=25, array_like=True, frozen=True, gc=False):
+    """Which of these blocks does a tier by content have, though its index may lack them?
+
+    Other engines store blocks there, too. Every rank answers with `BlocksFound`.
+    """
+
+    number: int
+    tier: int
+    """Index in `AllocateKV.tiers`."""
+    digests: bytes
+    """8 bytes of each block."""
+
+
+class BlocksFound(msgspec.Struct, tag=26, array_like=True, frozen=True, gc=False):
+    """The answer of one rank to `FindBlocks`."""
+
+    rank: int
+    number: int
+    present: list[bytes]
+    """By KV group: for each digest 1 if the tier has its block, else 0."""

@@ -9,6 +9,7 @@ Start-up:   worker -> Loaded, core -> AllocateKV, worker -> WorkerReady
 Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send WorkerFailed)
 Any time:   worker -> WorkerHeartbeat (from a second socket)
             core -> CopyBlocks, each worker -> BlocksCopied, with KV tiers
+            core -> FindBlocks, each worker -> BlocksFound, with KV tiers that other engines share
             core -> Profile, worker -> RankTrace (of a stop, steps later: when its file is written)
 """
 
@@ -17,7 +18,14 @@ import msgspec
 from atom.shared.messages.admin import SetLogLevel
 from atom.shared.messages.engine import PromptLogprobs, SampledLogprobs, Sampling
 from atom.shared.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar, RowGrammar
-from atom.shared.messages.kv_tiers import BlocksCopied, CopyBlocks, StoredBlocks, TierSlots
+from atom.shared.messages.kv_tiers import (
+    BlocksCopied,
+    BlocksFound,
+    CopyBlocks,
+    FindBlocks,
+    StoredBlocks,
+    TierSlots,
+)
 from atom.shared.messages.profile import Profile, RankTrace
 
 
@@ -249,6 +257,7 @@ ToWorker = (
     | LoadGrammar
     | DropGrammar
     | CopyBlocks
+    | FindBlocks
 )
 FromWorker = (
     Loaded
@@ -260,4 +269,5 @@ FromWorker = (
     | ExpertLoad
     | GrammarLoaded
     | BlocksCopied
+    | BlocksFound
 )

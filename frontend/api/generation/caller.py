@@ -25,5 +25,12 @@ class Caller:
     """The X-Request-Timeout header."""
     is_resumable: bool = False
     """The X-Resumable-Stream header."""
+    session: int = 0
+    """Hash of the tenant and the X-Session-ID header; 0: none."""
     trace: TraceContext | None = None
     """The traceparent and tracestate headers."""
+
+    @property
+    def fields(self) -> dict[str, str | int]:
+        """Those of an `AddRequest` that name the client."""
+        return {"tenant": self.tenant, "session": self.session}

@@ -212,7 +212,7 @@ class Generation:
             operation=endpoint.operation,
             fingerprint=self._options.fingerprint,
             created=checked.created,
-            requests=[msgspec.structs.replace(each, name=name, tenant=caller.tenant) for each in requests],
+            requests=[msgspec.structs.replace(each, name=name, **caller.fields) for each in requests],
             prompts=checked.prompts,
             text=checked.text,
             options=checked.options,

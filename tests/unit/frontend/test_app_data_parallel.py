@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from frontend.metrics.exposition import Snapshot, expose
 from frontend.metrics.shared_metrics import SharedMetrics
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.http_server import DEADLINE_S, MODEL, Client, running_frontend
 
 OUTPUT = tiny_tokenizer.tokenizer().encode("one two three", add_special_tokens=False)
 HEADER = "X-Data-Parallel-Rank"
@@ -248,3 +249,21 @@ def test_the_supervisors_list_is_followed(
         assert complete(client, data_parallel_rank=1) == 200
         assert (len(cores[1].requests), len(new.requests)) == (0, 1)
         assert client.call("GET", "/server_info")[1]["engines"][1]["life"] == 1
+
+
+def test_requests_of_a_session_go_to_one_engine(cores: list[FakeCore], checkpoint: Checkpoint) -> None:
+    """Without a common prefix; another session's go to the other one."""
+    body = {"model": MODEL, "max_tokens": 3, "temperature": 0}
+    with running_frontend(cores, checkpoint) as client:
+        until(lambda: is_up(client, 0) and is_up(client, 1))
+        for turn in range(3):
+            for name, header in (("a", "X-Session-ID"), ("b", "X-Correlation-ID")):
+                prompt = [3 + turn] * (40 + turn) if name == "a" else [9 + turn] * 40
+                given = json.dumps({**body, "prompt": prompt}).encode()
+                status, _, _ = client.exchange("POST", "/v1/completions", raw=given, headers={header: name})
+                assert status == 200
+        by_engine = [{request.session for request in core.requests} for core in cores]
+        assert sum(map(len, by_engine)) == 2 and 0 not in by_engine[0] | by_engine[1]
+        found = samples(client)
+        hits = sum(found.get(("atom:session_hits_total", rank), 0) for rank in "01")
+        assert hits == 4

@@ -2,10 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
+from tests.helpers.conversations import Conversations, plans
 from tests.helpers.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
 from tests.helpers.whole_engine import WholeEngine
 from workers.worker import Worker
@@ -35,6 +39,19 @@ def made(
     worker = Worker(dataclasses.replace(config, cache=cache), checkpoint, place(), lambda *progress: None)
     yield name, worker
     worker.close()
+
+
+def test_a_few_random_conversations(tmp_path: Path) -> None:
+    """`make test-slow` runs 500, on every family."""
+    made = Conversations("qwen3-next", tmp_path)
+
+    @settings(max_examples=3, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(plans)
+    def run(plan: tuple[tuple[int, int], list[tuple[str, Any]]]) -> None:
+        made.run(plan)
+
+    run()
+    made.close()
 
 
 def converse(engine: WholeEngine) -> list[list[int]]:

@@ -179,3 +179,31 @@ def test_saved_states_in_copies_are_not_evicted() -> None:
     assert kv.pools[1].num_free == 0, "the target is in use until the batch is sent"
     kv.take_state_copies()
     assert kv.pools[1].num_free == 1
+
+
+def test_a_state_that_is_being_saved_is_not_overwritten_before() -> None:
+    """A KV tier may fill any free slot between two batches, so the source of a copy is not free."""
+    kv = manager()
+    blocks = new(kv, 40)
+    admit(kv, blocks)
+    compute(kv, blocks, 0, 32, 1)
+    kv.emit_saves(2)
+    (source,) = blocks.tables[1]
+    kv.free(blocks)
+    check(kv, [])
+    taken = kv.pools[1].allocate(kv.pools[1].num_free)
+    assert source not in taken
+    (save,), _ = kv.take_state_copies()
+    assert save.source == source
+    kv.pools[1].free(taken)
+    assert kv.pools[1].num_free == kv.pools[1].num_blocks
+
+
+def test_a_state_of_a_request_that_has_ended_is_not_saved() -> None:
+    kv = manager()
+    blocks = new(kv, 40)
+    admit(kv, blocks)
+    compute(kv, blocks, 0, 32, 1)
+    kv.free(blocks)
+    kv.emit_saves(2)
+    assert kv.take_state_copies() == ([], []) and kv.num_used == 0

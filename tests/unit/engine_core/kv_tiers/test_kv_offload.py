@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atom.shared.messages.engine import pack_ids
+from atom.shared.messages.engine import pack_ids, unpack_ids
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, BlocksCopied, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.kv_cache import state_checkpoints
@@ -204,6 +204,127 @@ def test_all_ranks_must_confirm() -> None:
     run.core.blocks_copied(BlocksCopied(0, message.number))
     (tier,) = run.core.stats().kv_tiers
     assert (tier.failed, tier.stored) == (1, len(message.copies) - 1)
+
+
+def pair(layout: str = "full", slots: int = 30) -> tuple[CoreDriver, CoreDriver]:
+    """Two engines that share a directory."""
+    specs, sizes = LAYOUTS[layout]
+    tiers = [TierSlots(DISK, [slots] * len(specs))]
+    first, second = (CoreDriver(specs, sizes, Limits(4, 8), tiers=tiers, is_shared=True) for _ in range(2))
+    second.worker.share_tiers(first.worker)
+    return first, second
+
+
+def computed(run: CoreDriver, number: int, prompt: list[int]) -> int:
+    """The first token of a prompt whose blocks are stored for another engine when it ends."""
+    run.add(number, prompt, 1, stores_prompt=True)
+    run.run()
+    (token,) = run.done[number].received
+    return token
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_another_engine_goes_on_with_a_stored_prompt(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_checkpoints, "_LEAST_BLOCKS", 1)
+    first, second = pair(layout)
+    token = computed(first, 1, FIRST)
+    second.add(1, [*FIRST, token], 5, prompt_length=len(FIRST))
+    second.run()
+    # The state after a whole prompt would be saved by a step after it, and there is none.
+    found = len(FIRST) if STATE not in LAYOUTS[layout][0] else len(FIRST) - 4
+    assert second.core.stats().prefix_hits == second.core.stats().kv_tiers[0].hits == found
+    assert turn(second, 2, OTHER) == 0
+
+
+def test_blocks_are_stored_while_a_long_prompt_is_computed() -> None:
+    first, _ = pair()
+    first.add(1, FIRST + OTHER[:4], 1, stores_prompt=True)
+    assert not first.send()
+    first.copy()  # the answer to its question
+    while not first.copies:
+        first.send()
+        first.deliver()
+    assert first.core.num_live == 1 and not first.live[1].received
+    first.run()
+    assert first.core.stats().kv_tiers[0].stored == 7
+
+
+def test_an_end_waits_for_the_copies_and_not_for_ever() -> None:
+    first, _ = pair()
+    for number in (1, 2):
+        first.add(number, [number, *FIRST], 1, stores_prompt=True)
+        first.send()
+        first.copy()  # the answer to its question
+        while not first.live[number].received:
+            first.send()
+            first.deliver()
+        first.send()
+        assert number in first.live and first.core.num_live == 0
+        if number == 1:
+            while first.copies:
+                first.copy()
+        else:
+            first.clock.now += LOAD_DEADLINE_S
+            first.take_stored_ends()
+        assert number not in first.live
+    first.run()
+
+
+def test_what_another_engine_has_removed_is_computed() -> None:
+    first, second = pair()
+    token = computed(first, 1, FIRST)
+    second.add(1, [*FIRST, token], 5, prompt_length=len(FIRST))
+    assert not second.send()
+    second.copy()  # the answer to its question
+    assert not second.send()
+    (load,) = second.copies
+    lost = load.copies[2].digest
+    del second.worker._tiers[0, 0, lost]
+    second.run()
+    assert second.core.stats().prefix_hits == 8
+    assert second.core.stats().kv_tiers[0].failed == 1
+
+
+def shared_storm(seed: int, layout: str) -> Counter[str]:
+    """Prompts on one engine, generation on the other; aborts, lost blocks, ends before all is stored."""
+    chance = random.Random(seed)
+    engines = pair(layout, chance.choice([3, 12, 40]))
+    for number in range(24):
+        prompt = [(chance.randrange(3) * 4 + index) % 8 for _ in range(7) for index in range(4)]
+        prompt = prompt[: chance.randint(6, 28)]
+        engines[0].add(number, prompt, 1, stores_prompt=True)
+        for _ in range(chance.randrange(16)):
+            run = chance.choice(engines)
+            if chance.random() < 0.5 and len(run.results) < MAX_IN_FLIGHT:
+                run.send()
+            elif run.results and chance.random() < 0.7:
+                run.deliver()
+            elif run.copies:
+                run.copy(chance.randrange(len(run.copies)), [0] if chance.random() < 0.05 else [])
+        for done in [one for one in engines[0].done.values() if one.message.max_tokens == 1]:
+            prompt = list(unpack_ids(done.message.prompt_ids))
+            (identity,) = done.message.request_ids
+            del engines[0].done[identity]
+            target = engines[chance.random() < 0.9]
+            target.add(
+                100 + identity, prompt + done.received, chance.randint(2, 9), prompt_length=len(prompt)
+            )
+        if chance.random() < 0.1 and (live := sorted(engines[1].live)):
+            engines[1].abort(chance.choice(live))
+    for run in engines:
+        run.run()
+    (tier,) = engines[1].core.stats().kv_tiers
+    return Counter(stored=tier.stored, loaded=tier.loaded, failed=tier.failed, hits=tier.hits)
+
+
+def test_a_storm_over_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_checkpoints, "_LEAST_BLOCKS", 1)
+    totals: Counter[str] = Counter()
+    for layout in LAYOUTS:
+        for seed in range(5):
+            totals += shared_storm(seed, layout)
+    for case in ("stored", "loaded", "failed", "hits"):
+        assert totals[case] > 0, f"no {case} in {totals}"
 
 
 def storm(seed: int, layout: str) -> Counter[str]:

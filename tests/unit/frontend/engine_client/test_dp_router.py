@@ -247,3 +247,27 @@ def test_the_load_stays_even_while_requests_come_and_end() -> None:
             found.append(imbalance(made, 4))
         running.append((now + each.max_tokens + source.randrange(4), made.route(each, range(4))))
     assert sorted(found)[len(found) // 2] < 0.05 and sum(found) / len(found) < 0.1
+
+
+def test_a_session_stays_where_its_context_is_unless_the_rank_has_too_much_to_do() -> None:
+    made = router("prefix", ranks=2)
+
+    def turn(length: int, seed: int, session: int = 9) -> Charge:
+        asked = RoutedPrompt(pack_ids(random_prompt(length, seed)), 10, 1, "", session)
+        return made.route(asked, (0, 1))
+
+    first = turn(400, 1)
+    assert first.stays is None
+    made.release(first)
+    again = turn(500, 2)  # another beginning: no prefix is known
+    assert again == Charge(first.rank, 500 - 400 + 10, True)
+    other = turn(400, 3, session=8)
+    assert other.rank != first.rank and other.stays is None
+    made.release(other)
+    for _ in range(2):
+        made.route(RoutedPrompt(pack_ids(random_prompt(400, 4)), 10), (first.rank,))
+    moved = turn(500, 5)
+    assert moved.rank == other.rank and moved.stays is False
+    assert turn(500, 6).stays is True
+    made.forget(moved.rank)
+    assert turn(500, 7).stays is None

@@ -27,7 +27,7 @@ def read(tier: DiskTier, *digests: bytes) -> tuple[list[int], torch.Tensor]:
 
 @pytest.fixture
 def tier(tmp_path: Path) -> DiskTier:
-    made = DiskTier(tmp_path / "kv" / "model-0")
+    made = DiskTier(tmp_path / "kv" / "model-0", 2)
     assert made.write(0, copies(A, B, C), ROWS) == []
     return made
 
@@ -41,7 +41,7 @@ def test_later_starts_find_blocks_in_the_order_of_their_use(tmp_path: Path, tier
         os.utime(path, (age, age))
     failed, rows = read(tier, A)
     assert failed == [] and torch.equal(rows[0], ROWS[0])
-    later = DiskTier(tmp_path / "kv" / "model-0")
+    later = DiskTier(tmp_path / "kv" / "model-0", 2)
     assert later.stored([3, 2]) == [B + C + A, b""]
     failed, rows = read(later, C, A)
     assert failed == [] and torch.equal(rows, ROWS[[2, 0]])
@@ -74,7 +74,7 @@ def test_damaged_and_missing_blocks_are_misses(
 
 def test_a_block_that_another_engine_has_stored_is_not_written_again(tmp_path: Path, tier: DiskTier) -> None:
     before = [path.stat().st_ino for path in files(tmp_path)]
-    other = DiskTier(tmp_path / "kv" / "model-0")
+    other = DiskTier(tmp_path / "kv" / "model-0", 2)
     assert other.write(0, copies(A), ROWS[:1]) == []
     assert [path.stat().st_ino for path in files(tmp_path)] == before
 
@@ -106,4 +106,4 @@ def test_partial_files_of_ended_processes_are_removed(tmp_path: Path, tier: Disk
 def test_directories_that_others_may_use_are_refused(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir(mode=0o777)
     with pytest.raises(NotOwnError, match="chmod 700"):
-        DiskTier(tmp_path / "kv" / "model-0")
+        DiskTier(tmp_path / "kv" / "model-0", 2)

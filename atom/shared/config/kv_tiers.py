@@ -1,0 +1,51 @@
+"""Checks of the flags of KV tiers, and of engines that hand over blocks through one."""
+
+from atom.shared.config.cache import CacheConfig
+from atom.shared.config.fields import ConfigError
+from atom.shared.config.parallel import ParallelConfig
+
+__all__ = ["check_kv_tiers"]
+
+
+def check_kv_tiers(cache: CacheConfig, parallel: ParallelConfig) -> None:
+    """Raises ConfigError for flags that conflict, or lack another one."""
+    _check_tiers(cache, parallel)
+    _check_prefill_engines(cache, parallel)
+
+
+def _check_tiers(cache: CacheConfig, parallel: ParallelConfig) -> None:
+    if cache.offloads and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "--kv-offload-memory and --kv-offload-dir keep blocks for the prefix cache: omit "
+            "--no-enable-prefix-caching"
+        )
+    if (cache.kv_offload_dir is None) != (cache.kv_offload_disk is None):
+        raise ConfigError("--kv-offload-dir and --kv-offload-disk go together: give both, or none")
+    if cache.kv_offload_shared and cache.kv_offload_dir is None:
+        raise ConfigError("--kv-offload-shared finds blocks in a directory: give --kv-offload-dir")
+    if cache.kv_offload_dir is not None and parallel.nnodes > 1:
+        raise ConfigError(
+            "--kv-offload-dir is not supported on several nodes, which have a directory each: use "
+            "--kv-offload-memory"
+        )
+
+
+def _check_prefill_engines(cache: CacheConfig, parallel: ParallelConfig) -> None:
+    count = parallel.prefill_engines
+    if not count:
+        return
+    if count >= parallel.data_parallel_size:
+        raise ConfigError(
+            f"--prefill-engines {count} leaves none of --data-parallel-size {parallel.data_parallel_size} to "
+            "generate: lower it, or add engines"
+        )
+    if cache.kv_offload_dir is None:
+        raise ConfigError(
+            "--prefill-engines needs a directory through which blocks reach the other engines: give "
+            "--kv-offload-dir, such as /dev/shm/atom-kv, and --kv-offload-disk"
+        )
+    if parallel.lockstep:
+        raise ConfigError(
+            "--prefill-engines is not supported for engines that share experts, which step together: omit "
+            "--enable-expert-parallel"
+        )

@@ -1,0 +1,53 @@
+"""Ends of requests that are sent once the blocks are stored: then another engine can go on with these."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from atom.shared.messages.engine import Finished, FinishReason
+from engine_core.requests.request import Request
+
+__all__ = ["StoredEnds"]
+
+_DEADLINE_S = 10.0
+"""An end is not kept longer: what is not stored by then is computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    request: Request
+    finished: Finished
+    deadline: float
+
+
+class StoredEnds:
+    """The ends that wait. A check costs their number."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._ends: list[_End] = []
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def hold(self, finished: Iterable[tuple[Request, Finished]]) -> list[tuple[Request, Finished]]:
+        """Keep the ends of requests whose output goes on in another engine; returns the others."""
+        others = []
+        for request, end in finished:
+            if request.settings.stores_prompt and end.reason is FinishReason.MAX_TOKENS:
+                self._ends.append(_End(request, end, self._clock() + _DEADLINE_S))
+            else:
+                others.append((request, end))
+        return others
+
+    def take(self) -> list[tuple[Request, Finished]]:
+        """The ends to send now, in their order."""
+        now = self._clock() if self._ends else -math.inf
+        due = [end for end in self._ends if not end.request.blocks.num_storing or end.deadline <= now]
+        if due:
+            self._ends = [end for end in self._ends if end not in due]
+        return [(end.request, end.finished) for end in due]
+
+    def drop(self, frontend: bytes) -> None:
+        """This frontend is gone."""
+        self._ends = [end for end in self._ends if end.request.frontend != frontend]
