@@ -1,0 +1,123 @@
+"""Kills at each of the first tokens of sampled streams of tool calls with drafts: their texts do not change.
+
+Many streams are under way at once, each at another token, so that one kill interrupts all of them.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
+from tests.helpers.resuming import Resumed, follow
+from tests.helpers.server import Server, running_server
+from tests.helpers.tiny_tokenizer import TEMPLATE
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+TOKENS = set(range(1, 65))
+STREAMS = 32
+ROUNDS = 20
+PATH = "/v1/chat/completions"
+STRING = {"enum": ["x", "yz", "xyx"]}
+CITIES = {"type": "array", "minItems": 20, "maxItems": 24, "items": STRING}
+WEATHER = {"type": "object", "properties": {"cities": CITIES}, "required": ["cities"]}
+TOOLS = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+FLAGS = (
+    *("--method", "ngram", "--num-speculative-tokens", "3", "--prompt-lookup-min", "1"),
+    *("--api-server-count", "2", "--orphan-grace", "150"),
+    *("--max-replays", "100", "--max-restarts", "100"),
+)
+
+
+def body(seed: int) -> dict[str, Any]:
+    return {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": "one two"}],
+        "stream": True,
+        "seed": seed,
+        "temperature": 0.8,
+        "max_tokens": 300,
+        "return_token_ids": True,
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
+        "tool_choice": "required",
+    }
+
+
+def num_tokens(resumed: Resumed) -> int:
+    """Tokens that a client has got."""
+    chunks = (json.loads(event) for event in resumed.events if event.startswith("{"))
+    return sum(len(choice.get("token_ids") or ()) for chunk in chunks for choice in chunk["choices"])
+
+
+class Round:
+    """All streams once, one after another by a few tokens; one kill while they are at enough tokens."""
+
+    def __init__(self, url: str, kill: Callable[[], None], missing: set[int], least: int):
+        """`kill` is called once the streams are at `least` of the tokens that are `missing`."""
+        self.hit: set[int] = set()
+        """Numbers of tokens that streams had got when the kill took place."""
+        self._url = url
+        self._kill = kill
+        self._missing = missing
+        self._least = least
+        self._counts = dict.fromkeys(range(STREAMS), 0)
+        self._can_begin = [asyncio.Event() for _ in range(STREAMS + 1)]
+        self._can_begin[0].set()
+
+    async def run(self) -> list[Resumed]:
+        """What the clients got."""
+        return await asyncio.gather(*map(self._stream, range(STREAMS)))
+
+    async def _stream(self, number: int) -> Resumed:
+        def on_event(resumed: Resumed) -> None:
+            self._counts[number] = num_tokens(resumed)
+            if self._counts[number] > 1:
+                self._can_begin[number + 1].set()
+            hit = {count for count in self._counts.values() if count in self._missing}
+            if self._can_begin[-1].is_set() and not self.hit and len(hit) >= self._least:
+                self.hit = hit
+                self._kill()
+
+        await self._can_begin[number].wait()
+        resumed = await follow(self._url, PATH, body(number), on_event)
+        self._counts[number] = 0
+        return resumed
+
+
+@pytest.mark.parametrize("victim", ["workers.main", "engine_core.process", "frontend.main"])
+def test_kills_at_every_token(tmp_path_factory: pytest.TempPathFactory, victim: str) -> None:
+    model = write_checkpoint(tmp_path_factory.mktemp("model") / "model")
+    (model / "chat_template.jinja").write_text(TOOLS + TEMPLATE, encoding="utf-8")
+    with running_server("--model", str(model), *ARGS, *FLAGS) as server:
+        expected = asyncio.run(_undisturbed(server))
+        missing = set(TOKENS)
+        least = len(TOKENS) // 4
+        for _ in range(ROUNDS):
+            one = Round(server.url, lambda: _kill(server, victim), missing, least)
+            got = asyncio.run(one.run())
+            assert [each.texts for each in got] == [each.texts for each in expected]
+            missing -= one.hit
+            least = max(min(least, len(missing)) // (1 if one.hit else 2), 1)
+            print(f"{victim}: killed at {sorted(one.hit)}, {len(missing)} left")
+            if not missing:
+                break
+    assert not missing
+
+
+async def _undisturbed(server: Server) -> list[Resumed]:
+    found = await asyncio.gather(*(follow(server.url, PATH, body(number)) for number in range(STREAMS)))
+    for each in found:
+        assert each.resumptions == 0 and num_tokens(each) > max(TOKENS)
+        assert 20 <= len(json.loads(each.texts[0])["cities"]) <= 24
+    return found
+
+
+def _kill(server: Server, module: str) -> None:
+    for pid, line in server.children().items():
+        if module in line:
+            os.kill(pid, signal.SIGKILL)
