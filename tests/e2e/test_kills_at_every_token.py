@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TOKENS = set(range(1, 65))
 STREAMS = 32
 ROUNDS = 20
+DEADLINE_S = 400.0
 PATH = "/v1/chat/completions"
 STRING = {"enum": ["x", "yz", "xyx"]}
 CITIES = {"type": "array", "minItems": 20, "maxItems": 24, "items": STRING}
@@ -41,10 +42,11 @@ def body(seed: int) -> dict[str, Any]:
         "stream": True,
         "seed": seed,
         "temperature": 0.8,
-        "max_tokens": 300,
+        "max_tokens": 500,
         "return_token_ids": True,
         "tools": [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
         "tool_choice": "required",
+        "parallel_tool_calls": False,
     }
 
 
@@ -84,14 +86,15 @@ class Round:
                 self._kill()
 
         await self._can_begin[number].wait()
-        resumed = await follow(self._url, PATH, body(number), on_event)
+        resumed = await follow(self._url, PATH, body(number), on_event, DEADLINE_S)
         self._counts[number] = 0
         return resumed
 
 
 @pytest.mark.parametrize("victim", ["workers.main", "engine_core.process", "frontend.main"])
 def test_kills_at_every_token(tmp_path_factory: pytest.TempPathFactory, victim: str) -> None:
-    model = write_checkpoint(tmp_path_factory.mktemp("model") / "model")
+    small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = write_checkpoint(tmp_path_factory.mktemp("model") / "model", **small)
     (model / "chat_template.jinja").write_text(TOOLS + TEMPLATE, encoding="utf-8")
     with running_server("--model", str(model), *ARGS, *FLAGS) as server:
         expected = asyncio.run(_undisturbed(server))
@@ -110,7 +113,8 @@ def test_kills_at_every_token(tmp_path_factory: pytest.TempPathFactory, victim: 
 
 
 async def _undisturbed(server: Server) -> list[Resumed]:
-    found = await asyncio.gather(*(follow(server.url, PATH, body(number)) for number in range(STREAMS)))
+    work = (follow(server.url, PATH, body(number), deadline_s=DEADLINE_S) for number in range(STREAMS))
+    found = await asyncio.gather(*work)
     for each in found:
         assert each.resumptions == 0 and num_tokens(each) > max(TOKENS)
         assert 20 <= len(json.loads(each.texts[0])["cities"]) <= 24
