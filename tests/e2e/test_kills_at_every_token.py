@@ -1,6 +1,7 @@
 """Kills at each of the first tokens of sampled streams of tool calls with drafts: their texts do not change.
 
-Many streams are under way at once, each at another token, so that one kill interrupts all of them.
+Many streams are under way at once, each at another token, so that one kill interrupts all of them. More kills
+follow, when they are at enough other tokens.
 """
 
 import asyncio
@@ -57,16 +58,14 @@ def num_tokens(resumed: Resumed) -> int:
 
 
 class Round:
-    """All streams once, one after another by a few tokens; one kill while they are at enough tokens."""
+    """All streams once, each a few tokens after the one before, and kills while they are at chosen tokens."""
 
-    def __init__(self, url: str, kill: Callable[[], None], missing: set[int], least: int):
-        """`kill` is called once the streams are at `least` of the tokens that are `missing`."""
-        self.hit: set[int] = set()
-        """Numbers of tokens that streams had got when the kill took place."""
+    def __init__(self, url: str, kill: Callable[[], bool], missing: set[int], least: int):
+        """`kill` is called where `least` of the tokens in `missing` are hit, which are removed if it does."""
+        self._least = least
         self._url = url
         self._kill = kill
         self._missing = missing
-        self._least = least
         self._counts = dict.fromkeys(range(STREAMS), 0)
         self._can_begin = [asyncio.Event() for _ in range(STREAMS + 1)]
         self._can_begin[0].set()
@@ -80,10 +79,9 @@ class Round:
             self._counts[number] = num_tokens(resumed)
             if self._counts[number] > 1:
                 self._can_begin[number + 1].set()
-            hit = {count for count in self._counts.values() if count in self._missing}
-            if self._can_begin[-1].is_set() and not self.hit and len(hit) >= self._least:
-                self.hit = hit
-                self._kill()
+            hit = self._missing.intersection(self._counts.values())
+            if self._can_begin[-1].is_set() and len(hit) >= self._least and self._kill():
+                self._missing -= hit
 
         await self._can_begin[number].wait()
         resumed = await follow(self._url, PATH, body(number), on_event, DEADLINE_S)
@@ -99,14 +97,12 @@ def test_kills_at_every_token(tmp_path_factory: pytest.TempPathFactory, victim: 
     with running_server("--model", str(model), *ARGS, *FLAGS) as server:
         expected = asyncio.run(_undisturbed(server))
         missing = set(TOKENS)
-        least = len(TOKENS) // 4
-        for _ in range(ROUNDS):
-            one = Round(server.url, lambda: _kill(server, victim), missing, least)
+        killed = set[int]()
+        for number in range(ROUNDS):
+            least = max(len(missing) // (8 + 4 * number), 1)
+            one = Round(server.url, lambda: _kill(server, victim, killed), missing, least)
             got = asyncio.run(one.run())
             assert [each.texts for each in got] == [each.texts for each in expected]
-            missing -= one.hit
-            least = max(min(least, len(missing)) // (1 if one.hit else 2), 1)
-            print(f"{victim}: killed at {sorted(one.hit)}, {len(missing)} left")
             if not missing:
                 break
     assert not missing
@@ -121,7 +117,10 @@ async def _undisturbed(server: Server) -> list[Resumed]:
     return found
 
 
-def _kill(server: Server, module: str) -> None:
-    for pid, line in server.children().items():
-        if module in line:
-            os.kill(pid, signal.SIGKILL)
+def _kill(server: Server, module: str, killed: set[int]) -> bool:
+    """Kill the processes of a module; False if none was started since the last time."""
+    pids = {pid for pid, line in server.children().items() if module in line} - killed
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    killed |= pids
+    return bool(pids)
