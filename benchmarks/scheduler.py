@@ -6,8 +6,9 @@
 
 No model runs: the sampled ids are constant, and results come one step late, as in serving. The sizes
 are measured in turn, so that other load on the machine affects all of them equally. Of draft tokens, each
-number is accepted equally often. `--worst` instead
-times each call that the largest legal requests need, and prints the longest one of each kind.
+number is accepted equally often. The flight recorder's time is that of the call that records a step, which
+also frees the oldest recorded one, and of reading the clock. `--worst` instead times each call that the
+largest legal requests need, and prints the longest one of each kind.
 """
 
 import argparse
@@ -20,13 +21,17 @@ from typing import Any, TypeVar
 import msgspec
 from tqdm import trange
 
+from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.cli import CommandLineParser
+from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import AddRequest, LogitsProcessors, Sampling, pack_ids
-from atom.shared.messages.worker import BatchResult, FullAttentionSpec
+from atom.shared.messages.launch import CoreLaunch
+from atom.shared.messages.worker import BatchResult, FullAttentionSpec, ScheduledBatch
 from benchmarks.common.arguments import add_output_flag, not_negative, positive, single_line_errors
 from benchmarks.common.report import report, write
 from engine_core.core import EngineCore
+from engine_core.flight_recorder import FlightRecorder
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import Limits
 
@@ -49,6 +54,9 @@ class SteadyDecode:
         self.num_drafts = num_drafts
         self.times: list[float] = []
         """Microseconds of each step."""
+        self.recorder_times: list[int] = []
+        """Nanoseconds in which each step was recorded."""
+        self._recorder = _flight_recorder()
         width = 1 + num_drafts
         max_tokens = width * (steps + 2 * WARMUP_STEPS)
         blocks = running * ((PROMPT_TOKENS + BLOCK_SIZE + max_tokens) // BLOCK_SIZE + 1)
@@ -62,6 +70,7 @@ class SteadyDecode:
         self._results = [self._result(offset) for offset in range(width)]
         """Results of successive steps: each request accepts 0 to `num_drafts` drafts in turn."""
         self._in_flight = self._prefill()
+        """Number of the step in flight."""
         for _ in range(WARMUP_STEPS):
             self._step()
 
@@ -69,16 +78,23 @@ class SteadyDecode:
         """Time `steps` steps."""
         for _ in range(steps):
             began = time.perf_counter_ns()
-            self._step()
-            self.times.append((time.perf_counter_ns() - began) / 1000)
+            batch = self._step()
+            done = time.perf_counter_ns()
+            frame = encode(batch)  # as its link to the workers does
+            encoded = time.perf_counter_ns()
+            self._recorder.sent(frame)
+            recorded = time.perf_counter_ns()
+            self.times.append((done - began) / 1000)
+            self.recorder_times.append(recorded - encoded)
 
-    def _step(self) -> None:
-        following = self._schedule()
+    def _step(self) -> ScheduledBatch:
+        batch = self._schedule()
         ids, counts, num_proposed = self._results[self._in_flight % len(self._results)]
         self._core.update_from_output(
             BatchResult(self._in_flight, ids, counts=counts, num_proposed=num_proposed)
         )
-        self._in_flight = following
+        self._in_flight = batch.step
+        return batch
 
     def _result(self, offset: int) -> tuple[bytes, bytes, bytes]:
         """Ids, counts and proposals of a step."""
@@ -96,10 +112,15 @@ class SteadyDecode:
                 return batch.step
             self._core.update_from_output(BatchResult(batch.step, self._ids[: 4 * len(batch.rows)]))
 
-    def _schedule(self) -> int:
+    def _schedule(self) -> ScheduledBatch:
         batch = self._core.schedule()
         assert batch is not None and len(batch.rows) == self.running
-        return batch.step
+        return batch
+
+
+def _flight_recorder() -> FlightRecorder:
+    checkpoint = Checkpoint("", "LlamaForCausalLM", "llama", {}, "float32", VOCAB_SIZE, max_model_len=1 << 20)
+    return FlightRecorder(CoreLaunch(EngineConfig(), checkpoint, "", "", "", hash_seed=0))
 
 
 def measure(running: list[int], steps: int, num_drafts: list[int]) -> list[dict[str, float]]:
@@ -118,6 +139,7 @@ def measure(running: list[int], steps: int, num_drafts: list[int]) -> list[dict[
             "median_us": statistics.median(decode.times),
             "p99_us": sorted(decode.times)[int(0.99 * (steps - 1))],
             "ratio": statistics.median(decode.times) / base,
+            "flight_recorder_ns": statistics.median(decode.recorder_times),
         }
         for decode in decodes
     ]
@@ -230,10 +252,12 @@ def main() -> None:
 
 def text(result: dict[str, Any]) -> str:
     """The rows as text."""
-    lines = [f"{'running':>8} {'drafts':>6} {'median us':>10} {'p99 us':>10} {'ratio':>6}"]
+    lines = [
+        f"{'running':>8} {'drafts':>6} {'median us':>10} {'p99 us':>10} {'ratio':>6} {'recorder ns':>11}"
+    ]
     lines += [
-        f"{row['running']:>8} {row['num_speculative_tokens']:>6} "
-        f"{row['median_us']:>10.1f} {row['p99_us']:>10.1f} {row['ratio']:>6.2f}"
+        f"{row['running']:>8} {row['num_speculative_tokens']:>6} {row['median_us']:>10.1f} "
+        f"{row['p99_us']:>10.1f} {row['ratio']:>6.2f} {row['flight_recorder_ns']:>11.0f}"
         for row in result["rows"]
     ]
     return "\n".join(lines)

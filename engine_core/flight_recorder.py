@@ -1,6 +1,8 @@
 """The last steps and the unfinished requests of an engine, written to a file when it dies or hangs.
 
-While the engine runs this is one append of a reference for each step: `sent` is that of a bounded deque.
+While the engine runs this is one append of a reference for each step: `sent` is that of a bounded deque. It
+keeps the frames that went to the workers, since as many batches, each of many small objects, would not be in
+the CPU's caches any more when they are freed.
 """
 
 import itertools
@@ -10,6 +12,7 @@ from datetime import datetime
 
 import msgspec
 
+from atom.shared.messages.codec import Decoder
 from atom.shared.messages.flight_record import (
     FORMAT,
     FlightRecord,
@@ -35,19 +38,20 @@ _MOST_ID_BYTES = 16 * 1024 * 1024
 
 
 class FlightRecorder:
-    """`sent(batch)` for each step, `write` at the end."""
+    """`sent(frame)` for each step, `write` at the end."""
 
     def __init__(self, launch: CoreLaunch):
         self._launch = launch
         self._mode = launch.config.observability.flight_recorder
-        self._steps: deque[ScheduledBatch] = deque(maxlen=_MOST_STEPS)
-        self.sent: Callable[[ScheduledBatch], None] = self._steps.append
-        """A step was sent to the workers."""
+        self._steps: deque[bytes] = deque(maxlen=_MOST_STEPS)
+        self._decoder: Decoder[ScheduledBatch] = Decoder(ScheduledBatch)
+        self.sent: Callable[[bytes], None] = self._steps.append
+        """The frame of a `ScheduledBatch` was sent to the workers."""
 
     @property
     def last(self) -> ScheduledBatch | None:
         """The step that was sent last."""
-        return self._steps[-1] if self._steps else None
+        return self._decoder.decode(self._steps[-1]) if self._steps else None
 
     def write(self, core: EngineCore, reason: str, is_hang: bool) -> None:
         """Write the file, and log its path; nothing if no step was sent, or if it is off."""
@@ -68,7 +72,8 @@ class FlightRecorder:
     def record(self, core: EngineCore, reason: str, is_hang: bool) -> FlightRecord:
         """What `write` writes."""
         launch = self._launch
-        in_flight = list(self._steps)[max(len(self._steps) - core.num_in_flight, 0) :]
+        steps = [self._decoder.decode(frame) for frame in self._steps]
+        in_flight = steps[max(len(steps) - core.num_in_flight, 0) :]
         rows = {row for batch in in_flight for row in batch.rows}
         unfinished = list(core.unfinished())
         unfinished.sort(key=lambda request: (request.row not in rows, request.row == NO_ROW))
@@ -86,7 +91,7 @@ class FlightRecorder:
             len(in_flight),
             len(unfinished),
             list(_requests(unfinished[:_MOST_REQUESTS], rows, has_ids)),
-            [_step(batch) for batch in self._steps],
+            [_step(batch) for batch in steps],
             launch.config,
         )
 

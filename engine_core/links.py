@@ -72,8 +72,11 @@ class WorkerLink:
             except WireError as error:
                 raise LinkError(f"worker {int.from_bytes(identity, 'little')} sent an {error}") from error
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Send one frame to every rank. Raises LinkError when ranks are gone; the others still receive it."""
+    def send(self, message: msgspec.Struct) -> bytes:
+        """Send one frame to every rank, and return it.
+
+        Raises LinkError when ranks are gone; the others still receive it.
+        """
         frame = encode(message)
         gone = []
         for rank, identity in enumerate(self._identities):
@@ -83,6 +86,7 @@ class WorkerLink:
                 gone.append(f"worker {rank} cannot be reached: {error}")
         if gone:
             raise LinkError("; ".join(gone))
+        return frame
 
 
 def _bind(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":

@@ -294,8 +294,7 @@ class CoreProcess:
                 for offer in core.offers(identity):
                     self._frontends.send(core, identity, offer)
             while (batch := core.schedule()) is not None:
-                self._workers.send(batch)
-                self._recorder.sent(batch)
+                self._recorder.sent(self._workers.send(batch))
                 self._trace.mark("sent", batch.step)
                 self._steps_sent = True
             for copies in core.tier_messages():

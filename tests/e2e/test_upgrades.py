@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.random_server import ARGS, write_checkpoint
 from tests.helpers.resuming import Resumed, follow
-from tests.helpers.server import Server, is_alive, running_server
+from tests.helpers.server import Server, is_alive, replaced, running_server
 from tests.helpers.tiny_tokenizer import TEMPLATE
 
 pytestmark = pytest.mark.timeout(600)
@@ -28,7 +28,6 @@ _LONG = {
     "ignore_eos": True,
 }
 _MORE = ("--api-server-count", "2", "--orphan-grace", "150", "--shutdown-timeout", "3")
-_END_S = 90.0
 
 
 def checkpoint(directory: Path, **changes: Any) -> Path:
@@ -92,18 +91,6 @@ async def plain(session: aiohttp.ClientSession) -> str:
 async def undisturbed(url: str) -> tuple[str, Resumed]:
     async with aiohttp.ClientSession(url) as session:
         return await plain(session), await follow(url, _PATH, _LONG)
-
-
-async def replaced(old: Server, *args: str) -> Server:
-    """A new server in place of `old`, which has ended well."""
-    new = Server(*args, "--upgrade-from", str(old.process.pid))
-    try:
-        await asyncio.to_thread(new.wait_ready)
-        assert await asyncio.to_thread(old.process.wait, _END_S) == 0, old.text()
-    except BaseException:
-        new.kill()
-        raise
-    return new
 
 
 @pytest.mark.slow

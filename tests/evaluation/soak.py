@@ -1,13 +1,16 @@
 """A mixed load on a real server for minutes: does anything grow?
 
     python -m tests.evaluation.soak --minutes 10
+    python -m tests.evaluation.soak --minutes 10 --kill-every 40
 
 Clients stream and do not stream, chat and complete, penalise, score prompts, leave early, and send
-bodies that must be refused. Every ten seconds the tool reads each process's resident memory, open
-descriptors and threads, and at the end it prints the memory of every half minute. The first third of the
-samples is a warm-up. The tool exits with status 1 where the medians of the last third are above those
+bodies that must be refused. With `--kill-every` there are two engines and two frontends, and a worker, a core
+or a frontend is killed about as often; a client whose frontend dies is cut off, and nobody else notices.
+Every ten seconds the tool reads resident memory, open descriptors and threads of each kind of process, of
+the largest where there are several, and at the end it prints the memory of every half minute. The first third
+of the samples is a warm-up. The tool exits with status 1 where the medians of the last third are above those
 of the middle third by more than 8 MiB, 2 descriptors or 2 threads, and where a request had an outcome
-that it should not have.
+that it should not have, or none.
 """
 
 import argparse
@@ -16,6 +19,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -40,6 +45,10 @@ _WORDS = ("one", "two", "three", "four", "five", "six", "seven", "fox", "dog", "
 _SAMPLE_S = 10.0
 _REQUEST_DEADLINE_S = 120.0
 _PRINTED_S = 30.0
+_CUT_S = 2.0
+"""A client notices within so long that the frontend of its open connection has died."""
+_FRONTEND = "frontend.main"
+_VICTIMS = ("workers.main", "engine_core.process", _FRONTEND)
 _MIN_MINUTES = 1.5  # three samples in each third
 _JUDGED = (("memory, MiB", 1 << 20, 8), ("descriptors", 1, 2), ("threads", 1, 2))
 """The columns of a sample: name, unit, and the growth that is allowed."""
@@ -54,14 +63,17 @@ def main() -> None:
     parser.add_argument(
         "--model", help="a real model's directory; a tiny one with random weights when absent"
     )
+    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds; 0: nothing is killed")
     args = parser.parse_args()
     if args.minutes < _MIN_MINUTES:
         parser.error(f"--minutes must be at least {_MIN_MINUTES}: fewer samples show no growth")
     with tempfile.TemporaryDirectory() as directory:
         flags = _flags(args.model, Path(directory))
+        if args.kill_every:
+            flags += ("-dp", "2", "--api-server-count", "2")
         with running_server(*flags, *_LIMITS) as server:
             soak = Soak(server, args.clients, args.seed)
-            asyncio.run(soak.run(args.minutes * 60))
+            asyncio.run(soak.run(args.minutes * 60, args.kill_every))
             wait_until(server, Gauges.is_idle, "idle again")
             soak.take_sample()
             problems = soak.report()
@@ -83,13 +95,17 @@ class Soak:
         self._seed = seed
         self._outcomes: Counter[str] = Counter()
         self._unexpected: list[str] = []
-        self._processes = [psutil.Process(pid) for pid in (server.process.pid, *server.children())]
+        self._sent = 0
+        self._kills: Counter[str] = Counter()
+        """By the module of the process."""
+        self._cut_at = -_CUT_S
+        """When a frontend was killed last (monotonic, seconds): its clients are cut off."""
         self._began = time.monotonic()
-        self._samples: list[tuple[float, list[tuple[int, int, int]]]] = []
-        """Seconds since the start and, for each process, resident bytes, descriptors and threads."""
+        self._samples: list[tuple[float, dict[str, tuple[int, ...]]]] = []
+        """Seconds since the start and, by kind of process, resident bytes, descriptors and threads."""
 
-    async def run(self, seconds: float) -> None:
-        """Keep the clients busy for so long."""
+    async def run(self, seconds: float, kill_every: float) -> None:
+        """Keep the clients busy for so long; kill a process every `kill_every` seconds, if that is not 0."""
         end = time.monotonic() + seconds
         timeout = aiohttp.ClientTimeout(total=_REQUEST_DEADLINE_S)
         async with (
@@ -99,18 +115,25 @@ class Soak:
             for number in range(self._clients):
                 group.create_task(self._client(session, random.Random(self._seed + number), end))
             group.create_task(self._sample_until(end))
+            if kill_every:
+                group.create_task(self._kill_until(end - _REQUEST_DEADLINE_S / 4, kill_every))
 
     def take_sample(self) -> None:
-        """Read the processes' figures now."""
-        figures = [
-            (process.memory_info().rss, process.num_fds(), process.num_threads())
-            for process in self._processes
-        ]
+        """Read the processes' figures now. A kind of which none lives has those of the sample before."""
+        figures = dict(self._samples[-1][1]) if self._samples else {}
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for pid in (self._server.process.pid, *self._server.children()):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                sample = (process.memory_info().rss, process.num_fds(), process.num_threads())
+                found.setdefault(_name_of(process), []).append(sample)
+        figures |= {name: tuple(map(max, zip(*each, strict=True))) for name, each in found.items()}
         self._samples.append((time.monotonic() - self._began, figures))
 
     def report(self) -> list[str]:
         """Print the figures; returns what should not have happened."""
         print("\nrequests:", ", ".join(f"{count} {name}" for name, count in self._outcomes.most_common()))
+        print("killed:", ", ".join(f"{count} {name}" for name, count in self._kills.items()) or "nothing")
         buckets = lag_buckets(metrics_text(self._server))
         counts = [
             count - before for (_, count), (_, before) in zip(buckets, [(0.0, 0.0), *buckets], strict=False)
@@ -121,22 +144,21 @@ class Soak:
             if count
         )
         print("lag of the frontend's event loop, ms: times:", ", ".join(shown))
-        names = [_name_of(process) for process in self._processes]
+        names = list(self._samples[0][1])
         print("\nresident memory, MiB")
         print(_line("minute", names))
         for moment, figures in self._samples[:: int(_PRINTED_S / _SAMPLE_S)]:
-            print(_line(f"{moment / 60:.1f}", [f"{figure[0] / (1 << 20):.0f}" for figure in figures]))
+            print(_line(f"{moment / 60:.1f}", [f"{figures[name][0] / (1 << 20):.0f}" for name in names]))
         third = len(self._samples) // 3
         middle, last = self._samples[third : 2 * third], self._samples[-third:]
         problems = [f"unexpected: {text}" for text in self._unexpected[:10]]
+        if self._sent != self._outcomes.total():
+            problems.append(f"{self._sent} requests were sent, and {self._outcomes.total()} have an outcome")
         print("\nmedians of the middle third -> the last third")
         print(_line("", names))
         for column, (what, unit, _) in enumerate(_JUDGED):
             before, after = (
-                [
-                    statistics.median(figures[index][column] for _, figures in part) / unit
-                    for index in range(len(names))
-                ]
+                [statistics.median(figures[name][column] for _, figures in part) / unit for name in names]
                 for part in (middle, last)
             )
             print(_line(what, [f"{old:.0f} -> {new:.0f}" for old, new in zip(before, after, strict=True)]))
@@ -152,15 +174,45 @@ class Soak:
         hostile = hostile_bodies(source.randrange(1 << 30), 1 << 20)
         while time.monotonic() < end:
             kind = source.randrange(10)
+            self._sent += 1
+            begun = time.monotonic()
             try:
                 if kind == 0:
                     path, body = next(hostile)
                     await self._refused(session, path, body)
                 else:
                     await self._generate(session, source, leaves=kind <= 2)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                self._outcomes["failed"] += 1
-                self._unexpected.append(f"{type(error).__name__}: {error}")
+            except aiohttp.ClientError as error:
+                if self._cut_at > begun - _CUT_S:
+                    self._outcomes["cut off with a frontend"] += 1
+                else:
+                    self._fail(error)
+            except TimeoutError as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._outcomes["failed"] += 1
+        self._unexpected.append(f"{type(error).__name__}: {error}")
+
+    def _is_whole(self) -> bool:
+        """Whether both engines can serve."""
+        return len(re.findall(r"^atom:engine_up.* 1\.0$", metrics_text(self._server), re.MULTILINE)) == 2
+
+    async def _kill_until(self, end: float, every: float) -> None:
+        """Kill one process after another, of each kind in turn."""
+        source = random.Random(self._seed)
+        while True:
+            await asyncio.sleep(source.uniform(0.5, 1.5) * every)
+            while not await asyncio.to_thread(self._is_whole):
+                await asyncio.sleep(1)
+            if time.monotonic() > end:
+                return
+            module = _VICTIMS[self._kills.total() % len(_VICTIMS)]
+            if pids := [pid for pid, line in self._server.children().items() if module in line]:
+                os.kill(source.choice(pids), signal.SIGKILL)
+                self._kills[module] += 1
+                if module == _FRONTEND:
+                    self._cut_at = time.monotonic()
 
     async def _refused(self, session: aiohttp.ClientSession, path: str, body: bytes) -> None:
         async with session.post(path, data=body) as answer:

@@ -43,11 +43,15 @@ OnEvent = Callable[[Resumed], None]
 
 
 async def follow(
-    url: str, path: str, body: dict[str, Any], on_event: OnEvent = lambda resumed: None
+    url: str,
+    path: str,
+    body: dict[str, Any],
+    on_event: OnEvent = lambda resumed: None,
+    deadline_s: float = DEADLINE_S,
 ) -> Resumed:
     """Read a resumable stream to its end."""
     resumed = Resumed()
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(deadline_s):
         while not await read(url, path, body, resumed, on_event):
             resumed.resumptions += 1
     return resumed

@@ -1,5 +1,6 @@
 """A real server on a free port, started and ended as users do."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0
+_REPLACED_DEADLINE_S = 90.0
 
 
 class Server:
@@ -75,6 +77,18 @@ def running_server(*args: str) -> Iterator[Server]:
         yield server
     finally:
         server.kill()
+
+
+async def replaced(old: Server, *args: str) -> Server:
+    """A new server in place of `old`, which has ended well."""
+    new = Server(*args, "--upgrade-from", str(old.process.pid))
+    try:
+        await asyncio.to_thread(new.wait_ready)
+        assert await asyncio.to_thread(old.process.wait, _REPLACED_DEADLINE_S) == 0, old.text()
+    except BaseException:
+        new.kill()
+        raise
+    return new
 
 
 def child_processes(parent: int) -> dict[int, str]:

@@ -7,6 +7,6 @@ scenarios.py    what happens, and when
 processes.py    the processes of a server, and signals to them
 overload.py     ten times the requests that a server can take
 streams.py      clients that keep the ids of their tokens, and resume their streams
-run.py          one scenario: the streams undisturbed, then with its events
+run.py          the streams undisturbed, and with the events of a scenario
 report.py       what became of the streams, and the pauses after an event
 """

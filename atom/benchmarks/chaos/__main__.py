@@ -17,7 +17,7 @@ import msgspec
 from atom.benchmarks import chaos
 from atom.benchmarks.chaos.processes import ChaosError, supervisor_of
 from atom.benchmarks.chaos.report import Report
-from atom.benchmarks.chaos.run import Target, run_scenario
+from atom.benchmarks.chaos.run import Target, run_scenario, run_undisturbed
 from atom.benchmarks.chaos.scenarios import SCENARIOS
 from atom.shared.utils.open_files import raise_open_files_limit
 
@@ -52,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("url", nargs="?", help="a server on this host; needs --admin-socket")
     parser.add_argument("--admin-socket", help="that of the server at `url`: it tells its processes")
     parser.add_argument("--scenario", nargs="+", required=True, choices=[*SCENARIOS, "all"])
-    parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--streams", type=int, default=50, help="at a time")
+    parser.add_argument("--requests", type=int, default=1, help="streams of each client, one after another")
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--seconds", type=float, default=60.0, help="of an overload")
     parser.add_argument("--seed", type=int, default=0, help="chooses which process is the victim")
@@ -67,10 +68,23 @@ async def _run(args: argparse.Namespace, url: str, supervisor: int) -> list[Repo
     async with aiohttp.ClientSession(url, headers=headers) as session, session.get("/v1/models") as response:
         response.raise_for_status()
         model = (await response.json())["data"][0]["id"]
-    target = Target(url, supervisor, headers, model, args.streams, args.tokens, args.seed, args.seconds)
+    target = Target(
+        url,
+        supervisor,
+        headers,
+        model,
+        clients=args.streams,
+        tokens=args.tokens,
+        seed=args.seed,
+        seconds=args.seconds,
+        requests=args.requests,
+    )
+    names = list(SCENARIOS) if "all" in args.scenario else args.scenario
+    compares = not all(SCENARIOS[name].is_overload for name in names)
+    undisturbed = await run_undisturbed(target) if compares else []
     reports = []
-    for name in SCENARIOS if "all" in args.scenario else args.scenario:
-        reports.append(await run_scenario(target, name, SCENARIOS[name]))
+    for name in names:
+        reports.append(await run_scenario(target, name, SCENARIOS[name], undisturbed))
         print(reports[-1].text(), flush=True)
     return reports
 

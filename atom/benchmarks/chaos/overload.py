@@ -3,9 +3,14 @@
 peak        as many clients as the scenario has streams, each with one request after the other
 overload    requests at ten times the rate at which these ended, whatever becomes of them
 recovery    one request after the other, until one is served
+
+A server has hundreds of requests in progress at the end of an overload, far more than at the peak: those
+that ended within its time would tell little. So goodput is counted in tokens that were generated meanwhile,
+without those of requests that were not served in the end, which were wasted.
 """
 
 import asyncio
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -28,6 +33,7 @@ _MOST_OPEN = 4096
 """Requests of this tool at a time: more of them would measure the tool."""
 _RECOVERY_DEADLINE_S = 60.0
 _POLL_S = 0.1
+_GENERATED = re.compile(r"^atom:generation_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 _timeout = aiohttp.ClientTimeout(total=180)
 
 
@@ -74,8 +80,12 @@ class Load:
         await asyncio.gather(*(client() for _ in range(clients)))
         return self.served / (time.monotonic() - begun)
 
-    async def open(self, rate: float, seconds: float) -> float:
-        """Requests per second that are served while `rate` arrive."""
+    async def open(self, rate: float, seconds: float) -> tuple[float, int, int]:
+        """Let `rate` requests arrive per second.
+
+        Returns tokens per second meanwhile, and of all these requests the tokens and the wasted tokens.
+        """
+        before = await self._generated()
         tasks: set[asyncio.Task[bool]] = set()
         begun = time.monotonic()
         sent = 0
@@ -87,9 +97,15 @@ class Load:
                 task.add_done_callback(tasks.discard)
                 sent += 1
             await asyncio.sleep(1 / rate)
-        served = self.served / seconds
+        tokens_per_s = (await self._generated() - before) / (time.monotonic() - begun)
         await asyncio.gather(*tasks)
-        return served
+        tokens = await self._generated() - before
+        return tokens_per_s, tokens, max(tokens - _TOKENS * self.served, 0)
+
+    async def _generated(self) -> int:
+        """Tokens that the server has generated since its start."""
+        async with self.session.get("/metrics") as response:
+            return sum(int(float(value)) for value in _GENERATED.findall(await response.text()))
 
     async def recovery_s(self) -> float:
         """Seconds until a request is served."""
@@ -108,7 +124,8 @@ async def overload(
         load = Load(session, model)
         peak = await load.closed(clients, seconds / _PEAK_SHARE)
         before = resident_bytes(processes_of(supervisor, "frontend"))
-        goodput = await load.open(max(_FACTOR * peak, 1.0), seconds)
+        tokens_per_s, tokens, wasted = await load.open(max(_FACTOR * peak, 1.0), seconds)
         grown = resident_bytes(processes_of(supervisor, "frontend")) - before
-        figures = OverloadFigures(peak, goodput, await load.recovery_s())
+        goodput = tokens_per_s / _TOKENS * (1 - wasted / max(tokens, 1))
+        figures = OverloadFigures(peak, goodput, await load.recovery_s(), tokens, wasted)
     return figures, dict(load.outcomes), grown

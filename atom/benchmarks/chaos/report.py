@@ -13,6 +13,7 @@ BOUNDS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 _MOST_GROWTH = 50 << 20
 _LEAST_GOODPUT = 0.9
 _MOST_RECOVERY_S = 5.0
+_MOST_WASTED = 0.01
 
 
 class OverloadFigures(msgspec.Struct):
@@ -21,9 +22,13 @@ class OverloadFigures(msgspec.Struct):
     peak: float
     """Requests per second without them."""
     goodput: float
-    """Requests per second that were served meanwhile."""
+    """Requests per second whose tokens were generated meanwhile, without those of `wasted_tokens`."""
     recovery_s: float
     """From the end of the overload to the next request that was served."""
+    tokens: int
+    """Generated for the requests of the overload."""
+    wasted_tokens: int
+    """Those of requests that were not served."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -71,6 +76,7 @@ class Report(msgspec.Struct, kw_only=True):
         if (figures := self.overload) is not None:
             lines.append(
                 f"  {figures.goodput:.1f} requests/s served under overload, {figures.peak:.1f} at the peak; "
+                f"{figures.wasted_tokens} of {figures.tokens} tokens wasted; "
                 f"served again {figures.recovery_s:.1f} s after it; {self.grown_bytes >> 20} MiB more memory"
             )
         if self.outcomes:
@@ -89,6 +95,9 @@ def judge_overload(
     if figures.goodput < _LEAST_GOODPUT * figures.peak:
         share = f"{figures.goodput:.1f} of {figures.peak:.1f} requests/s"
         report.problems.append(f"only {share} were served under overload")
+    if figures.wasted_tokens > _MOST_WASTED * figures.tokens:
+        share = f"{figures.wasted_tokens} of {figures.tokens} tokens"
+        report.problems.append(f"{share} were computed for requests that were not served")
     if figures.recovery_s > _MOST_RECOVERY_S:
         report.problems.append(f"a request was served only {figures.recovery_s:.1f} s after the overload")
     if not outcomes.get("429"):

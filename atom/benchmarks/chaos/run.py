@@ -1,10 +1,11 @@
-"""Runs one scenario: the streams undisturbed, then again with its events."""
+"""Runs one scenario: the streams again, with its events."""
 
 import asyncio
 import contextlib
 import random
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +15,9 @@ from atom.benchmarks.chaos.overload import overload
 from atom.benchmarks.chaos.processes import ChaosError, processes_of, resident_bytes, send, wait_for_kind
 from atom.benchmarks.chaos.report import Report, judge, judge_overload
 from atom.benchmarks.chaos.scenarios import Event, Scenario
-from atom.benchmarks.chaos.streams import body_of, flood, follow_all, stall
+from atom.benchmarks.chaos.streams import ClientStream, body_of, flood, follow_all, stall
 
-__all__ = ["Target", "run_scenario"]
+__all__ = ["Target", "run_scenario", "run_undisturbed"]
 
 _READY_DEADLINE_S = 180.0
 _NOTICE_S = 180.0
@@ -33,34 +34,46 @@ class Target:
     """Its process id."""
     headers: dict[str, str]
     model: str
-    streams: int
+    clients: int
     tokens: int
     """Tokens of each stream."""
     seed: int = 0
     seconds: float = 60.0
     """Duration of an overload."""
+    requests: int = 1
+    """Streams of each client, one after another."""
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
         """The requests of the streams."""
-        return [body_of(self.model, number, self.tokens) for number in range(self.streams)]
+        return [body_of(self.model, number, self.tokens) for number in range(self.clients * self.requests)]
 
 
-async def run_scenario(target: Target, name: str, scenario: Scenario) -> Report:
-    """Raises ChaosError for a server without the processes that the scenario needs."""
+async def run_undisturbed(target: Target) -> list[ClientStream]:
+    """The streams without events."""
+    await _until_ready(target)
+    return await follow_all(target.url, target.headers, target.bodies, lambda count: None, target.requests)
+
+
+async def run_scenario(
+    target: Target, name: str, scenario: Scenario, undisturbed: Sequence[ClientStream]
+) -> Report:
+    """The streams with the events of a scenario, compared with `undisturbed`, which an overload ignores.
+
+    Raises ChaosError for a server without the processes that the scenario needs.
+    """
     counts = _counts(target, scenario)
     await _until_ready(target)
     named = (name, scenario.requirement, scenario.summary)
     if scenario.is_overload:
         figures, outcomes, grown = await overload(
-            target.url, target.headers, target.model, target.streams, target.seconds, target.supervisor
+            target.url, target.headers, target.model, target.clients, target.seconds, target.supervisor
         )
         return judge_overload(named, figures, outcomes, grown)
-    undisturbed = await follow_all(target.url, target.headers, target.bodies, lambda count: None)
     restarts = await _restarts(target)
     before = resident_bytes(processes_of(target.supervisor, "frontend"))
     events = _Events(target, scenario.events)
-    streams = await follow_all(target.url, target.headers, target.bodies, events.on_tokens)
+    streams = await follow_all(target.url, target.headers, target.bodies, events.on_tokens, target.requests)
     outcomes = await events.end()
     changed = {event.target for event in scenario.events}
     grown = resident_bytes(processes_of(target.supervisor, "frontend")) - before
@@ -91,7 +104,7 @@ class _Events:
 
     def on_tokens(self, count: int) -> None:
         self.num_tokens += count
-        expected = self.target.streams * self.target.tokens
+        expected = self.target.clients * self.target.requests * self.target.tokens
         while self.left and self.num_tokens >= self.left[0].at * expected:
             event = self.left[0]
             self.left = self.left[1:]

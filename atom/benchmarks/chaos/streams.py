@@ -54,13 +54,22 @@ def body_of(model: str, number: int, tokens: int) -> dict[str, Any]:
 
 
 async def follow_all(
-    url: str, headers: dict[str, str], bodies: list[dict[str, Any]], on_tokens: Callable[[int], None]
+    url: str,
+    headers: dict[str, str],
+    bodies: list[dict[str, Any]],
+    on_tokens: Callable[[int], None],
+    each: int = 1,
 ) -> list[ClientStream]:
-    """Read all streams at once; `on_tokens` gets the number of new ids."""
+    """Read all streams, with a client for `each` of them in a row; `on_tokens` gets the number of new ids."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_DEADLINE_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, headers=headers, timeout=timeout, connector=connector) as session:
-        return await asyncio.gather(*(_follow(session, body, on_tokens) for body in bodies))
+
+        async def client(requests: list[dict[str, Any]]) -> list[ClientStream]:
+            return [await _follow(session, body, on_tokens) for body in requests]
+
+        rows = [bodies[first : first + each] for first in range(0, len(bodies), each)]
+        return [stream for row in await asyncio.gather(*map(client, rows)) for stream in row]
 
 
 async def _follow(
@@ -72,6 +81,7 @@ async def _follow(
     while True:
         last = ""
         data = b""
+        has_broken = False
         try:
             async with session.post(_PATH, json=body, headers=headers) as response:
                 if response.status != 200:
@@ -90,11 +100,9 @@ async def _follow(
                             deadline = time.monotonic() + _READ_DEADLINE_S
         except aiohttp.ClientError as error:
             stream.error = f"{type(error).__name__}: {error}"
-        if (
-            "Last-Event-ID" not in headers
-            or stream.error[:3] in ("400", "404")
-            or time.monotonic() > deadline
-        ):
+            has_broken = True  # without an event so far, the same request is sent again
+        can_repeat = has_broken or "Last-Event-ID" in headers
+        if not can_repeat or stream.error[:3] in ("400", "404") or time.monotonic() > deadline:
             stream.error = stream.error or "the stream has ended early"
             return stream
         stream.error = ""

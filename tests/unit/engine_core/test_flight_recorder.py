@@ -10,6 +10,7 @@ import pytest
 
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.observability import ObservabilityConfig
+from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import LogitsProcessors, pack_ids
 from atom.shared.messages.flight_record import FlightRecord
 from atom.shared.messages.launch import CoreLaunch
@@ -38,7 +39,7 @@ def driven(made: FlightRecorder, steps: int = 2) -> CoreDriver:
     for left in reversed(range(steps)):
         batch = run.core.schedule()
         assert batch is not None
-        made.sent(batch)
+        made.sent(encode(batch))
         if left:
             run.core.update_from_output(run.worker.execute(batch))
     return run
@@ -83,7 +84,7 @@ def test_the_record_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     core = driven(made, steps=5).core
     for _ in range(200):
         assert made.last is not None
-        made.sent(made.last)
+        made.sent(encode(made.last))
     record = made.record(core, "x", False)
     assert len(record.steps) == 64 and record.num_requests == 3
     assert [bool(each.prompt_ids) for each in record.requests] == [False, False]
