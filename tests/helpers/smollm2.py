@@ -85,7 +85,7 @@ class Scored:
     ids: list[int]
     context_length: int
     log_probabilities: list[float]
-    """Of each token but the first."""
+    """One for each token but the first."""
     is_best: list[bool]
     """Whether no token is likelier, for the same tokens."""
 
