@@ -30,6 +30,8 @@ class Use:
 
 def uses(source: str, path: str | Path) -> list[Use]:
     """Every use in a file's source. Raises ValueError where a use could be hidden."""
+    if not any(name in source for name in LIBRARIES):
+        return []
     tree = ast.parse(source)
     finder = _Finder(str(path), _imported(tree))
     finder.types = _types(tree, finder.imported)

@@ -8,7 +8,16 @@ import pytest
 
 from atom import LLMEngine, SamplingParams
 from atom.shared.outputs import RequestOutput
-from tests.helpers.smollm2 import NEW_TOKENS, NUM_LONG, PROMPTS, Reference, gguf_path, references
+from tests.helpers.smollm2 import (
+    NEW_TOKENS,
+    NUM_LONG,
+    PROMPTS,
+    Reference,
+    computed,
+    gguf_path,
+    references,
+    scores,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(
@@ -43,6 +52,17 @@ def sampled_alone() -> list[int]:
 def greedy_ids(made: LLMEngine, expected: list[Reference]) -> list[list[int]]:
     outputs = made.generate([row.prompt_ids for row in expected], GREEDY)
     return [output["token_ids"] for output in outputs]
+
+
+def test_what_is_recorded_is_what_transformers_computes(expected: list[Reference]) -> None:
+    continuations, scored = computed()
+    for found, wanted in zip(continuations, expected, strict=True):
+        assert (found.prompt_ids, found.greedy_ids) == (wanted.prompt_ids, wanted.greedy_ids)
+        assert found.min_gap == pytest.approx(wanted.min_gap, abs=1e-4)
+    for score, before in zip(scored, scores(), strict=True):
+        assert (score.ids, score.context_length) == (before.ids, before.context_length)
+        assert score.is_best == before.is_best
+        assert score.log_probabilities == pytest.approx(before.log_probabilities, abs=1e-4)
 
 
 def test_one_worker_cold_and_warm(expected: list[Reference], sampled_alone: list[int]) -> None:

@@ -1,10 +1,10 @@
-"""The real small model of the test suite, and what transformers makes of it."""
+"""The real small model of the test suite, and what transformers makes of it.
+
+`python -m tests.helpers.smollm2` records transformers' outputs again (two minutes).
+"""
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from atom.shared.config.model import ModelConfig
 from atom.supervisor import Supervisor
 
 NEW_TOKENS = 48
-REFERENCE_DEADLINE_S = 600
+RECORD = Path(__file__).parents[1] / "golden/smollm2.json"
 
 
 def gguf_path() -> str:
@@ -59,6 +59,15 @@ PROMPTS: list[str] = [
 ]
 
 
+PAIRS = [
+    ("The capital of France is", " Paris"),
+    ("The capital of France is", " a bowl of rice"),
+    ("Water boils at", " 100 degrees Celsius"),
+    ("北京是中国的", "首都。🦊"),
+]
+"""Contexts and continuations that are scored."""
+
+
 @dataclass(frozen=True)
 class Reference:
     """One prompt's greedy continuation by transformers in float32."""
@@ -69,6 +78,18 @@ class Reference:
     """Smallest difference of the two best logits on the way."""
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What transformers in float32 says of a context and its continuation."""
+
+    ids: list[int]
+    context_length: int
+    log_probabilities: list[float]
+    """One for each token but the first."""
+    is_best: list[bool]
+    """Whether no token is likelier, for the same tokens."""
+
+
 @cache
 def prepared() -> Checkpoint:
     """The model as the preparation step leaves it."""
@@ -76,19 +97,20 @@ def prepared() -> Checkpoint:
         return supervisor.prepare(ModelConfig(model=gguf_path()))[0]
 
 
-@cache
 def references() -> list[Reference]:
-    """Greedy continuations of PROMPTS, computed once, in a process of its own."""
-    directory = prepared().directory
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.smollm2", directory],
-        # Of several threads each operator would wait for the last one: minutes on a busy machine.
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        timeout=REFERENCE_DEADLINE_S,
-        check=True,
-    )
-    return [Reference(**row) for row in json.loads(done.stdout)]
+    """The recorded greedy continuations of PROMPTS."""
+    return [Reference(**row) for row in _record()["references"]]
+
+
+def scores() -> list[Scored]:
+    """The recorded scores of PAIRS."""
+    return [Scored(**row) for row in _record()["scores"]]
+
+
+@cache
+def _record() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return found
 
 
 def in_transformers() -> Any:
@@ -100,35 +122,65 @@ def in_transformers() -> Any:
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
-def _print_references(directory: str) -> None:
-    import torch
+def computed() -> tuple[list[Reference], list[Scored]]:
+    """What is recorded, computed by transformers: two minutes of a core."""
     from transformers import AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(directory, padding_side="left"), in_transformers()
+    tokenizer = AutoTokenizer.from_pretrained(prepared().directory, padding_side="left")
+    model = in_transformers()
     model.generation_config.eos_token_id = None
-    rows: list[dict[str, object]] = []
     # Short prompts in one padded batch; long ones alone, for padding to them would cost minutes.
-    for texts in [PROMPTS[:-NUM_LONG], *([text] for text in PROMPTS[-NUM_LONG:])]:
-        batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-        with torch.inference_mode():
-            out = model.generate(
-                **batch,
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                pad_token_id=tokenizer.pad_token_id,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        best = torch.stack([step.float().topk(2).values for step in out.logits], dim=1)
-        gaps = (best[..., 0] - best[..., 1]).amin(dim=1)
-        width = batch["input_ids"].shape[1]
+    batches = [PROMPTS[:-NUM_LONG], *([text] for text in PROMPTS[-NUM_LONG:])]
+    rows = [row for texts in batches for row in _continued(tokenizer, model, texts)]
+    return rows, [_scored(tokenizer, model, *pair) for pair in PAIRS]
+
+
+def _continued(tokenizer: Any, model: Any, texts: list[str]) -> list[Reference]:
+    import torch
+
+    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    with torch.inference_mode():
+        out = model.generate(
+            **batch,
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            pad_token_id=tokenizer.pad_token_id,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    best = torch.stack([step.float().topk(2).values for step in out.logits], dim=1)
+    gaps = (best[..., 0] - best[..., 1]).amin(dim=1)
+    width = batch["input_ids"].shape[1]
+    return [
+        Reference(ids[mask.bool()].tolist(), sequence[width:].tolist(), float(gap))
         for ids, mask, sequence, gap in zip(
             batch["input_ids"], batch["attention_mask"], out.sequences, gaps, strict=True
-        ):
-            row = Reference(ids[mask.bool()].tolist(), sequence[width:].tolist(), float(gap))
-            rows.append(asdict(row))
-    print(json.dumps(rows))
+        )
+    ]
+
+
+def _scored(tokenizer: Any, model: Any, context: str, rest: str) -> Scored:
+    import torch
+
+    first, second = (tokenizer(text, add_special_tokens=False).input_ids for text in (context, rest))
+    ids = first + second
+    with torch.inference_mode():
+        values = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
+    best = values.argmax(-1).tolist()
+    log_probabilities = [float(values[i - 1, ids[i]]) for i in range(1, len(ids))]
+    return Scored(ids, len(first), log_probabilities, [best[i - 1] == ids[i] for i in range(1, len(ids))])
+
+
+def record() -> None:
+    """Write transformers' outputs, a row a line."""
+    continuations, scored = computed()
+    kinds = {"references": continuations, "scores": scored}
+    written = (
+        f"{json.dumps(kind)}: [\n" + ",\n".join(json.dumps(asdict(row)) for row in rows) + "\n]"
+        for kind, rows in kinds.items()
+    )
+    RECORD.write_text("{\n" + ",\n".join(written) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    _print_references(sys.argv[1])
+    record()

@@ -23,9 +23,14 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def text_of(path: Path) -> str:
+    """The text of a file, whose path is relative to the root."""
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 @cache
 def parse(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return ast.parse(text_of(path))
 
 
 def _python_files(*folders: str) -> list[Path]:

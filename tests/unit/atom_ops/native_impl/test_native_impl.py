@@ -1,19 +1,13 @@
-"""Kernels in C++: their attention, how they round, and how they are built."""
+"""Kernels in C++: their attention, their linear layers, and how they round."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
 import atom_ops
-from atom.shared.utils import envs
 from atom_ops import backend, native_impl
-from atom_ops.native_impl import build
 from atom_ops.op import REGISTRY
 from tests.helpers.paged_step import Step
 
@@ -217,138 +211,6 @@ def test_fused_linear_layers_have_the_bits_of_their_parts(rows: int, dtype: torc
     gate_up = torch.cat((x, x.flip(0)), dim=1)
     gated = atom_ops.linear(atom_ops.silu_and_mul(gate_up), packed, bias)
     assert torch.equal(atom_ops.silu_and_mul_linear(gate_up, packed, bias), gated)
-
-
-@pytest.fixture
-def built_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory of the libraries of a test, which are not optimised: so they take a tenth of the time."""
-    monkeypatch.setenv("CXX", f"{build._compiler()[0]} -O0")
-    monkeypatch.setattr(envs, "ATOM_CACHE_DIR", str(tmp_path), raising=False)
-    build._library.cache_clear()
-    yield tmp_path / "native"
-    build._library.cache_clear()
-
-
-def test_a_library_is_built_once_and_again_if_it_is_broken(
-    built_here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def built() -> list[Path]:
-        build._library.cache_clear()
-        build.library()
-        return sorted(path for path in built_here.iterdir() if path.suffix != ".lock")
-
-    library, digest = sorted(built(), key=lambda path: path.suffix, reverse=True)
-    assert (library.suffix, digest.suffix) == (".so", ".sha256")
-    part = library.read_bytes()[:1000]
-    library.unlink()  # it is mapped
-    library.write_bytes(part)
-    assert built() == sorted([library, digest]) and library.stat().st_size > 10_000
-    monkeypatch.setattr(build, "_built", lambda *args: pytest.fail("it is built"))
-    assert built() == sorted([library, digest])
-
-
-COMPILER = """#!/bin/sh
-test "$1" = --version || echo called >> {log}
-exec {compiler} "$@" -O0
-"""
-BUILD = "from atom_ops.native_impl import build; build.library()"
-
-
-@pytest.mark.timeout(400)  # three builds, next to other tests
-def test_processes_that_need_it_at_the_same_time_build_it_once(tmp_path: Path) -> None:
-    """And what a build that was killed has left is removed."""
-    log, compiler = tmp_path / "log", tmp_path / "compiler"
-    compiler.write_text(COMPILER.format(log=log, compiler=build._compiler()[0]))
-    compiler.chmod(0o755)
-    environment = os.environ | {"ATOM_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(compiler)}
-    both = [subprocess.Popen([sys.executable, "-c", BUILD], env=environment) for _ in range(2)]
-    assert [process.wait(180) for process in both] == [0, 0]
-    assert len(log.read_text().split()) == 3, "two files are compiled, and linked"
-    (library,) = (tmp_path / "cache" / "native").glob("*.so")
-    library.unlink()
-    left = library.with_name(f"{library.stem}-left")
-    left.mkdir()
-    subprocess.run([sys.executable, "-c", BUILD], env=environment, timeout=180, check=True)
-    assert library.exists() and not left.exists()
-
-
-def test_another_compiler_or_other_arguments_make_another_library(
-    built_here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for arguments in ("-O0", "-O0 -DOTHER"):
-        monkeypatch.setenv("CXX", f"{build._compiler()[0]} {arguments}")
-        build._library.cache_clear()
-        build.library()
-    assert len(list(built_here.glob("*.so"))) == 2
-
-
-def failing(path: Path, script: str) -> str:
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("compiler", "message"),
-    [
-        (lambda folder: str(folder / "absent"), r"no C\+\+ compiler .*absent.*: install one"),
-        (
-            lambda folder: failing(folder / "broken", "echo 'x.cpp:1: error: no OpenMP' >&2; exit 1"),
-            "no OpenMP",
-        ),
-        (lambda folder: failing(folder / "slow", 'test "$1" = --version || exec sleep 9'), "within 1 s"),
-        (
-            lambda folder: failing(
-                folder / "text",
-                'test "$1" = --version || for last; do :; done; echo no library > "${last:-/dev/null}"',
-            ),
-            "cannot load",
-        ),
-    ],
-)
-@pytest.mark.usefixtures("built_here")
-def test_what_cannot_be_built_runs_on_torch_and_is_said(
-    compiler: Callable[[Path], str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", compiler(tmp_path))
-    monkeypatch.setattr(build, "_DEADLINE_S", 1.0)
-    with pytest.raises(build.BuildError, match=message):
-        build.library()
-    monkeypatch.setattr(build, "_opened", lambda: pytest.fail("it is tried again"))
-    assert "native" not in backend.resolve(CPU)["rms_norm"]
-    (line,) = backend.warnings(CPU)
-    assert line.startswith("ops run without kernels in C++: ")
-
-
-def test_a_full_disk_is_no_compiler_that_fails(
-    built_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "echo 'kernels.cpp:300: fatal error: error writing to x.s: No space left on device' >&2; exit 1"
-    monkeypatch.setenv("CXX", failing(tmp_path / "compiler", text))
-    with pytest.raises(OSError, match="cannot be compiled: .*No space left on device"):
-        build.library()
-
-
-def test_a_library_that_another_user_can_have_written_is_not_loaded(
-    built_here: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its digest next to it proves nothing: who can write one can write both."""
-    build.library()
-    (library,) = built_here.glob("*.so")
-    library.unlink()  # it is mapped
-    library.write_bytes(b"planted")
-    library.with_suffix(".sha256").write_text(build._digest(library))
-    built_here.chmod(0o777)
-    build._library.cache_clear()
-    build.library()
-    assert library.read_bytes() == b"planted"
-    assert f"{built_here} can be written by every user" in caplog.text
-
-
-def test_a_directory_that_cannot_be_written_is_not_needed(tmp_path: Path, built_here: Path) -> None:
-    built_here.write_text("a file in its place")
-    build.library()
-    assert [path.name for path in tmp_path.iterdir()] == ["native"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
