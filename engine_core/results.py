@@ -63,7 +63,7 @@ class ResultProcessor:
         now = self._clock()
         states.last_completed = step.number
         self._kv.confirm(step.number)
-        self._measure_prompt_step(step, now)
+        self._measure(step, now)
         if isinstance(states.decode_batch, DraftBatch):
             sampled, ends = self._accept_drafts(step, sampled, states.decode_batch)
         else:
@@ -144,10 +144,12 @@ class ResultProcessor:
             self._states.return_to_queue(request)
         request.is_cacheable = True
 
-    def _measure_prompt_step(self, step: Step, now: float) -> None:
+    def _measure(self, step: Step, now: float) -> None:
+        """The step began when it was sent, or when the previous one was done."""
         if step.has_chunks:
-            # It began when it was sent, or when the previous step was done.
             self.prompt_step_s = now - max(step.sent_at, self._completed_at)
+        elif self.draft_width is not None and step.sent_at <= self._completed_at:
+            self.draft_width.measured(len(step.sampling), step.num_drafts, now - self._completed_at)
         self._completed_at = now
 
 

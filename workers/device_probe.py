@@ -9,7 +9,7 @@ from typing import Any
 
 from atom.shared.config.resolve import DeviceCapabilities
 from atom.shared.utils.errors import one_line
-from workers.nvidia_driver import nvidia_gpus
+from workers.nvidia_driver import Gpu, nvidia_gpus
 
 _GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 
@@ -79,35 +79,34 @@ def _cpu_flags() -> set[str]:
 def _probe_gpus(cpu_dtypes: list[str]) -> DeviceCapabilities:
     build = _torch_build()
     rocm = build["hip"] is not None
-    names: list[str] = []
-    capable: list[bool] = []
-    problem = ""
-    if rocm:
-        import torch
-
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        capable = [True] * len(names)
-    elif build["cuda"] is not None:
+    gpus: list[Gpu] = []
+    problem = "the installed torch is a CPU build"
+    if rocm or build["cuda"] is not None:
+        problem = "torch cannot use any"
         try:
-            gpus = nvidia_gpus(build["cuda"])
+            gpus = _torchs_gpus() if rocm else nvidia_gpus(build["cuda"])
         except OSError as error:
-            problem = f": {one_line(error, OSError)}"
-        else:
-            names = [gpu.name for gpu in gpus]
-            capable = [gpu.capability >= _FIRST_NVIDIA_WITH_BF16 for gpu in gpus]
-    if not names and (rocm or build["cuda"] is not None):
-        problem = f"GPU device files exist, but torch cannot use any{problem}"
-    elif not names:
-        problem = "GPU device files exist, but the installed torch is a CPU build"
+            gpus = _torchs_gpus()  # it has the last word
+            problem += f": {one_line(error, OSError)}"
+    capable = [rocm or gpu.capability >= _FIRST_NVIDIA_WITH_BF16 for gpu in gpus]
     return DeviceCapabilities(
-        cuda=len(names),
+        cuda=len(gpus),
         rocm=rocm,
-        names=names,
+        names=[gpu.name for gpu in gpus],
         gpu_dtypes=_gpu_dtypes(capable),
-        gpu_problem=problem,
+        gpu_problem="" if gpus else f"GPU device files exist, but {problem}",
         cpu_dtypes=cpu_dtypes,
         cpu_cores=cpu_cores(),
     )
+
+
+def _torchs_gpus() -> list[Gpu]:
+    """The GPUs that torch can use, NVIDIA's or AMD's."""
+    import torch
+
+    cuda = torch.cuda
+    indices = range(cuda.device_count())
+    return [Gpu(cuda.get_device_name(i), cuda.get_device_capability(i)) for i in indices]
 
 
 def _torch_build() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import ctypes
 from dataclasses import dataclass
 
-__all__ = ["NvidiaGpu", "nvidia_gpus"]
+__all__ = ["Gpu", "nvidia_gpus"]
 
 _LIBRARY = "libcuda.so.1"
 _NO_DEVICE = 100
@@ -12,14 +12,14 @@ _NAME_BYTES = 256
 
 
 @dataclass(frozen=True)
-class NvidiaGpu:
+class Gpu:
     """A GPU; `capability` as (major, minor)."""
 
     name: str
     capability: tuple[int, int]
 
 
-def nvidia_gpus(cuda: str) -> list[NvidiaGpu]:
+def nvidia_gpus(cuda: str) -> list[Gpu]:
     """The visible GPUs, in CUDA's order; `cuda` is the version that torch was built for, such as 13.0.
 
     Raises OSError, with the cause, if the driver is missing, fails, or is too old for that version.
@@ -34,12 +34,12 @@ def nvidia_gpus(cuda: str) -> list[NvidiaGpu]:
     return [_gpu(driver, driver.number("cuDeviceGet", i)) for i in range(driver.number("cuDeviceGetCount"))]
 
 
-def _gpu(driver: "_Driver", device: int) -> NvidiaGpu:
+def _gpu(driver: "_Driver", device: int) -> Gpu:
     name = ctypes.create_string_buffer(_NAME_BYTES)
     driver.call("cuDeviceGetName", name, _NAME_BYTES, device)
     major = driver.number("cuDeviceGetAttribute", _CAPABILITY_MAJOR, device)
     minor = driver.number("cuDeviceGetAttribute", _CAPABILITY_MINOR, device)
-    return NvidiaGpu(name.value.decode(errors="replace"), (major, minor))
+    return Gpu(name.value.decode(errors="replace"), (major, minor))
 
 
 class _Driver:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from workers import device_probe
-from workers.nvidia_driver import NvidiaGpu
+from workers.nvidia_driver import Gpu
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,16 @@ def build(monkeypatch: pytest.MonkeyPatch, cuda: str | None, hip: str | None = N
     monkeypatch.setattr(device_probe, "_torch_build", lambda: {"cuda": cuda, "hip": hip})
 
 
+def use_torch(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """A torch that can use so many GPUs."""
+    cuda = types.SimpleNamespace(
+        device_count=lambda: count,
+        get_device_name=lambda index: f"GPU {index}",
+        get_device_capability=lambda index: (9, 4),
+    )
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+
+
 @pytest.mark.parametrize(
     ("capabilities", "dtypes", "problem"),
     [
@@ -73,7 +83,7 @@ def test_nvidias_gpus_are_what_the_driver_says(
     monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], dtypes: list[str], problem: str
 ) -> None:
     build(monkeypatch, "13.0")
-    gpus = [NvidiaGpu(f"GPU {index}", capability) for index, capability in enumerate(capabilities)]
+    gpus = [Gpu(f"GPU {index}", capability) for index, capability in enumerate(capabilities)]
     monkeypatch.setattr(device_probe, "nvidia_gpus", lambda cuda: gpus)
     host = device_probe.probe()
     assert host.names == [gpu.name for gpu in gpus] and host.cuda == len(gpus) and not host.rocm
@@ -81,20 +91,22 @@ def test_nvidias_gpus_are_what_the_driver_says(
     assert host.gpu_dtypes == dtypes
 
 
-def test_a_driver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(cuda: str) -> list[NvidiaGpu]:
+@pytest.mark.parametrize("count", [0, 2])
+def test_torch_has_the_last_word_where_the_driver_fails(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    def fail(cuda: str) -> list[Gpu]:
         raise OSError("the driver supports CUDA 12.4, and the installed torch needs 13.0")
 
     build(monkeypatch, "13.0")
+    use_torch(monkeypatch, count)
     monkeypatch.setattr(device_probe, "nvidia_gpus", fail)
     host = device_probe.probe()
-    assert host.cuda == 0 and "torch cannot use any: the driver supports CUDA 12.4" in host.gpu_problem
+    assert host.cuda == count
+    assert ("torch cannot use any: the driver supports CUDA 12.4" in host.gpu_problem) == (not count)
 
 
 def test_rocms_gpus_are_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = types.SimpleNamespace(device_count=lambda: 2, get_device_name=lambda index: f"GPU {index}")
     build(monkeypatch, None, "7.0")
-    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=gpus))
+    use_torch(monkeypatch, 2)
     host = device_probe.probe()
     assert host.rocm and host.names == ["GPU 0", "GPU 1"] and host.gpu_dtypes[0] == "bfloat16"
 

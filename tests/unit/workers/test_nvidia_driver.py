@@ -6,7 +6,7 @@ import types
 import pytest
 
 from workers import nvidia_driver
-from workers.nvidia_driver import NvidiaGpu, nvidia_gpus
+from workers.nvidia_driver import Gpu, nvidia_gpus
 
 
 class FakeDriver:
@@ -48,7 +48,7 @@ def use(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
 
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeDriver([(9, 0), (8, 6)]))
-    assert nvidia_gpus("13.0") == [NvidiaGpu("GPU 0", (9, 0)), NvidiaGpu("GPU 1", (8, 6))]
+    assert nvidia_gpus("13.0") == [Gpu("GPU 0", (9, 0)), Gpu("GPU 1", (8, 6))]
 
 
 def test_no_visible_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,3 +46,37 @@ def test_an_empty_batch_begins_anew() -> None:
     run(width, 300, 1, 0.0)
     assert width.next(0) == 4
     assert run(width, 5, 1, 0.0) == [0, 1, 2, 3]
+
+
+def timed_run(width: DraftWidth, steps: int, rows: int, accepts: float, longer: float) -> list[int]:
+    """The same, where steps with drafts take `longer` times as long as those without."""
+    found = []
+    for step in range(steps):
+        drafts = width.next(rows)
+        if drafts:
+            found.append(step)
+            width.record(rows, round(accepts * drafts * rows))
+        width.measured(rows, drafts, longer if drafts else 1.0)
+    return found
+
+
+def test_drafts_whose_steps_take_longer_than_they_gain_stop() -> None:
+    """A model that drafts, or experts: by the estimate both would pay with few rows."""
+    pays = timed_run(DraftWidth(3), 1000, 2, 0.5, longer=2.2)
+    assert len(pays) == 1000 - 4, "four steps without drafts are compared"
+    fails = timed_run(DraftWidth(3), 4000, 2, 0.5, longer=3.0)
+    assert len(fails) < 60, "1.5 accepted drafts of a row are worth 1.5 steps"
+
+
+def test_times_are_compared_again_and_for_each_size_of_the_batch() -> None:
+    width = DraftWidth(3)
+    assert len(timed_run(width, 6000, 2, 0.5, longer=2.0)) == 6000 - 3 * 4
+    assert len(timed_run(width, 1000, 200, 0.5, longer=3.0)) < 60
+    assert len(timed_run(width, 1000, 2, 0.5, longer=2.0)) > 900
+
+
+def test_the_first_step_of_a_kind_is_not_measured() -> None:
+    width = DraftWidth(3)
+    assert width.next(2) == 3
+    width.measured(2, 3, 100.0)
+    assert len(timed_run(width, 1000, 2, 0.5, longer=2.0)) > 900
