@@ -44,6 +44,7 @@ class _Times:
     compared_at: int = 0
     """Steps with drafts when the last comparison began."""
 
+
 class DraftWidth:
     """Chooses the drafts of each row in the next step: all that are configured, or none."""
 
@@ -98,7 +99,7 @@ class DraftWidth:
         return 0
 
     def measured(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """A step of `num_rows` decoding rows, launched before the previous one ended, took so long after it."""
+        """A step of `num_rows` decoding rows, launched before the previous one ended, took so long."""
         last, self._last = self._last, (num_rows.bit_length(), num_drafts)
         if last == self._last:  # the first one of a kind may wait for what it needs
             times = self._times_of(num_rows)

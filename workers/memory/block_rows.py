@@ -1,7 +1,7 @@
 """Blocks of one KV group as rows of bytes: what all of its layers cache, one after another.
 
-N blocks, S bytes of a block on this rank. Reading and writing may be done in another thread than steps, if
-no step uses these blocks meanwhile.
+N blocks, S bytes of a block on this rank, U units of eight bytes or one. Reading and writing may be done in
+another thread than steps, if no step uses these blocks meanwhile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +35,10 @@ class BlockRows:
             )
         self.layouts = [f"{tensor.dtype} {list(tensor.shape[1:])}" for tensor in tensors]
         """dtype and shape of a block in each tensor."""
-        self._tensors = [tensor.view(torch.uint8).view(num_blocks, -1) for tensor in tensors]
-        self.device = self._tensors[0].device
+        self.device = tensors[0].device
+        # Eight bytes are gathered and scattered as fast as one.
+        self._unit = torch.uint8 if any(tensor[0].nbytes % 8 for tensor in tensors) else torch.int64
+        self._tensors = [tensor.view(num_blocks, -1).view(self._unit) for tensor in tensors]
         # numpy copies in this thread alone; torch would start threads of its own for it.
         on_cpu = self.device.type == "cpu"
         self._arrays = [tensor.numpy() for tensor in self._tensors] if on_cpu else []
@@ -45,32 +47,34 @@ class BlockRows:
         """Copy blocks to rows of bytes on the same device."""
         start = 0
         if self._arrays:
-            rows = rows_NS.numpy()
+            rows = rows_NS.view(self._unit).numpy()
             for array in self._arrays:
                 end = start + array.shape[1]
                 rows[:, start:end] = array[blocks]
                 start = end
             return
         blocks_N = to_device(np.array(blocks, np.int64), self.device)
+        rows_NU = rows_NS.view(self._unit)
         for tensor in self._tensors:
             width = tensor.shape[1]
-            rows_NS.narrow(1, start, width).copy_(tensor.index_select(0, blocks_N))
+            rows_NU.narrow(1, start, width).copy_(tensor.index_select(0, blocks_N))
             start += width
 
     def write(self, blocks: Sequence[int], rows_NS: torch.Tensor) -> None:
         """Copy rows of bytes on the same device to blocks."""
         start = 0
         if self._arrays:
-            rows = rows_NS.numpy()
+            rows = rows_NS.view(self._unit).numpy()
             for array in self._arrays:
                 end = start + array.shape[1]
                 array[blocks] = rows[:, start:end]
                 start = end
             return
         blocks_N = to_device(np.array(blocks, np.int64), self.device)
+        rows_NU = rows_NS.view(self._unit)
         for tensor in self._tensors:
             width = tensor.shape[1]
-            tensor.index_copy_(0, blocks_N, rows_NS.narrow(1, start, width))
+            tensor.index_copy_(0, blocks_N, rows_NU.narrow(1, start, width))
             start += width
 
 

@@ -1,7 +1,7 @@
 """A KV tier in memory of the host: pinned for a GPU, so that it copies without the CPU."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -45,8 +45,8 @@ class HostTier:
         if self._arrays:
             self._arrays[group][[copy.slot for copy in copies]] = rows_NS.numpy()
             return []
-        for copy, row_S in zip(copies, rows_NS, strict=True):
-            self._slots[group][copy.slot].copy_(row_S, non_blocking=True)
+        for first, end, slot in _runs(copies):
+            self._slots[group][slot : slot + end - first].copy_(rows_NS[first:end], non_blocking=True)
         return []
 
     def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
@@ -54,9 +54,18 @@ class HostTier:
         if self._arrays:
             rows_NS.numpy()[:] = self._arrays[group][[copy.slot for copy in copies]]
             return []
-        for copy, row_S in zip(copies, rows_NS, strict=True):
-            row_S.copy_(self._slots[group][copy.slot], non_blocking=True)
+        for first, end, slot in _runs(copies):
+            rows_NS[first:end].copy_(self._slots[group][slot : slot + end - first], non_blocking=True)
         return []
+
+
+def _runs(copies: Sequence[BlockCopy]) -> Iterator[tuple[int, int, int]]:
+    """Copies to or from consecutive slots, as the first one, the one after the last, and the first slot."""
+    first = 0
+    for end in range(1, len(copies) + 1):
+        if end == len(copies) or copies[end].slot != copies[end - 1].slot + 1:
+            yield first, end, copies[first].slot
+            first = end
 
 
 def _lack(total: int, why: str) -> str:

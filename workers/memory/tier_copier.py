@@ -23,7 +23,9 @@ from workers.memory.block_rows import BlockRows
 
 __all__ = ["KVTier", "SharedKVTier", "TierCopier", "block_bytes", "staged_bytes"]
 
-_STAGED_BYTES = 32 << 20
+_STAGED_BYTES = 128 << 20
+"""On a GPU, where each layer's share of a part is a launch: the part takes long compared with that."""
+_STAGED_BYTES_CPU = 32 << 20
 _STOP_S = 5.0
 _Job = tuple[int, int, CopyBlocks | FindBlocks | None, "torch.cuda.Event | None"]
 """(whether it waits for loads, its place among the jobs, the message or None to end, an event before it)."""
@@ -115,7 +117,8 @@ class TierCopier:
     def _run(self, tier: KVTier, queue: "PriorityQueue[_Job]") -> None:
         try:
             with torch.inference_mode(), self._on_own_stream():
-                num_bytes = max(_STAGED_BYTES, *(group.num_bytes for group in self._groups))
+                staged_bytes = _STAGED_BYTES if self._device.type == "cuda" else _STAGED_BYTES_CPU
+                num_bytes = max(staged_bytes, *(group.num_bytes for group in self._groups))
                 staged = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
                 while True:
                     _, _, message, event = queue.get()
@@ -138,6 +141,7 @@ class TierCopier:
         failed: list[int] = []
         for group in range(len(self._groups)):
             indices = [index for index, copy in enumerate(message.copies) if copy.group == group]
+            indices.sort(key=lambda index: message.copies[index].slot)  # neighbours are copied together
             size = self._groups[group].num_bytes
             most = len(staged) // size
             for start in range(0, len(indices), most):

@@ -27,3 +27,18 @@ def test_more_than_the_host_has_is_refused() -> None:
         MemoryError, match=r"--kv-offload-memory: 1\.0 KiB .* 1,?000 bytes are left; lower it"
     ):
         HostTier([64], [16], CPU, room=1000)
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [3, 1, 2, 0], [5, 6, 0, 7], [2]])
+def test_neighbouring_slots_are_copied_together(slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where each copy takes time to launch."""
+    tier = HostTier([8], [16], torch.device("cpu"), 1 << 20)
+    monkeypatch.setattr(tier, "_arrays", [])
+    copies = [BlockCopy(0, index, slot) for index, slot in enumerate(slots)]
+    rows_NS = torch.arange(len(slots) * 16, dtype=torch.uint8).view(-1, 16)
+    assert tier.write(0, copies, rows_NS) == []
+    found_NS = torch.zeros_like(rows_NS)
+    assert tier.read(0, copies, found_NS) == []
+    assert torch.equal(found_NS, rows_NS)
+    single = tier._slots[0][slots]
+    assert torch.equal(single, rows_NS)
