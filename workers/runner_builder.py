@@ -183,7 +183,9 @@ class RunnerBuilder:
             with self._equal_tokens():
                 settings = self._graph_settings(inputs, sizes)
                 count = compile_kernels(settings, self.model, self.kv_layers(blocks), inputs, self.device)
-        except RuntimeError as error:  # such as a step that cannot be captured whole
+        except (
+            Exception
+        ) as error:  # of any kind, such as a step that cannot be captured whole: it saves time alone
             get_logger().info("kernels are compiled when they are first launched: %s", one_line(error))
         torch.cuda.empty_cache()
         self.progress("Compiling kernels", 1, 1)

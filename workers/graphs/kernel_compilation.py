@@ -5,20 +5,22 @@ missing.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
-from atom_ops import backend
+from atom_ops import StatePlan, backend, plan_attention
 from workers.batch.input_batch import InputBatch
 from workers.batch.step_padding import pad_groups
 from workers.graphs.decode_graphs import DecodeGraphs
 from workers.graphs.graph_modes import GraphSettings
 from workers.graphs.graph_recorder import GraphRecorder, Replay
 from workers.layers.causal_lm import CausalLM
-from workers.layers.context import CacheLayer, ForwardContext
+from workers.layers.context import CacheLayer, ForwardContext, GroupContext
 
 
 class _DryRecorder:
@@ -69,8 +71,9 @@ def compile_kernels(
                 decode.capture(lambda: None)
         for tokens in prompts:
             ids_T = torch.zeros(tokens, dtype=torch.int64, device=device)
-            context = ForwardContext(kv_layers, pad_groups(inputs.empty_step().groups, tokens, 1))
-            record(partial(model, ids_T, torch.zeros_like(ids_T), context), "prompt")
+            for cached in (0, inputs.limits.block_size):
+                context = ForwardContext(kv_layers, _prompt_groups(inputs, tokens, cached, device))
+                record(partial(model, ids_T, torch.zeros_like(ids_T), context), "prompt")
 
     prompts = settings.prompt_tokens
     first = capture(settings.rows[-1:], prompts[-1:])
@@ -82,3 +85,19 @@ def compile_kernels(
 def _powers(sizes: Sequence[int]) -> list[int]:
     """Those at which other plans of kernels may begin."""
     return [size for size in sizes if size & (size - 1) == 0]
+
+
+def _prompt_groups(
+    inputs: InputBatch, tokens: int, cached: int, device: torch.device
+) -> list[GroupContext | StatePlan]:
+    """Groups of a step of one prompt, of which `cached` tokens come before those that it computes.
+
+    Its plans tell what to launch; no such block or slot needs to exist.
+    """
+    block_size = inputs.limits.block_size
+    table = np.zeros((1, -(-(tokens + cached) // block_size)), np.int32)
+    lens = np.array([tokens], np.int32), np.array([tokens + cached], np.int32)
+    decode_query_len = 1 + inputs.limits.num_drafts
+    plan = plan_attention(*lens, table, device, inputs.split_tokens, decode_query_len)
+    padded = pad_groups(inputs.empty_step().groups, tokens, 1)
+    return [group if isinstance(group, StatePlan) else replace(group, plan=plan) for group in padded]

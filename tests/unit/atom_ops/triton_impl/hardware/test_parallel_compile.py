@@ -1,0 +1,82 @@
+"""Kernels are collected while they are launched, and compiled afterwards; here by stand-ins for Triton's."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+
+from atom_ops.triton_impl.hardware.parallel_compile import compile_launched
+
+CPU = torch.device("cpu")
+
+
+class Kernel:
+    """A kernel that is not compiled: asks Triton's hook at each launch, as Triton does."""
+
+    def __init__(self, name: str, is_cached: bool = False, error: Exception | None = None):
+        self.name = name
+        self.launches = 0
+        self.compiled_by: list[int] = []
+        self._is_cached = is_cached
+        self._error = error
+
+    def launch(self, key: str) -> None:
+        hook: Any = knobs.runtime.jit_cache_hook
+        data = {"specialization_data": f"{self.name} {key}"}
+        info = SimpleNamespace(jit_function=self)
+        if not hook(key=key, fn=info, compile=data, repr="", is_manual_warmup=False, already_compiled=False):
+            self.launches += 1
+
+    def preload(self, data: str) -> None:
+        self.compiled_by.append(threading.get_ident())
+        assert knobs.runtime.jit_cache_hook is None, "it would drop what is to be compiled"
+        if self._error is not None:
+            raise self._error
+        listener: Any = knobs.compilation.listener
+        listener(src=None, metadata={"name": self.name}, times=None, cache_hit=self._is_cached)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def test_each_specialization_is_compiled_once_by_another_thread_and_not_launched() -> None:
+    kernels = [Kernel("a"), Kernel("b"), Kernel("c", is_cached=True)]
+
+    def launch() -> None:
+        for kernel in kernels * 2:
+            kernel.launch("one")
+        kernels[0].launch("two")
+
+    assert compile_launched(CPU, launch) == 3, "two of a, and b; c was in Triton's cache"
+    assert [len(kernel.compiled_by) for kernel in kernels] == [2, 1, 1]
+    assert not any(kernel.launches for kernel in kernels)
+    assert threading.get_ident() not in kernels[0].compiled_by
+    assert knobs.runtime.jit_cache_hook is None and knobs.compilation.listener is None
+
+
+def test_what_fails_is_told_and_left_to_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    log = SimpleNamespace(warning=lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr("atom_ops.triton_impl.hardware.parallel_compile.get_logger", lambda: log)
+    kernels = [Kernel("bad", error=ValueError("no such layout")), Kernel("good")]
+
+    def launch() -> None:
+        for kernel in kernels:
+            kernel.launch("k")
+
+    assert compile_launched(CPU, launch) == 1
+    assert len(lines) == 1 and "no such layout" in lines[0]
+
+
+def test_an_error_while_launching_restores_the_hooks() -> None:
+    def launch() -> None:
+        raise RuntimeError("cannot be captured")
+
+    with pytest.raises(RuntimeError, match="captured"):
+        compile_launched(CPU, launch)
+    assert knobs.runtime.jit_cache_hook is None and knobs.compilation.listener is None
