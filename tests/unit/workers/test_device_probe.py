@@ -52,7 +52,7 @@ def test_a_containers_quota_counts(
 ) -> None:
     (tmp_path / "cpu.max").write_text(quota)
     monkeypatch.setattr(device_probe, "_CPU_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(device_probe.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert device_probe.cpu_cores() == cores
 
 
