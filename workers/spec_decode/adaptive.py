@@ -3,8 +3,13 @@
 For a row whose drafts are accepted with rate a each, k drafts give 1 + a + a² + … + a^k tokens in the time of
 1 + k * cost tokens. `cost` is that of one more token, in units of a row's step: small while a step reads
 weights longer than it computes, so it grows with the rows of the step. A model that drafts adds the time of
-its pass. The k with the most tokens a time is
-taken. A row for which that is 0 has no drafts for a while, each time longer.
+its pass. The k with the most tokens a time is taken. A row for which that is 0 has no drafts for a while,
+each time longer.
+
+A model that drafts follows the text also while its drafts pause. So its accounts are kept: the steps that its
+drafts have saved, less the time that they and their verification took. Where it loses, it is off for a while,
+each time longer, and computes nothing. It lacks the text of the requests that ran meanwhile, and drafts for
+later ones alone.
 
 For devices that compute only the drafts that exist: all of it is on the host.
 """
@@ -19,6 +24,11 @@ FREE_TOKENS = 8
 SHORTEST_PAUSE = 64
 """Tokens without drafts after the first failure; twice as many after each further one."""
 LONGEST_PAUSE = 4096
+ACCOUNT_STEPS = 256
+"""Steps of a row after which a model's accounts are closed."""
+SHORTEST_OFF = 1024
+"""Steps of a row for which it is off then; four times as many after each further loss."""
+LONGEST_OFF = 1 << 18
 _KEPT = 0.8
 """Weight of earlier drafts when a row's next ones are counted."""
 _FIRST = (0.6, 1.0)
@@ -40,13 +50,21 @@ class AdaptiveDrafts:
         self._allowed = np.full(num_rows, num_drafts)
         self._places = np.arange(num_drafts + 1)
         self._draft_cost = draft_cost
+        self._lacks_text = np.zeros(num_rows, np.bool_)
+        self._gain = 0.0
+        self._steps = 0
+        """Steps of a row since the accounts were closed, or of those left while the model is off."""
+        self._next_off = SHORTEST_OFF
+        self.is_off = False
+        """Whether the model computes nothing."""
 
     def add_rows(self, rows: Rows) -> None:
         """These rows have new requests."""
         self._accepted[rows], self._verified[rows] = _FIRST
         self._pause[rows] = 0
         self._next_pause[rows] = SHORTEST_PAUSE
-        self._allowed[rows] = self._places[-1]
+        self._lacks_text[rows] = self.is_off
+        self._allowed[rows] = 0 if self.is_off else self._places[-1]
 
     def allowed(self, rows: Rows) -> Rows:
         """How many drafts each row may have since its last step; of a new request all."""
@@ -77,9 +95,33 @@ class AdaptiveDrafts:
         self._verified[rows] = verified_sum
         self._pause[rows] = pause
         self._next_pause[rows] = next_pause
-        allowed = np.where(pause > 0, 0, np.maximum(best, 1))
+        if self._draft_cost:
+            time = self._draft_cost * len(rows) + cost * proposed.sum()
+            self._account(len(rows), accepted.sum() - time)
+        allowed = np.where((pause > 0) | self._lacks_text[rows], 0, np.maximum(best, 1))
         self._allowed[rows] = allowed
         return allowed
+
+    def _account(self, steps: int, gain: float) -> None:
+        """Count a step of so many rows, that has gained so many of a row's steps."""
+        if self.is_off:
+            self._steps -= steps
+            self.is_off = self._steps > 0
+        else:
+            self._steps += steps
+            self._gain += gain
+            if self._steps < ACCOUNT_STEPS:
+                return
+            if self._gain < 0:
+                self.is_off = True
+                self._lacks_text[:] = True
+                self._steps = self._next_off
+                self._next_off = min(4 * self._next_off, LONGEST_OFF)
+                return
+            self._next_off = SHORTEST_OFF
+        if not self.is_off:
+            self._steps = 0
+            self._gain = 0.0
 
     def _best(self, rates: NDArray[np.float64], cost: float) -> Rows:
         """The number of drafts with the most tokens a time, for each rate."""

@@ -197,7 +197,8 @@ class ModelProposer(Proposer):
 
     def observe(self, computed: Computed, sampled: Sampled | None) -> None:
         hidden_TD = self._drafter.follow(computed, _next_ids(computed, sampled))
-        self._followed = computed.context, hidden_TD
+        if self.passes is not None:
+            self._followed = computed.context, hidden_TD
         self._start = None
         if sampled is not None:
             hidden_RD = hidden_TD.index_select(0, _last_tokens(sampled))

@@ -133,7 +133,8 @@ class Speculation:
 
     def observe(self, computed: Computed) -> None:
         """What a step has computed that samples nothing."""
-        self._proposer.observe(computed, None)
+        if self._follows:
+            self._proposer.observe(computed, None)
         if self.passes is not None:
             self._proposer.join_passes()
 
@@ -150,7 +151,7 @@ class Speculation:
         )
         if self._accepted_N is not None:
             self._accepted_N.index_copy_(0, drafts.rows_R, counts_R - 1)
-        if draws.settings is not None:
+        if draws.settings is not None and self._follows:
             sampled = Sampled(drafts, ids_S, draws.tokens_S, counts_R, draws.settings)
             self._proposer.observe(draws.computed, sampled)
         if self._proposer.records_outputs:
@@ -168,6 +169,11 @@ class Speculation:
         else:
             self._propose(drafts.rows_R)
         return Verified(counts_R, proposed_R, ids_S)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether what drafts is told of the tokens. With `passes` the other ranks need its part."""
+        return self._adaptive is None or self.passes is not None or not self._adaptive.is_off
 
     def _is_pausing(self, drafts: DraftRows) -> bool:
         """Whether the core has steps without drafts, in which a model need not draft.

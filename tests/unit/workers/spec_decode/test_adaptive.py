@@ -58,6 +58,28 @@ def test_one_row_does_not_change_another() -> None:
     assert made.update(both, np.array([1, 1]), np.array([0, 0])).tolist()[0] > 1, "a new request begins anew"
 
 
+def test_a_model_that_does_not_pay_is_off_for_ever_longer() -> None:
+    """A request that it did not follow has no drafts any more; a later one has."""
+    made = AdaptiveDrafts(1, K, 0.3)
+    starts = []
+    for request in range(110):
+        made.add_rows(NONE)
+        if not made.is_off:
+            starts.append(request)
+            assert made.allowed(NONE)[0] == K
+        drafts, _ = run(made, 64, 0.0)
+        assert (drafts > 0) == (starts[-1] == request)
+    assert len(starts) == 12 and starts[4] == 20 and starts[8] == 88
+
+
+def test_a_model_that_pays_stays_on() -> None:
+    made = AdaptiveDrafts(1, K, 0.3)
+    for _ in range(50):
+        made.add_rows(NONE)
+        drafts, _ = run(made, 64, 1.0)
+        assert drafts > 20 and not made.is_off
+
+
 def test_many_rows_need_more_acceptance() -> None:
     """A row whose drafts are accepted half of the time has drafts alone, and none among 64 rows."""
     few = AdaptiveDrafts(64, K)
