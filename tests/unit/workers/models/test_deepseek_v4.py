@@ -62,7 +62,7 @@ def published(directory: Path) -> torch.nn.Module:
         else:
             stored[name] = tensor
     save_file(plain, file, metadata={"format": "pt"})
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    reference: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     stored = {_published_name(name): tensor for name, tensor in stored.items()}
     save_file({**stored, "mtp.0.norm.weight": torch.ones(64)}, file, metadata={"format": "pt"})
     _publish_config(directory / "config.json")
