@@ -41,6 +41,18 @@ _SIZES = {
     "compress_rates": None, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
 }  # fmt: skip
 
+OTHER = Tiny("other", "deepseek_v4", 3, tiny("deepseek-v4").config | {
+    "num_experts_per_tok": 5, "num_attention_heads": 9, "o_groups": 3, "head_dim": 24, "hc_mult": 2,
+    "hc_sinkhorn_iters": 3, "index_n_heads": 19, "index_topk": 5, "sliding_window": 12, "swiglu_limit": 0.7,
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 32},
+    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+    "mlp_layer_types": ["moe", "hash_moe", "moe", "moe"],
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32,
+    },
+})  # fmt: skip
+"""Three groups of heads, two streams, one block in two for an entry, and YaRN."""
+
 
 def published(directory: Path) -> torch.nn.Module:
     """Save a checkpoint as it is published; returns transformers' model of the dequantized numbers."""
@@ -99,15 +111,28 @@ def _publish_config(path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_published_checkpoint_has_the_logits_of_its_numbers(tmp_path: Path, size: int) -> None:
     expected = hf_logits(published(tmp_path), IDS)
+    for found in logits_on_ranks(tmp_path, size):
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
-    def run(tp: Any) -> torch.Tensor:
-        ours = TinyWorker(tmp_path, tp=tp)
+
+def logits_on_ranks(directory: Path, size: int) -> list[torch.Tensor]:
+    """Logits [T, V] in two chunks, on each rank."""
+
+    def run(tp: Communicator) -> torch.Tensor:
+        ours = TinyWorker(directory, tp=tp)
         core = ours.core()
         core.add(0, IDS)
         return forced_logits(ours.worker, core, 0, [70, 80])
 
-    for found in on_ranks(size, run):
-        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    return on_ranks(size, run)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_other_sizes_have_the_logits_of_transformers(tmp_path: Path, size: int) -> None:
+    model, _ = save_tiny(OTHER, tmp_path)
+    expected = hf_logits(model, IDS)
+    for found in logits_on_ranks(tmp_path, size):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def refused(directory: Path, message: str, ranks: int = 1, **fields: Any) -> None:
