@@ -191,9 +191,8 @@ def compressed_attention(heads: int) -> None:
         turn = tensor(2, tokens, 1, 64, dtype=torch.float32)
         recent = CachedRows(tensor(64, 16, 512), plan, 16, window=128)
         run("write_normed_rows", tensor(tokens, 512), tensor(512), 1e-6, *turn, recent.rows, ints(tokens))
-        q_THE = tensor(tokens, heads, 512)
+        q_THE, sinks = tensor(tokens, heads, 512), tensor(heads, dtype=torch.float32)
         run("normed_queries", q_THE, 1e-6, *turn)
-        sinks = tensor(heads, dtype=torch.float32)
         for rate, windows in ((4, 2), (128, 1)):
             entries = CachedRows(tensor(64, rows_of_block(16, rate), 512), plan, 16, rate)
             states = CachedRows(tensor(64, 16, 2 * windows * 512), plan, 16, window=windows * rate)
@@ -202,7 +201,6 @@ def compressed_attention(heads: int) -> None:
             run("compress_rows", states, bias, tensor(512), 1e-6, turn[0, :, 0], entries)
             chosen = TopKIndices(ints(tokens, 512), ints(tokens)) if windows == 2 else None
             run("compressed_attention", q_THE, recent, entries, chosen, sinks, *turn)
-        run("compressed_attention", q_THE, recent, None, None, sinks, *turn)
 
 
 @chips

@@ -74,7 +74,7 @@ ROWS = {
     "qwen3_next": "qwen3-next-odd-heads-biases",
     "qwen3_5_text": "qwen3.5-odd-heads-biases",
     "qwen3_5_moe_text": "qwen3.5-moe-odd-heads-biases",
-    "deepseek_v4": "deepseek-v4-odd-heads-yarn",
+    "deepseek_v4": "deepseek-v4",
     "kimi_linear": "kimi-linear-odd-heads",
     "smollm3": "smollm3-odd-gqa-biases-windows",
     "gemma3_text": "gemma3-odd-gqa-biases-linear-rope",
@@ -93,6 +93,8 @@ _WITHOUT_EXPERTS = (
 )
 _IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 """The others with experts have one layout of engines in lockstep."""
+_IN_TWO_GROUPS = ("deepseek_v4",)
+"""Families whose row has two groups of heads, which three ranks cannot share."""
 _SPLIT_BY_TOKENS = ("deepseek_v2", "deepseek_v3")
 """Families whose KV cache ranks can split by tokens."""
 
@@ -103,6 +105,7 @@ def layouts_of(family: str) -> list[Layout]:
         each
         for each in LAYOUTS
         if not (each.expert_parallel and family in _WITHOUT_EXPERTS)
+        and not (each.tp > 2 and family in _IN_TWO_GROUPS)
         and not (each.dcp > 1 and family not in _SPLIT_BY_TOKENS)
         and (each.dp == 1 or each.ranks == 2 or family in _IN_MOST_LAYOUTS)
     ]

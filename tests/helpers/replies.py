@@ -119,6 +119,11 @@ def deepseek_v32(shape: Shape) -> str:
     return shape.text + section
 
 
+def of_v4(reply: str) -> str:
+    """The section of V3.2 under its name in V4."""
+    return reply.replace("｜DSML｜function_calls>", "｜DSML｜tool_calls>")
+
+
 def kimi(shape: Shape) -> str:
     calls = [
         f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{as_json(values)}"
@@ -199,6 +204,7 @@ WRITERS: dict[str, tuple[str, Callable[[Shape], str]]] = {
     "deepseek_v3": ("deepseek_v3", deepseek_v3),
     "deepseek_v31": ("deepseek_v31", deepseek_v31),
     "deepseek_v32": ("deepseek_v32", deepseek_v32),
+    "deepseek_v4": ("deepseek_v4", lambda shape: of_v4(deepseek_v32(shape))),
     "kimi_k2": ("kimi_k2", kimi),
     "granite": ("granite", lambda shape: json_list(shape, "<|tool_call|>")),
     "granite 3.1": (

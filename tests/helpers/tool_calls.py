@@ -75,6 +75,8 @@ UNUSUAL: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("deepseek_v32", f'{D_SECTION}{D_CALL}<｜DSML｜parameter name="code" string="true">7\n"</｜DSML｜parameter>{D_END}', "", [("f", '{"code": "7\\n\\""}')]),
     ("deepseek_v32", f'{D_SECTION}{D_CALL}<｜DSML｜parameter days">1{D_END}', "<｜DSML｜parameter days\">1", [("f", "{}")]),
     ("deepseek_v32", '<｜DSML｜invoke name="">x', '<｜DSML｜invoke name="">x', []),
+    ("deepseek_v4", f"I look.\n\n<｜DSML｜tool_calls>\n{D_CALL}\n{D_KEY}</｜DSML｜tool_calls>", "I look.", [D]),
+    ("deepseek_v4", f"{D_SECTION}", D_SECTION, []),
     ("kimi_k2", f"{K_SECTION}{K_CALL}f{K_SEP}{{}}{K_CALL_END}{K_END}", "", [("f", "{}")]),
     ("kimi_k2", f"{K_SECTION} {K_CALL} functions.a.b:12 {K_SEP} {{}}{K_CALL_END} {K_END}", "", [("a.b", "{}")]),
     ("kimi_k2", f"{K_SECTION}{K_CALL}{K_SEP}{{}}{K_CALL_END}", f"{K_CALL}{K_SEP}{{}}{K_CALL_END}", []),

@@ -12,6 +12,8 @@ from workers.checkpoint.checkpoint_files import LANGUAGE_MODEL
 from workers.checkpoint.hf_config import read_json
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_EXPERT_DTYPE = "expert_dtype"
+"""DeepSeek-V4 states it next to its quantization_config; transformers reads it there and within."""
 _MODELOPT = "hf_quant_config.json"
 _GPTQ = "quantize_config.json"
 # What QuantizationConfig reads: some libraries quantize routers too, which config.json does not say.
@@ -39,6 +41,8 @@ def _stated(config: Mapping[str, Any], directory: Path) -> Any:
     stated = next((config[key] for key in QUANTIZATION_KEYS if config.get(key) is not None), None)
     if stated is None:
         return _of_files(directory)
+    if isinstance(stated, Mapping) and config.get(_EXPERT_DTYPE) is not None:
+        stated = {_EXPERT_DTYPE: config[_EXPERT_DTYPE], **stated}
     if isinstance(stated, Mapping) and stated.get("quant_method") == "modelopt":
         return _with_file(stated, _of_modelopt(directory), directory)
     return stated

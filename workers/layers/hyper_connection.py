@@ -27,7 +27,11 @@ class HyperArgs:
 
 
 class _Mappings(WeightedLayer):
-    """The learned mappings, float32 and the same on every rank; made once, in the first step."""
+    """The learned mappings, float32 and the same on every rank."""
+
+    projection: torch.Tensor
+    base: torch.Tensor
+    scale: torch.Tensor
 
     def __init__(self, args: HyperArgs, names: tuple[str, str, str], head: bool, build: BuildContext):
         """`names` are those of projection, base and scale in the checkpoint, as of a `CheckpointTensor`."""
@@ -43,8 +47,8 @@ class _Mappings(WeightedLayer):
             )
 
     def weights(self) -> HyperWeights:
-        own = (self.get_buffer(name) for name in ("projection", "base", "scale"))
-        return HyperWeights(*own, self._args.norm_eps, self._args.eps, self._iterations)
+        args = self._args
+        return HyperWeights(self.projection, self.base, self.scale, args.norm_eps, args.eps, self._iterations)
 
 
 class HyperConnection(_Mappings):

@@ -117,7 +117,7 @@ class DeepseekV4ForCausalLM(CausalLM):
 
     packed_modules_mapping: ClassVar = {**COMPRESSED_MODULES, "gate_up_proj": ("w1", "w3")}
     renamed_on_disk: ClassVar = {"down_proj": "w2"}
-    unused_on_disk = ("mtp.*", "model.mtp.*")
+    unused_on_disk: tuple[str, ...] = ("mtp.*", "model.mtp.*")
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         super().__init__(config, build)

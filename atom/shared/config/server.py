@@ -66,6 +66,7 @@ class ServerConfig:
             "deepseek_v3",
             "deepseek_v31",
             "deepseek_v32",
+            "deepseek_v4",
             "generic",
             "glm45",
             "glm47",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.reply_formats.base import CallText, ReasoningIds, ReplyFormat, ReplyOptions, ReplyParser
 from frontend.text.reply_formats.deepseek import DeepSeek, DeepSeekV3
-from frontend.text.reply_formats.deepseek_v32 import DeepSeekV32
+from frontend.text.reply_formats.deepseek_v32 import DeepSeekV4, DeepSeekV32
 from frontend.text.reply_formats.generic import Generic
 from frontend.text.reply_formats.glm import Glm
 from frontend.text.reply_formats.harmony import HarmonyFormat
@@ -31,6 +31,7 @@ TOOL_CALLS: dict[str, type[TextParser]] = {
     "deepseek_v3": DeepSeekV3,
     "deepseek_v31": DeepSeek,
     "deepseek_v32": DeepSeekV32,
+    "deepseek_v4": DeepSeekV4,
     "generic": Generic,
     "glm45": Glm,
     "glm47": Glm,
@@ -67,6 +68,7 @@ reasoning."""
 _SIGNS: tuple[tuple[tuple[str, ...], type[TextParser]], ...] = (
     (("<|tool_calls_section_begin|>",), KimiK2),
     (("<｜DSML｜function_calls>",), DeepSeekV32),
+    (("<｜DSML｜tool_calls>",), DeepSeekV4),
     (("<｜tool▁calls▁begin｜>", "```json"), DeepSeekV3),
     (("<｜tool▁calls▁begin｜>",), DeepSeek),
     (("<arg_key>",), Glm),

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2: a tag per parameter, which says whether its value is a string or JSON.
+"""DeepSeek V3.2 and V4: a tag per parameter, which says whether its value is a string or JSON.
 
     <｜DSML｜function_calls>
     <｜DSML｜invoke name="N">
@@ -6,7 +6,7 @@
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-Two newlines before the section belong to it.
+Two newlines before the section belong to it. In V4 its name is tool_calls.
 """
 
 import re
@@ -15,44 +15,60 @@ from frontend.text.reply_formats.base import CallText
 from frontend.text.reply_formats.text import MAX_HEADER, Markers
 from frontend.text.reply_formats.xml_calls import ANY, STRING, XmlCalls, is_json
 
-__all__ = ["DeepSeekV32"]
+__all__ = ["DeepSeekV4", "DeepSeekV32"]
 
 _TOKEN = "｜DSML｜"
-_SECTION = f"<{_TOKEN}function_calls>"
-_SECTION_END = f"</{_TOKEN}function_calls>"
 _INVOKE = f"<{_TOKEN}invoke name="
 _INVOKE_END = f"</{_TOKEN}invoke>"
 _PARAMETER = f"<{_TOKEN}parameter name="
 _PARAMETER_END = f"</{_TOKEN}parameter>"
 _HEAD_ENDS = Markers('">', "\n", "<")
-_IN_SECTION = Markers(_INVOKE, _SECTION_END)
 _NAME = re.compile(r'"(.+)')
 _KEY = re.compile(r'"(.+?)(?:" string="(true|false))?')
 _JSON = ANY - STRING
 
 
+class _Section:
+    """What depends on the name of the section."""
+
+    def __init__(self, name: str):
+        begin = f"<{_TOKEN}{name}>"
+        end = f"</{_TOKEN}{name}>"
+        self.openers = (begin, f"\n\n{begin}", _INVOKE)
+        self.markers = (_TOKEN, begin, end, _INVOKE, _INVOKE_END, _PARAMETER, _PARAMETER_END)
+        self.inside = Markers(_INVOKE, end)
+        self.between = Markers(_PARAMETER, _INVOKE_END, end, _INVOKE)
+        self.value_ends = Markers(_PARAMETER_END, _INVOKE_END, end)
+        self.call_text = CallText(
+            before_name=f'\n{_INVOKE}"',
+            before_arguments='">\n',
+            end=_INVOKE_END,
+            separator="",
+            trigger=begin,
+            section=(begin, f"\n{end}"),
+            style="deepseek_xml",
+            no_content=(_INVOKE,),
+        )
+
+
+_FUNCTION_CALLS = _Section("function_calls")
+_TOOL_CALLS = _Section("tool_calls")
+
+
 class DeepSeekV32(XmlCalls):
     """Parses one reply."""
 
-    OPENERS = (_SECTION, f"\n\n{_SECTION}", _INVOKE)
+    OPENERS = _FUNCTION_CALLS.openers
     DRAFT_OPENERS = OPENERS[:2]
-    MARKERS = (_TOKEN, _SECTION, _SECTION_END, _INVOKE, _INVOKE_END, _PARAMETER, _PARAMETER_END)
+    MARKERS = _FUNCTION_CALLS.markers
     UNKNOWN = ANY
     PARAMETER = _PARAMETER
-    BETWEEN = Markers(_PARAMETER, _INVOKE_END, _SECTION_END, _INVOKE)
+    IN_SECTION = _FUNCTION_CALLS.inside
+    BETWEEN = _FUNCTION_CALLS.between
     VALUE_END = _PARAMETER_END
-    VALUE_ENDS = Markers(_PARAMETER_END, _INVOKE_END, _SECTION_END)
+    VALUE_ENDS = _FUNCTION_CALLS.value_ends
     ENFORCED_ENDS = Markers(_PARAMETER_END)
-    CALL_TEXT = CallText(
-        before_name=f'\n{_INVOKE}"',
-        before_arguments='">\n',
-        end=_INVOKE_END,
-        separator="",
-        trigger=_SECTION,
-        section=(_SECTION, f"\n{_SECTION_END}"),
-        style="deepseek_xml",
-        no_content=(_INVOKE,),
-    )
+    CALL_TEXT = _FUNCTION_CALLS.call_text
 
     _gap = ""
     """White space between two calls, which is content only before other text."""
@@ -65,7 +81,7 @@ class DeepSeekV32(XmlCalls):
 
     def _section(self) -> bool:
         """Between two calls."""
-        text, marker = self._take(_IN_SECTION)
+        text, marker = self._take(self.IN_SECTION)
         self._gap += text
         if kept := self._gap.rstrip():
             self._write(kept)
@@ -126,3 +142,15 @@ class DeepSeekV32(XmlCalls):
         if self._stated is None:
             return super()._parameter_kinds(parameter)
         return STRING if self._stated == "true" else _JSON
+
+
+class DeepSeekV4(DeepSeekV32):
+    """Parses one reply of DeepSeek-V4."""
+
+    OPENERS = _TOOL_CALLS.openers
+    DRAFT_OPENERS = OPENERS[:2]
+    MARKERS = _TOOL_CALLS.markers
+    IN_SECTION = _TOOL_CALLS.inside
+    BETWEEN = _TOOL_CALLS.between
+    VALUE_ENDS = _TOOL_CALLS.value_ends
+    CALL_TEXT = _TOOL_CALLS.call_text

@@ -15,7 +15,7 @@ indexer, I features of an index key, M tokens of an entry.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -42,6 +42,7 @@ from workers.layers.attention.rotation import Rotation
 from workers.layers.context import BuildContext, ForwardContext, GroupContext
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, tp_range
 from workers.layers.mla.sparse_mla import HeadWeights
+from workers.layers.quantization.config import QuantizationConfig
 from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer
 
@@ -174,7 +175,8 @@ class Compressor(WeightedLayer):
         super().__init__()
         features = by.windows * width
         both = [ShardRange.whole(features)] * 2
-        self.wkv_gate = ColumnParallelLinear(args.hidden_size, both, False, build.at("wkv_gate"))
+        plain = replace(build, quantization=QuantizationConfig())  # whatever the others are
+        self.wkv_gate = ColumnParallelLinear(args.hidden_size, both, False, plain.at("wkv_gate"))
         self.norm = RowNorm(width, args.eps, build)
         bias = ShardSpec((by.rate, features), 0, ShardRange.whole(by.rate))
         self.add_weight("ape", [bias], build, torch.float32)

@@ -3,7 +3,8 @@
     weight             [O, I]                          e4m3
     weight_scale_inv   [ceil(O / 128), ceil(I / 128)]  weight[o, i] * weight_scale_inv[o // 128, i // 128]
 
-Despite its name the scale is multiplied by. compressed-tensors and modelopt call it weight_scale.
+Despite its name the scale is multiplied by. compressed-tensors and modelopt call it weight_scale, DeepSeek-V4
+scale.
 """
 
 from functools import cache
@@ -24,11 +25,12 @@ SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
 
 
 @cache
-def block_fp8(rows: int, columns: int, scale: str = "weight_scale_inv") -> Scheme:
-    """Blocks of that many outputs and inputs; `scale` is the name of the scales in the checkpoint."""
+def block_fp8(rows: int, columns: int, *scale: str) -> Scheme:
+    """Blocks of that many outputs and inputs; `scale` are possible names of the scales in the checkpoint."""
     name = f"FP8 in blocks of {rows} x {columns}"
     scales = StoredTensor(
-        "_scales", (rows, columns), SCALE_DTYPES, constant_fill(CODES_STD), torch.float32, names=(scale,),
+        "_scales", (rows, columns), SCALE_DTYPES, constant_fill(CODES_STD), torch.float32,
+        names=scale or ("weight_scale_inv",),
         disk_shapes=lambda matrix: _shapes(matrix, rows, columns),
         decode=lambda tensor, matrix: _scales(tensor, matrix, rows, columns),
     )  # fmt: skip

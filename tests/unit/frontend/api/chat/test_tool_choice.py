@@ -55,7 +55,16 @@ SPACES = (" ", "\n", "\r", "\t")
 STEPS = 150
 """After them the random model closes what it has opened."""
 ENFORCED = (
-    *("hermes", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "qwen3_coder", "glm45"),
+    *(
+        "hermes",
+        "deepseek_v3",
+        "deepseek_v31",
+        "deepseek_v32",
+        "deepseek_v4",
+        "kimi_k2",
+        "qwen3_coder",
+        "glm45",
+    ),
     *("minimax_m2", "mistral", "granite", "phi4_mini_json"),
 )
 HARMONY = "openai"

@@ -22,6 +22,7 @@ from tests.helpers.replies import (
     WRITERS,
     Shape,
     everywhere,
+    of_v4,
     parse,
     without_part,
 )
@@ -53,15 +54,19 @@ def test_calls_of_every_family(writer: str, shape: str) -> None:
 def without_sections(text: str) -> str:
     """The markers around all calls say nothing."""
     dsml = (f"\n\n{D_SECTION}\n", D_SECTION, D_END)
-    for marker in (SECTION, SECTION_END, K_SECTION, K_END, M_SECTION, M_END, *dsml):
+    for marker in (SECTION, SECTION_END, K_SECTION, K_END, M_SECTION, M_END, *dsml, *map(of_v4, dsml)):
         text = text.replace(marker, "")
     return text
 
 
 def without_cut(text: str, family: str) -> str:
     """`text` without the part of a marker at its end, and without sections."""
-    more = {"deepseek_v3": ("```json",), "deepseek_v32": ('">', f"\n\n{D_SECTION}\n")}.get(family, ())
-    return without_sections(without_part(text, family, *more))
+    more = {
+        "deepseek_v3": ("```json",),
+        "deepseek_v32": ('">', f"\n\n{D_SECTION}\n"),
+        "deepseek_v4": ('">', of_v4(f"\n\n{D_SECTION}\n")),
+    }
+    return without_sections(without_part(text, family, *more.get(family, ())))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
