@@ -162,9 +162,7 @@ def measure(model: Path, utilization: float, results: Any) -> None:
 
     def generate(requests: int, tokens_in: int, tokens_out: int) -> float:
         ids = rng.integers(1, vocabulary, (requests, tokens_in)).tolist()
-        sampling = SamplingParams(
-            temperature=0, max_tokens=tokens_out, min_tokens=tokens_out, ignore_eos=True, detokenize=False
-        )
+        sampling = SamplingParams(temperature=0, max_tokens=tokens_out, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": each} for each in ids], sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
