@@ -211,12 +211,12 @@ def main() -> None:
         return
     if not options.models:
         parser.error("name a model's directory")
-    until = time.time() + options.seconds
+    until = time.monotonic() + options.seconds
     engines = [start(model, variant, options) for model in options.models for variant in options.variants]
     found = {}
     try:
         for number, engine in enumerate(engines):
-            share = (until - time.time()) / (len(engines) - number)
+            share = (until - time.monotonic()) / (len(engines) - number)
             found[engine.model, engine.variant] = engine.figures(share)
     finally:
         for engine in engines:
