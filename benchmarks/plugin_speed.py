@@ -162,9 +162,7 @@ def measure(model: Path, utilization: float, results: Any) -> None:
 
     def generate(requests: int, tokens_in: int, tokens_out: int) -> float:
         ids = rng.integers(1, vocabulary, (requests, tokens_in)).tolist()
-        sampling = SamplingParams(
-            temperature=0, max_tokens=tokens_out, min_tokens=tokens_out, ignore_eos=True, detokenize=False
-        )
+        sampling = SamplingParams(temperature=0, max_tokens=tokens_out, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": each} for each in ids], sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
@@ -213,12 +211,12 @@ def main() -> None:
         return
     if not options.models:
         parser.error("name a model's directory")
-    until = time.time() + options.seconds
+    until = time.monotonic() + options.seconds
     engines = [start(model, variant, options) for model in options.models for variant in options.variants]
     found = {}
     try:
         for number, engine in enumerate(engines):
-            share = (until - time.time()) / (len(engines) - number)
+            share = (until - time.monotonic()) / (len(engines) - number)
             found[engine.model, engine.variant] = engine.figures(share)
     finally:
         for engine in engines:

@@ -23,8 +23,10 @@ DEADLINE_S = 1800
 PAGE = ROOT / "docs/use/plugins.md"
 
 
-def save_and_generate(row: Tiny, format: str | None, directory: Path) -> list[list[int]]:
-    """Saves the row's checkpoint; returns transformers' greedy ids, up to a token without a margin.
+def save_and_generate(
+    row: Tiny, format: str | None, directory: Path, margin: float = MIN_MARGIN
+) -> list[list[int]]:
+    """Saves the row's checkpoint; returns transformers' greedy ids, up to a token without that margin.
 
     `format` is a row of `quantized_formats`; None: a plain checkpoint.
     """
@@ -33,8 +35,8 @@ def save_and_generate(row: Tiny, format: str | None, directory: Path) -> list[li
         model.save_pretrained(directory)
     else:
         model = save_quantized(row, next(each for each in FORMATS if each.name == format), directory)
-    greedy = [hf_greedy(model, prompt, NEW_TOKENS, MIN_MARGIN) for prompt in PROMPTS]
-    return [each.ids[:-1] if each.smallest_margin <= MIN_MARGIN else each.ids for each in greedy]
+    greedy = [hf_greedy(model, prompt, NEW_TOKENS, margin) for prompt in PROMPTS]
+    return [each.ids[:-1] if each.smallest_margin <= margin else each.ids for each in greedy]
 
 
 def write_entry_points(directory: Path, more: Mapping[str, Mapping[str, str]] | None = None) -> None:

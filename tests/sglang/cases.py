@@ -1,8 +1,10 @@
-"""What ATOM in SGLang is tried with: model families, features of SGLang, two ranks, the HTTP server."""
+"""What ATOM in SGLang is tried with: families, features of SGLang, formats, two ranks, the HTTP server."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.helpers.host_runs import MIN_MARGIN
+from tests.helpers.quantized_formats import QUANTIZED_MODELS
 from tests.helpers.tiny_models import Tiny, tiny
 
 OWN, HOST = "ATOM's", "SGLang's"
@@ -17,6 +19,10 @@ class Case:
     what: str
     row: Tiny
     attention: str = OWN
+    format: str | None = None
+    """A row of `quantized_formats`; None: a plain checkpoint."""
+    margin: float = MIN_MARGIN
+    """Of the reference's tokens that are compared: the next best one's distance."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of the Engine besides the common ones."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -27,12 +33,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.what}, {self.row.name}, {self.attention} attention"
+        format = f" ({self.format})" if self.format else ""
+        return f"{self.what}{format}, {self.row.name}, {self.attention} attention"
 
     @property
     def backend(self) -> str:
         # SGLang accepts few backends for GPT-OSS.
         return "aiter" if self.row.model_type == "gpt_oss" else _BACKENDS[self.attention]
+
+
+def _quantized(model: str) -> Tiny:
+    return next(row for row in QUANTIZED_MODELS if row.name == model)
 
 
 _FUSED = {"ATOM_ROPE_FUSED_QKNORM": "1"}
@@ -43,7 +54,7 @@ FAMILIES = [
     *(Case("family", tiny(name)) for name in (*_DENSE, *_LATENT)),
     *(
         Case("family", tiny(name), HOST)
-        for name in ("llama-gqa", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe")
+        for name in ("llama-gqa", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe")
     ),
 ]
 """Their results are a table of docs/use/plugins.md."""
@@ -52,6 +63,17 @@ FEATURES = [
     Case("pages of 16 tokens", tiny("llama-gqa"), engine={"page_size": 16}),
     Case("pages of 16 tokens", tiny("deepseek-v3"), engine={"page_size": 16}),
     Case("chunked prefill", tiny("qwen3"), engine={"chunked_prefill_size": 16}),
+]
+# SGLang has these formats in bfloat16 and float16 alone, and the reference computes in float32.
+_BFLOAT16 = {"dtype": "bfloat16"}
+_BFLOAT16_MARGIN = 0.1
+QUANTIZED = [
+    Case("quantized", _quantized(model), format=format, margin=_BFLOAT16_MARGIN, engine=_BFLOAT16)
+    for model, format in (
+        ("llama", "compressed-tensors, channel"),
+        ("llama", "compressed-tensors, INT8"),
+        ("deepseek-v3", "compressed-tensors, INT8"),
+    )
 ]
 RANKS = [Case("two ranks", tiny(name), engine={"tp_size": 2}) for name in ("llama-gqa", "deepseek-v3")]
 _COMMAND = "from sglang.cli.main import main; main()"
