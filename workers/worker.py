@@ -248,9 +248,8 @@ class Worker:
             layers = [layout for group in groups for layout in group.layouts]
             name = cache_fingerprint(config, self._checkpoint, specs, layers)
             assert config.cache.kv_offload_dir is not None, "it has a tier in files"
-            disk = DiskTier(
-                Path(config.cache.kv_offload_dir) / f"{name}-{self._tp.rank}", len(specs), self._num_readers()
-            )
+            directory = Path(config.cache.kv_offload_dir) / f"{name}-{self._tp.rank}"
+            disk = DiskTier(directory, len(specs), self._num_readers())
             tiers.append(disk)
             self.stored.append(StoredBlocks(index, disk.stored(slots.num_slots)))
         self.tiers = TierCopier(groups, tiers, self._tp.rank)
