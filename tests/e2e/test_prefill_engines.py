@@ -30,10 +30,10 @@ PARAMS = [
 LONG = SamplingParams(max_tokens=180, temperature=0.0, ignore_eos=True)
 DEADLINE_S = 90.0
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
-@pytest.fixture(scope="module", params=["llama-gqa", "qwen3-next"])
+@pytest.fixture(scope="module", params=["llama-gqa", pytest.param("qwen3-next", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     directory: Path = tmp_path_factory.mktemp("model")
     save_tiny(tiny(request.param), directory)
