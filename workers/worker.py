@@ -54,6 +54,7 @@ from workers.weights.loader import (
     weight_bytes,
 )
 
+_MOST_READERS = 8
 _MOST_TIERS = 2
 
 
@@ -248,10 +249,18 @@ class Worker:
             layers = [layout for group in groups for layout in group.layouts]
             name = cache_fingerprint(config, self._checkpoint, specs, layers)
             assert config.cache.kv_offload_dir is not None, "it has a tier in files"
-            disk = DiskTier(Path(config.cache.kv_offload_dir) / f"{name}-{self._tp.rank}", len(specs))
+            directory = Path(config.cache.kv_offload_dir) / f"{name}-{self._tp.rank}"
+            disk = DiskTier(directory, len(specs), self._num_readers())
             tiers.append(disk)
             self.stored.append(StoredBlocks(index, disk.stored(slots.num_slots)))
         self.tiers = TierCopier(groups, tiers, self._tp.rank)
+
+    def _num_readers(self) -> int:
+        """Threads that read files of a tier. On a CPU the cores compute."""
+        if self._device.type == "cpu":
+            return 1
+        cores = len(os.sched_getaffinity(0)) // self._config.parallel.workers_per_node
+        return max(1, min(cores // 2, _MOST_READERS))
 
     def _build_model(self) -> CausalLM:
         model = build_rank(self._config, self._checkpoint, self._mesh, self._dispatch)

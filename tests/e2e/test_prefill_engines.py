@@ -30,13 +30,13 @@ PARAMS = [
 LONG = SamplingParams(max_tokens=180, temperature=0.0, ignore_eos=True)
 DEADLINE_S = 90.0
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
-@pytest.fixture(scope="module", params=["llama-gqa", "qwen3-next"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory: Path = tmp_path_factory.mktemp("model")
-    save_tiny(tiny(request.param), directory)
+    save_tiny(tiny("llama-gqa"), directory)
     return str(directory)
 
 

@@ -22,4 +22,4 @@ def test_ids_equal_a_run_without_cache(name: str, tmp_path: Path) -> None:
 
     run()
     made.close()
-    assert made.loaded > 100
+    assert made.loaded > 20

@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +38,17 @@ _WARN_EVERY_S = 60.0
 class DiskTier:
     """The files of one rank. Only the thread of the tier reads and writes blocks."""
 
-    def __init__(self, directory: Path, num_groups: int):
-        """`num_groups`: KV groups. Raises NotOwnError or OSError for a directory that cannot be used."""
+    def __init__(self, directory: Path, num_groups: int, num_readers: int = 1):
+        """`num_groups`: KV groups; `num_readers`: files that are read at the same time.
+
+        Raises NotOwnError or OSError for a directory that cannot be used.
+        """
         make_own_directory(directory.parent)
         make_own_directory(directory)
         self._directory = directory
         self._num_groups = num_groups
         self._numbers = itertools.count()
+        self._readers = ThreadPoolExecutor(num_readers, "kv-tier-reader") if num_readers > 1 else None
         self._warned_at = -_WARN_EVERY_S
         self._num_silent = 0
 
@@ -93,25 +98,16 @@ class DiskTier:
 
     def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
         """Read files to rows of bytes; returns the failed ones, which are removed if they are damaged."""
-        failed = []
-        found = np.empty(rows_NS.shape, np.uint8)
-        for index, (copy, row_S) in enumerate(zip(copies, found, strict=True)):
-            path = self._path(group, copy.digest)
-            try:
-                read_block(path, copy.hash_input, row_S)
-                os.utime(path)
-                continue
-            except FileNotFoundError:
-                self._warn(f"a KV block is missing, and is computed again: {path}")
-            except DamagedFileError as error:
-                self._warn(f"a KV block is damaged, and is computed again: {path}: {error}")
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            except OSError as error:
-                self._warn(f"a KV block cannot be read, and is computed again: {one_line(error, OSError)}")
-            failed.append(index)
-        rows_NS.copy_(torch.from_numpy(found))
-        return failed
+        found = torch.empty(rows_NS.shape, dtype=torch.uint8, pin_memory=rows_NS.is_cuda)
+        paths = [self._path(group, copy.digest) for copy in copies]
+        inputs = [copy.hash_input for copy in copies]
+        # Reading and summing up release the GIL.
+        run = map if self._readers is None else self._readers.map
+        problems = list(run(_read, paths, inputs, found.numpy()))
+        for problem in filter(None, problems):
+            self._warn(problem)
+        rows_NS.copy_(found)
+        return [index for index, problem in enumerate(problems) if problem]
 
     def _write(self, path: Path, hash_input: bytes, row_S: NDArray[np.uint8]) -> None:
         """Write a file unless there is one: another engine has stored the same block."""
@@ -133,3 +129,19 @@ class DiskTier:
         more = f" ({self._num_silent} more before this line)" if self._num_silent else ""
         self._num_silent = 0
         get_logger().warning("%s%s", text, more)
+
+
+def _read(path: Path, hash_input: bytes, row_S: NDArray[np.uint8]) -> str:
+    """Read a block, and remove its file if it is damaged; returns what is wrong, or nothing."""
+    try:
+        read_block(path, hash_input, row_S)
+        os.utime(path)
+    except FileNotFoundError:
+        return f"a KV block is missing, and is computed again: {path}"
+    except DamagedFileError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return f"a KV block is damaged, and is computed again: {path}: {error}"
+    except OSError as error:
+        return f"a KV block cannot be read, and is computed again: {one_line(error, OSError)}"
+    return ""

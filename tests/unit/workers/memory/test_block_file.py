@@ -1,6 +1,9 @@
 """Files of blocks: what was written is read, anything else is noticed."""
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,18 @@ def read(path: Path, hash_input: bytes = INPUT, size: int = 200) -> bytes:
     row = np.empty(size, np.uint8)
     read_block(path, hash_input, row)
     return row.tobytes()
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+import numpy as np
+from workers.memory.block_file import write_block
+for number in itertools.count():
+    row = np.arange(1 << 18, dtype=np.uint64).view(np.uint8)
+    write_block(Path(sys.argv[1], f"block{number}"), Path(sys.argv[1], "partial"), b"ids", row)
+"""
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -92,3 +107,18 @@ def test_another_file_of_the_temporary_name_is_kept(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_block(tmp_path / "block", tmp_path / "partial", INPUT, ROW)
     assert (tmp_path / "partial").read_text() == "of another process"
+
+
+def test_a_killed_writer_leaves_whole_files_and_a_partial_one(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)]) as writer:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (tmp_path / "block5").exists():
+            assert time.monotonic() < deadline and writer.poll() is None
+            time.sleep(0.001)
+        writer.kill()
+    whole = sorted(tmp_path.glob("block*"))
+    assert len(whole) > 5
+    expected = np.arange(1 << 18, dtype=np.uint64).tobytes()
+    for path in whole:
+        assert read(path, b"ids", len(expected)) == expected
+    assert {path.name for path in tmp_path.iterdir()} - {path.name for path in whole} <= {"partial"}

@@ -25,9 +25,9 @@ def read(tier: DiskTier, *digests: bytes) -> tuple[list[int], torch.Tensor]:
     return tier.read(0, copies(*digests), rows), rows
 
 
-@pytest.fixture
-def tier(tmp_path: Path) -> DiskTier:
-    made = DiskTier(tmp_path / "kv" / "model-0", 2)
+@pytest.fixture(params=[1, 3])
+def tier(tmp_path: Path, request: pytest.FixtureRequest) -> DiskTier:
+    made = DiskTier(tmp_path / "kv" / "model-0", 2, request.param)
     assert made.write(0, copies(A, B, C), ROWS) == []
     return made
 
@@ -107,3 +107,11 @@ def test_directories_that_others_may_use_are_refused(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir(mode=0o777)
     with pytest.raises(NotOwnError, match="chmod 700"):
         DiskTier(tmp_path / "kv" / "model-0", 2)
+
+
+def test_blocks_of_others_are_present_once_they_are_stored(tmp_path: Path, tier: DiskTier) -> None:
+    other = DiskTier(tmp_path / "kv" / "model-0", 2)
+    new = bytes([9]) * 8
+    assert tier.present(A + new + B) == [b"\1\0\1", b"\0\0\0"]
+    assert other.write(1, copies(new), ROWS[:1]) == []
+    assert tier.present(A + new + B) == [b"\1\0\1", b"\0\1\0"]

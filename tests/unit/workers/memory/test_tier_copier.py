@@ -3,13 +3,15 @@
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
-from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, CopyBlocks
+from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
 from workers.memory import tier_copier
 from workers.memory.block_rows import BlockRows
+from workers.memory.disk_tier import DiskTier
 from workers.memory.host_tier import HostTier
 from workers.memory.tier_copier import TierCopier
 
@@ -38,7 +40,7 @@ def groups(*tensors: torch.Tensor) -> list[BlockRows]:
     return [BlockRows([tensor], len(tensor), tensor[0].nbytes) for tensor in tensors]
 
 
-def next_of(copier: TierCopier) -> BlocksCopied:
+def next_of(copier: TierCopier) -> BlocksCopied | BlocksFound:
     deadline = time.monotonic() + DEADLINE_S
     while (done := copier.next_copied()) is None:
         assert time.monotonic() < deadline
@@ -62,6 +64,17 @@ def test_blocks_go_to_a_tier_and_come_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(wide[:4], expected[1][:4]) and not wide[4:].any()
     copier.close()
     assert not any(thread.is_alive() for thread in copier._threads)
+
+
+def test_a_question_is_answered_by_the_tier_in_files(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "kv" / "model-0", 1)
+    copier = TierCopier(groups(torch.rand(8, 2, 4)), [tier], rank=2)
+    first, second = bytes(8), bytes([1]) * 8
+    copier.submit(CopyBlocks(1, 0, False, [BlockCopy(0, 3, 0, second, b"ids")]))
+    assert next_of(copier) == BlocksCopied(2, 1)
+    copier.submit(FindBlocks(7, 0, first + second))
+    assert next_of(copier) == BlocksFound(2, 7, [b"\0\1"]) and not copier.is_busy
+    copier.close()
 
 
 def test_loads_come_before_stores_that_wait_and_failures_are_told() -> None:
