@@ -260,7 +260,8 @@ def _figure(report: Report) -> str:
         return (
             f"{report.scenario}: {figures.goodput:.0f} requests/s served, {figures.peak:.0f} without it; "
             f"{figures.wasted_tokens} of {figures.tokens} tokens wasted; "
-            f"served again after {figures.recovery_s:.1f} s; {report.grown_bytes >> 20} MiB more memory"
+            f"served again after {figures.recovery_s:.1f} s; memory "
+            f"{report.grown_bytes / 2**20:+.0f} MiB in its second half"
         )
     parts = [f"{report.scenario}: {report.streams - report.failed} of {report.streams} streams complete"]
     parts.append(f"{report.differing} with other tokens")

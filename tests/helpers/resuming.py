@@ -43,15 +43,11 @@ OnEvent = Callable[[Resumed], None]
 
 
 async def follow(
-    url: str,
-    path: str,
-    body: dict[str, Any],
-    on_event: OnEvent = lambda resumed: None,
-    deadline_s: float = DEADLINE_S,
+    url: str, path: str, body: dict[str, Any], on_event: OnEvent = lambda resumed: None
 ) -> Resumed:
     """Read a resumable stream to its end."""
     resumed = Resumed()
-    async with asyncio.timeout(deadline_s):
+    async with asyncio.timeout(DEADLINE_S):
         while not await read(url, path, body, resumed, on_event):
             resumed.resumptions += 1
     return resumed

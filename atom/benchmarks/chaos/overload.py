@@ -6,19 +6,21 @@ recovery    one request after the other, until one is served
 
 A server has hundreds of requests in progress at the end of an overload, far more than at the peak: those
 that ended within its time would tell little. So goodput is counted in tokens that were generated meanwhile,
-without those of requests that were not served in the end, which were wasted.
+without those of requests that were not served in the end, which were wasted. Memory must not grow in its
+second half, when as many requests are in progress as there may be.
 """
 
 import asyncio
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from atom.benchmarks.chaos.processes import processes_of, resident_bytes
+from atom.benchmarks.chaos.processes import ChaosError, processes_of, resident_bytes
 from atom.benchmarks.chaos.report import OverloadFigures
 from atom.benchmarks.chaos.streams import body_of
 
@@ -32,6 +34,7 @@ _PEAK_SHARE = 3
 _MOST_OPEN = 4096
 """Requests of this tool at a time: more of them would measure the tool."""
 _RECOVERY_DEADLINE_S = 60.0
+_METRICS_DEADLINE_S = 60.0
 _POLL_S = 0.1
 _GENERATED = re.compile(r"^atom:generation_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 _timeout = aiohttp.ClientTimeout(total=180)
@@ -80,8 +83,10 @@ class Load:
         await asyncio.gather(*(client() for _ in range(clients)))
         return self.served / (time.monotonic() - begun)
 
-    async def open(self, rate: float, seconds: float) -> tuple[float, int, int]:
-        """Let `rate` requests arrive per second.
+    async def open(
+        self, rate: float, seconds: float, at_half: Callable[[], None] = lambda: None
+    ) -> tuple[float, int, int]:
+        """Let `rate` requests arrive per second; `at_half` is called once half of the time has passed.
 
         Returns tokens per second meanwhile, and of all these requests the tokens and the wasted tokens.
         """
@@ -90,7 +95,11 @@ class Load:
         begun = time.monotonic()
         sent = 0
         self.reset()
+        is_first_half = True
         while (passed := time.monotonic() - begun) < seconds:
+            if is_first_half and passed >= seconds / 2:
+                is_first_half = False
+                at_half()
             while sent < passed * rate and len(tasks) < _MOST_OPEN:
                 task = asyncio.create_task(self.one())
                 tasks.add(task)
@@ -103,9 +112,15 @@ class Load:
         return tokens_per_s, tokens, max(tokens - _TOKENS * self.served, 0)
 
     async def _generated(self) -> int:
-        """Tokens that the server has generated since its start."""
-        async with self.session.get("/metrics") as response:
-            return sum(int(float(value)) for value in _GENERATED.findall(await response.text()))
+        """Tokens that the server has generated since its start. Raises ChaosError."""
+        begun = time.monotonic()
+        while time.monotonic() < begun + _METRICS_DEADLINE_S:
+            async with self.session.get("/metrics") as response:
+                text = await response.text()
+                if response.status == 200:  # else a busy frontend could not read those of the others in time
+                    return sum(int(float(value)) for value in _GENERATED.findall(text))
+            await asyncio.sleep(_POLL_S)
+        raise ChaosError(f"/metrics could not be read for {_METRICS_DEADLINE_S:.0f} s: {text:.200}")
 
     async def recovery_s(self) -> float:
         """Seconds until a request is served."""
@@ -118,14 +133,19 @@ class Load:
 async def overload(
     url: str, headers: dict[str, str], model: str, clients: int, seconds: float, supervisor: int
 ) -> tuple[OverloadFigures, dict[str, int], int]:
-    """(figures, outcomes of the requests, bytes that the frontends have gained)."""
+    """(figures, outcomes of the requests, bytes that the frontends have gained in the second half)."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, headers=headers, timeout=_timeout, connector=connector) as session:
         load = Load(session, model)
         peak = await load.closed(clients, seconds / _PEAK_SHARE)
-        before = resident_bytes(processes_of(supervisor, "frontend"))
-        tokens_per_s, tokens, wasted = await load.open(max(_FACTOR * peak, 1.0), seconds)
-        grown = resident_bytes(processes_of(supervisor, "frontend")) - before
+        resident = [resident_bytes(processes_of(supervisor, "frontend"))]
+
+        def sample() -> None:
+            resident.append(resident_bytes(processes_of(supervisor, "frontend")))
+
+        tokens_per_s, tokens, wasted = await load.open(max(_FACTOR * peak, 1.0), seconds, sample)
+        sample()
+        begin, half, end = resident
         goodput = tokens_per_s / _TOKENS * (1 - wasted / max(tokens, 1))
-        figures = OverloadFigures(peak, goodput, await load.recovery_s(), tokens, wasted)
-    return figures, dict(load.outcomes), grown
+        figures = OverloadFigures(peak, goodput, await load.recovery_s(), tokens, wasted, half - begin)
+    return figures, dict(load.outcomes), end - half

@@ -29,6 +29,8 @@ class OverloadFigures(msgspec.Struct):
     """Generated for the requests of the overload."""
     wasted_tokens: int
     """Those of requests that were not served."""
+    in_progress_bytes: int
+    """Resident memory that the frontends gained in the first half, until all places were taken."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -77,7 +79,9 @@ class Report(msgspec.Struct, kw_only=True):
             lines.append(
                 f"  {figures.goodput:.1f} requests/s served under overload, {figures.peak:.1f} at the peak; "
                 f"{figures.wasted_tokens} of {figures.tokens} tokens wasted; "
-                f"served again {figures.recovery_s:.1f} s after it; {self.grown_bytes >> 20} MiB more memory"
+                f"served again {figures.recovery_s:.1f} s after it; memory of the frontends: "
+                f"{figures.in_progress_bytes / 2**20:+.0f} MiB in the first half, "
+                f"{self.grown_bytes / 2**20:+.0f} MiB in the second"
             )
         if self.outcomes:
             lines.append(

@@ -66,7 +66,9 @@ def test_a_server_that_refuses_first_wastes_none() -> None:
 
 
 def test_waste_is_a_problem_at_any_speed() -> None:
-    figures = OverloadFigures(peak=10, goodput=10, recovery_s=0.1, tokens=1000, wasted_tokens=20)
+    figures = OverloadFigures(
+        peak=10, goodput=10, recovery_s=0.1, tokens=1000, wasted_tokens=20, in_progress_bytes=0
+    )
     report = judge_overload(NAME, figures, {"200": 5, "429": 50}, grown_bytes=0)
     assert report.problems == ["20 of 1000 tokens were computed for requests that were not served"]
     assert "20 of 1000 tokens wasted" in report.text()
