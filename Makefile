@@ -149,7 +149,7 @@ test-e2e: install ## the tests with real processes and a real model, the slow on
 	@$(BIN)/python -m pytest -q tests/multiprocess tests/e2e $(ARGS)
 
 test-slow: install ## the storms and the tests that take minutes, which `make test` leaves out
-	@$(BIN)/python -m pytest -q -m slow tests/multiprocess tests/e2e tests/arch tests/unit $(ARGS)
+	@$(BIN)/python -m pytest -q -m slow tests/multiprocess tests/e2e tests/arch tests/unit/frontend tests/unit/workers $(ARGS)
 
 test-models: $(INSTALLED) ## every configuration of every model family, and of models that draft, through the engine
 	@$(BIN)/python -m pytest -q tests/models $(ARGS)
