@@ -56,7 +56,7 @@ def make(tmp_path: Path, *arguments: str, at: Path = ROOT) -> "subprocess.Comple
 
 
 def test_make_test_runs_every_phase_and_fails_if_one_does(tmp_path: Path, log: Path) -> None:
-    done = make(tmp_path, "test", "ARGS=-k scheduler")
+    done = make(tmp_path, "test", "ARGS=-k scheduler", "ISA_PHASE=test-isa-all")
     assert done.returncode == 2
     summary = done.stdout.partition("== summary\n")[2].splitlines()
     assert [line.split()[:2] for line in summary] == [
@@ -70,6 +70,15 @@ def test_make_test_runs_every_phase_and_fails_if_one_does(tmp_path: Path, log: P
     assert "tests/multiprocess tests/e2e" in runs[1] and "triton and not float16" in runs[3]
     # The first call of an environment, and of each instruction set, compiles the kernels.
     assert log.read_text().count("native_impl.problem") == 2
+
+
+def test_a_smaller_instruction_set_is_tested_where_the_cpu_has_a_larger_one(
+    tmp_path: Path, log: Path
+) -> None:
+    make(tmp_path, "test")
+    info = Path("/proc/cpuinfo")
+    larger = info.exists() and "avx512f" in info.read_text()
+    assert ("tests/golden tests/models/test_worker.py" in log.read_text()) == larger
 
 
 def test_make_serve_serves_a_given_model_and_creates_no_file(tmp_path: Path, log: Path) -> None:

@@ -129,6 +129,7 @@ def run_gpu_benchmark(folder: Path, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_gpu_benchmark_measures_what_is_missing_and_writes_the_document(
     config_alone: Path, tmp_path: Path

@@ -77,23 +77,28 @@ def lives_in(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("victim", "args", "cause"),
+    ("victims", "args", "causes"),
     [
-        ("workers.main", (), "worker 0: killed by SIGKILL"),
-        ("workers.main", ("-tp", "2"), "worker [01]: killed by SIGKILL"),
-        ("engine_core.process", (), "core: killed by SIGKILL"),
+        (
+            ("workers.main", "engine_core.process"),
+            (),
+            ("worker 0: killed by SIGKILL", "core: killed by SIGKILL"),
+        ),
+        (("workers.main",), ("-tp", "2"), ("worker [01]: killed by SIGKILL",)),
     ],
+    ids=["worker, then core", "worker of two"],
 )
 def test_an_engine_that_dies_is_restarted(
-    model: str, run_directories: Path, victim: str, args: tuple[str, ...], cause: str
+    model: str,
+    run_directories: Path,
+    victims: tuple[str, ...],
+    args: tuple[str, ...],
+    causes: tuple[str, ...],
 ) -> None:
     """Its streams get the text of an undisturbed run."""
-    undisturbed, crowd = (Crowd(STREAMS, 150, temperature=0.8, seed=5) for _ in range(2))
+    undisturbed, *crowds = (Crowd(STREAMS, 150, temperature=0.8, seed=5) for _ in ("none", *victims))
 
-    async def drive(server: Server) -> float:
-        async with undisturbed.streaming(server):
-            pass
-        before = await complete(server)
+    async def kill(server: Server, victim: str, crowd: Crowd, before: str) -> float:
         others = set(server.children()) - set(pids_of(server, "frontend.main"))
         async with crowd.streaming(server):
             os.kill(pids_of(server, victim)[0], signal.SIGKILL)
@@ -103,18 +108,28 @@ def test_an_engine_that_dies_is_restarted(
         assert not others & set(server.children()), "a process of the dead engine lives"
         return unready
 
+    async def drive(server: Server) -> list[float]:
+        async with undisturbed.streaming(server):
+            pass
+        before = await complete(server)
+        return [
+            await kill(server, victim, crowd, before) for victim, crowd in zip(victims, crowds, strict=True)
+        ]
+
     with running_server("--model", model, *ARGS, *args) as server:
         unready = asyncio.run(drive(server))
-        assert counter(server, "engine_restarts") == [1]
-        assert counter(server, "request_replays") == [STREAMS]
-        assert lives_in(run_directories) == ["engine-0.1", "frontend-0.0"]
+        assert counter(server, "engine_restarts") == [len(victims)]
+        assert counter(server, "request_replays") == [STREAMS * len(victims)]
+        assert lives_in(run_directories) == [f"engine-0.{len(victims)}", "frontend-0.0"]
         assert server.terminate() == 0
         text = server.text()
-    assert unready < 2
-    assert crowd.ends == undisturbed.ends == {"finished": STREAMS}
-    assert crowd.texts == undisturbed.texts
-    assert re.search(f"engine, life 0, has ended: {cause}; life 1 starts in 1 s", text)
-    assert re.search(r"engine, life 1, is ready after \d", text)
+    assert max(unready) < 2
+    assert undisturbed.ends == {"finished": STREAMS}
+    for life, (crowd, cause) in enumerate(zip(crowds, causes, strict=True)):
+        assert crowd.ends == undisturbed.ends
+        assert crowd.texts == undisturbed.texts
+        assert re.search(f"engine, life {life}, has ended: {cause}; life {life + 1} starts in [12] s", text)
+        assert re.search(rf"engine, life {life + 1}, is ready after \d", text)
     assert list(run_directories.iterdir()) == []
 
 

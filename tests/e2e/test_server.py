@@ -160,19 +160,20 @@ def test_frontend_and_core_run_without_torch(server: Server) -> None:
         assert "libtorch" in maps.read()
 
 
-def test_sigterm_finishes_running_requests() -> None:
-    async def drive(server: Server) -> str:
+def test_sigterm_finishes_running_requests(server: Server) -> None:
+    """The last test of this server."""
+
+    async def drive() -> str:
         async with aiohttp.ClientSession(server.url) as session:
             task = asyncio.create_task(stream_text(session, body("Hello", max_tokens=64)))
             await asyncio.sleep(0.5)
             server.process.send_signal(signal.SIGTERM)
             return await task
 
-    with running_server(*ARGS) as server:
-        children = server.children()
-        assert len(asyncio.run(drive(server))) > 0
-        assert server.process.wait(30) == 0
-        assert not [pid for pid in children if is_alive(pid)]
+    children = server.children()
+    assert len(asyncio.run(drive())) > 0
+    assert server.process.wait(30) == 0
+    assert not [pid for pid in children if is_alive(pid)]
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     return {name: save_tiny(tiny(name), tmp_path_factory.mktemp(name))[1] for name in FAMILIES}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_output_is_the_plain_runs(checkpoints: dict[str, Checkpoint], name: str) -> None:
-    number = 200 if name == "llama-gqa" else 30
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [*((name, 30) for name in FAMILIES), pytest.param("llama-gqa", 200, marks=pytest.mark.slow)],
+)
+def test_the_output_is_the_plain_runs(checkpoints: dict[str, Checkpoint], name: str, number: int) -> None:
     plain, made = engine(checkpoints[name], SpeculativeConfig()), engine(checkpoints[name], NGRAM)
     wanted = run(plain, number)
     check(run(made, number, wanted), wanted)

@@ -237,7 +237,7 @@ def plain() -> Driver:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("num_drafts", [1, 3, 6])
+@pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.slow), 3, 6])
 @pytest.mark.parametrize("way", ["exact", "upper bounds", "graphs", "some graphs"])
 def test_drafts_change_no_token(plain: Driver, way: str, num_drafts: int, in_flight: int) -> None:
     sizes = {"graphs": [1, 2, 4, 6], "some graphs": [3]}.get(way)
