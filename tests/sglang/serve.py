@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-START_S = 300
+START_S = 900
 REQUEST_S = 120
 
 

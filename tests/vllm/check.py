@@ -4,7 +4,6 @@
     features    chunked prefill, prefix cache and speculation of vLLM
     quantized   quantized checkpoints
     ranks       tensor and expert parallelism on two ranks
-    evaluation  lm-eval's numbers with the plugin and without it
     contract    the interfaces of vLLM that the plugin uses, in the wheels of its other versions
 
 Token ids have to be transformers', from models of ATOM and by the attention of the run. `--record` writes the
@@ -34,7 +33,6 @@ from tests.helpers.source import ROOT
 from tests.helpers.tiny_models import MAX_MODEL_LEN
 from tests.vllm.cases import FAMILIES, FEATURES, HOST, OWN, QUANTIZED, RANKS, Case
 from tests.vllm.contract import check_contracts
-from tests.vllm.evaluation import check_evaluation
 
 GROUPS = {"families": FAMILIES, "features": FEATURES, "quantized": QUANTIZED, "ranks": RANKS}
 
@@ -113,13 +111,6 @@ def run_group(python: str, cases: list[Case]) -> Found:
         }
 
 
-def evaluate(python: str) -> Found:
-    """The problems of lm-eval's numbers."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_entry_points(Path(folder))
-        return check_evaluation(python, environment(Path(folder)))
-
-
 def _group(cases: list[Case]) -> Callable[[argparse.Namespace], Found]:
     return lambda arguments: run_group(arguments.python, cases)
 
@@ -128,11 +119,7 @@ def main() -> None:
     groups = {name: _group(cases) for name, cases in GROUPS.items()}
     check_groups(
         __doc__,
-        {
-            **groups,
-            "evaluation": lambda arguments: evaluate(arguments.python),
-            "contract": lambda arguments: check_contracts(arguments.wheels),
-        },
+        {**groups, "contract": lambda arguments: check_contracts(arguments.wheels)},
         lambda found: write_table(PAGE, "vLLM", FAMILIES, found, (OWN, HOST)),
     )
 
