@@ -4,11 +4,9 @@ The index of such a tier (`KVTier`) knows what this engine has stored, and what 
 the workers find besides is added to the index; then it is loaded like all else.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
 
 from atom.shared.messages.kv_tiers import BlocksFound, FindBlocks
 from engine_core.kv_tiers.kv_tier import KVTier
@@ -26,7 +24,7 @@ class Question:
     digests: Sequence[bytes]
     deadline: float
     """When the request stops to wait for it."""
-    present: list[NDArray[np.uint8]]
+    present: list[bytes]
     """By KV group: 1 for each block that all ranks have that have answered."""
     answered: set[int] = field(default_factory=set)
     """Ranks."""
@@ -53,7 +51,7 @@ class BlockQuestions:
 
     def ask(self, digests: Sequence[bytes], deadline: float) -> Question:
         """Ask about blocks, `ASKED_AT_ONCE` at most."""
-        present = [np.ones(len(digests), np.uint8) for _ in range(self._num_groups)]
+        present = [b"\x01" * len(digests)] * self._num_groups
         question = Question(digests, deadline, present)
         self._last_number += 1
         self._open[self._last_number] = question
@@ -83,15 +81,16 @@ class BlockQuestions:
         ):
             raise ValueError(f"worker {message.rank} answered a question that it did not get")
         question.answered.add(message.rank)
-        for known, found in zip(question.present, message.present, strict=True):
-            known &= np.frombuffer(found, np.uint8)
+        both = zip(question.present, message.present, strict=True)
+        question.present = [bytes(map(operator.and_, known, found)) for known, found in both]
         if len(question.answered) < self._num_ranks:
             return None
         del self._open[message.number]
         if not question.is_void:
             for group, known in enumerate(question.present):
-                for place in reversed(np.flatnonzero(known).tolist()):  # the first one is lost last
-                    self._tier.note(group, question.digests[place])
+                for place in reversed(range(len(known))):  # the first one is lost last
+                    if known[place]:
+                        self._tier.note(group, question.digests[place])
         return question
 
     def reset(self) -> None:

@@ -22,7 +22,7 @@ class Case:
     format: str | None = None
     """A row of `quantized_formats`; None: a plain checkpoint."""
     margin: float = MIN_MARGIN
-    """Of the reference's tokens that are compared: the next best one's distance."""
+    """Least distance of the next best token where the reference's tokens are compared."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of the Engine besides the common ones."""
     environment: dict[str, str] = field(default_factory=dict)

@@ -11,7 +11,8 @@ from atom.plugin.vllm.host_config import layer_name
 from atom.plugin.vllm.own_attention import CachedLayer, StepMetadata
 from atom_ops import empty_attention
 from workers.batch.step_padding import pad_groups
-from workers.layers.attention.cache_groups import StateGroup
+from workers.layers.attention.attention import KVGroup
+from workers.layers.attention.cache_groups import LatentGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext, GroupContext
 from workers.memory.kv_cache import allocate_kv
@@ -26,7 +27,7 @@ class OwnAttentionContext:
         self._dtype = vllm_config.model_config.dtype
         made: dict[int, CachedLayer] = {}
         for group in self._groups:
-            assert not isinstance(group, StateGroup), "families with states are not registered"
+            assert isinstance(group, KVGroup | LatentGroup), "families with other caches are not registered"
             made |= {layer: CachedLayer(group, layer_name(layer), vllm_config) for layer in group.layers}
         self._layers = [made[layer] for layer in sorted(made)]
 

@@ -239,7 +239,7 @@ def compress_rows(
 
 
 def _own_halves(x_EJF: Tensor, rate: int) -> Tensor:
-    """Of two windows' features: the first half in the first window, the second half in the second."""
+    """The first half of the first window's features, and the second half of the second one's."""
     width = x_EJF.shape[2] // 2
     return torch.cat((x_EJF[:, :rate, :width], x_EJF[:, rate:, width:]), 1)
 

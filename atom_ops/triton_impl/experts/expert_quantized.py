@@ -189,7 +189,7 @@ class QuantizedGEMMs:
         """Fill `y_PD`, in the order of the pairs."""
         weight = weights.down_XDF
         bias = weights.down_bias_XD
-        flags = {"GATED": False, "CLAMPED": False}
+        flags = {"GATED": False, "CLAMPED": clamp_kind(None)}
         if isinstance(inner, Rounded):
             self._launch_8bit(self.plan.down, inner, weight, bias, y_PD, None, _NOT_CLAMPED, flags)
         else:
@@ -216,7 +216,7 @@ class QuantizedGEMMs:
         out: Tensor,
         out_scales: Tensor | None,
         clamped: ClampedSwiglu,
-        flags: dict[str, bool],
+        flags: dict[str, int],
     ) -> None:
         values, scales = _tensors(weight)
         assert values is not None
@@ -245,7 +245,7 @@ class QuantizedGEMMs:
         bias: Tensor | None,
         out: Tensor,
         clamped: ClampedSwiglu,
-        flags: dict[str, bool],
+        flags: dict[str, int],
     ) -> None:
         assert isinstance(weight, FourBitWords), "checked by `readable`"
         outputs = out.shape[1]

@@ -140,7 +140,7 @@ class GroupedGEMMs:
         bias_XO: Tensor | None,
         out: Tensor,
         *activation: float,
-        **flags: bool,
+        **flags: int,
     ) -> None:
         outputs = out.shape[1]
         inputs = weight_XOI.shape[2]
