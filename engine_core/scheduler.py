@@ -207,6 +207,7 @@ class Scheduler:
         if not plan.preempted:
             self._admit_waiting(plan)
         if not plan.chunks and not self._decode_batch:
+            self._kv.cancel_saves()
             return None
         return self._dispatch(plan)
 

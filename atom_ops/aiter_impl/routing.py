@@ -15,12 +15,13 @@ _GROUPS = (1, 2, 4, 8)
 """Numbers of groups for which there are kernels."""
 _VECTOR = 4
 """Experts that these kernels read at once."""
+_SCORINGS = ("softmax", "sigmoid")
 _MOST_TOP_K = 64
 
 
 def _supports(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> bool:
     experts = logits_TX.shape[1]
-    if not len(logits_TX) or rule.top_k > min(experts, _MOST_TOP_K):
+    if not len(logits_TX) or rule.top_k > min(experts, _MOST_TOP_K) or rule.scoring not in _SCORINGS:
         return False
     if bias_X is None and _is_plain(rule):
         return rule.scale == 1.0

@@ -123,7 +123,7 @@ class DraftWidth:
 
     def _cost(self, num_rows: int, times: _Times) -> float:
         """How much longer a step with drafts takes, in steps without."""
-        if times.plain.count and times.drafts.count:
+        if times.plain.value > 0 and times.drafts.count:
             return times.drafts.value / times.plain.value - 1
         return self._num_drafts * num_rows / (FREE_TOKENS + num_rows)
 

@@ -355,6 +355,11 @@ class KVCacheManager:
         if self._states is not None:
             self._states.emit(step)
 
+    def cancel_saves(self) -> None:
+        """There is no next batch after all."""
+        if self._states is not None:
+            self._states.cancel()
+
     def restore_states(self, blocks: RequestBlocks, hits: int) -> None:
         """Let the next batch restore the states after `hits` cached blocks, as `admit` has found them."""
         if self._states is None or not hits:

@@ -131,6 +131,14 @@ class StateCheckpoints:
         self._held.clear()
         return copies
 
+    def cancel(self) -> None:
+        """There is no next batch for now: forget its saves, so that their slots are free for it."""
+        assert not self._restores, "a request that continues from a state is in the next batch"
+        pools = dict(self._groups)
+        for copy in self._saves:
+            pools[copy.group].uncache(copy.target)
+        self.take_copies()
+
     def forget_pending(self) -> None:
         """Save nothing of what steps in flight compute: one of them has failed."""
         self._pending.clear()

@@ -19,7 +19,7 @@ GPU = torch.device("cuda", 0)
 BLOCKS, BLOCK_SIZE = 64, 16
 PLAIN = ("llama-gqa", "llama-odd-gqa", "llama-llama3-rope", "qwen3", "qwen3-odd-gqa-biases-windows")
 OTHERS = ("qwen3-moe", "gpt-oss", "deepseek-v2-groups-yarn", "deepseek-v3", "deepseek-v3.2", "glm-5")
-OTHERS += ("deepseek-v4", "deepseek-v4-odd-heads-yarn")
+OTHERS += ("deepseek-v4",)
 STATEFUL = ("qwen3-next", "qwen3-next-odd-heads-biases", "qwen3-next-every-second-mha-tied")
 STATEFUL += (
     "qwen3.5",

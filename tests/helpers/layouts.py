@@ -93,7 +93,7 @@ _WITHOUT_EXPERTS = (
 )
 _IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 """The others with experts have one layout of engines in lockstep."""
-_IN_TWO_GROUPS = ("deepseek_v4",)
+IN_TWO_GROUPS = ("deepseek_v4",)
 """Families whose row has two groups of heads, which three ranks cannot share."""
 _SPLIT_BY_TOKENS = ("deepseek_v2", "deepseek_v3")
 """Families whose KV cache ranks can split by tokens."""
@@ -105,7 +105,7 @@ def layouts_of(family: str) -> list[Layout]:
         each
         for each in LAYOUTS
         if not (each.expert_parallel and family in _WITHOUT_EXPERTS)
-        and not (each.tp > 2 and family in _IN_TWO_GROUPS)
+        and not (each.tp > 2 and family in IN_TWO_GROUPS)
         and not (each.dcp > 1 and family not in _SPLIT_BY_TOKENS)
         and (each.dp == 1 or each.ranks == 2 or family in _IN_MOST_LAYOUTS)
     ]

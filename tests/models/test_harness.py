@@ -53,8 +53,9 @@ def constant(found: list[Any], switches: Sequence[str]) -> list[str]:
     return [name for name, values in made.items() if len(values) == 1 and None not in values]
 
 
-FIXED = ("kimi_linear",)
-"""Its checkpoints have MLA, as the above, no biases and no tied embeddings; their dense layers are listed."""
+FIXED = ("kimi_linear", "deepseek_v4")
+"""Their checkpoints have no biases and no tied embeddings. Kimi-Linear has MLA, as the above, and lists its
+dense layers; DeepSeek-V4's other sizes are in its unit tests."""
 
 MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "kimi_k25")
 """Their text models are families with rows of their own."""

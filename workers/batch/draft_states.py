@@ -31,6 +31,8 @@ def draft_states(step: StepRows, slots: Rows, places: int, accepted_N: torch.Ten
     plan = plan_states(step.counts.astype(np.int32), first, is_fresh, step.device)
     if not step.decodes.any():
         return plan
+    if not step.counts.any():  # such rows are padding
+        return replace(plan, slots_R=torch.full_like(plan.slots_R, -1))
     begins = step.counts.cumsum() - step.counts
     parts = []
     prompts = np.flatnonzero(~step.decodes)

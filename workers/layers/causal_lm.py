@@ -26,6 +26,8 @@ class WeightedModel(nn.Module):
 
     A name that differs within some modules only stands with that of its parent, a dot between them.
     """
+    beginnings_on_disk: ClassVar[Mapping[str, str]] = {}
+    """Beginnings of tensors' names in the family's own checkpoints, and what transformers' have instead."""
     kv_groups: list[CacheGroup]
     """Every layer that caches something belongs to exactly one."""
     unused_on_disk: tuple[str, ...] = ()

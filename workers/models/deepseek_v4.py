@@ -117,6 +117,13 @@ class DeepseekV4ForCausalLM(CausalLM):
 
     packed_modules_mapping: ClassVar = {**COMPRESSED_MODULES, "gate_up_proj": ("w1", "w3")}
     renamed_on_disk: ClassVar = {"down_proj": "w2"}
+    beginnings_on_disk: ClassVar = {
+        "layers.": "model.layers.",
+        "norm.": "model.norm.",
+        "embed.": "model.embed_tokens.",
+        "head.": "lm_head.",
+        "hc_head_": "model.hc_head.hc_",
+    }
     unused_on_disk: tuple[str, ...] = ("mtp.*", "model.mtp.*")
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):

@@ -35,7 +35,7 @@ def build_head(
         )
     if not isinstance(target, DecoderLM):
         raise ValueError("--method eagle3: the model hands out no hidden states; use another method")
-    names = tensor_places(Path(own.directory)).keys() if with_weights else set()
+    names = tensor_places(Path(own.directory), {}).keys() if with_weights else set()
     try:
         head = Eagle3Head(own.hf_config, target, names, _quantized(own, build))
     except KeyError as error:

@@ -198,34 +198,26 @@ class TensorPlace:
 
 
 _DENSE_MLP = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj\.)")
-_TOP_LEVEL = {
-    re.compile(r"^(layers|norm)\."): r"model.\1.",
-    re.compile(r"^embed\."): "model.embed_tokens.",
-    re.compile(r"^head\."): "lm_head.",
-    re.compile(r"^hc_head_"): "model.hc_head.hc_",
-}
-"""The beginnings of names in DeepSeek's own checkpoints, and what they become."""
 
 
-def model_name(stored: str) -> str:
+def model_name(stored: str, beginnings: Mapping[str, str]) -> str:
     """The name that a tensor has in a published checkpoint of its language model alone.
 
     Multimodal checkpoints have language_model.model.… or model.language_model.… in place of model.…;
     transformers saves dense MLPs under the name of those with experts, where the two differ (Kimi-Linear).
-    DeepSeek-V4 has no model. before its layers, and the embedding's own name.
+    `beginnings`: those of names in the family's own checkpoints, and what they become.
     """
     name = _DENSE_MLP.sub(r".mlp.\1", stored.replace(LANGUAGE_MODEL, "", 1))
-    for beginning, model in _TOP_LEVEL.items():
-        name = beginning.sub(model, name)
-    return name
+    own = next((each for each in beginnings if name.startswith(each)), None)
+    return name if own is None else beginnings[own] + name.removeprefix(own)
 
 
-def tensor_places(directory: Path) -> dict[str, TensorPlace]:
+def tensor_places(directory: Path, beginnings: Mapping[str, str]) -> dict[str, TensorPlace]:
     """All tensors by their `model_name`. Raises ValueError for two tensors of one name."""
     places: dict[str, TensorPlace] = {}
     for path, stored in tensors_by_file(directory).items():
         for name in stored:
-            place = places.setdefault(model_name(name), TensorPlace(path, name))
+            place = places.setdefault(model_name(name, beginnings), TensorPlace(path, name))
             if place.name != name:
                 raise ValueError(f"{directory} holds both {place.name} and {name}, which are the same tensor")
     return places

@@ -53,7 +53,7 @@ def load_directory(model: WeightedModel, directory: str | Path, progress: Progre
     `process_weights_after_loading` copies it, up to `_TRIM_BYTES` that the allocator has not returned
     yet, and the mapped pages of one file.
     """
-    places = tensor_places(Path(directory))
+    places = tensor_places(Path(directory), model.beginnings_on_disk)
     targets = list(load_targets(model))
     biases = _biases_without_effect(targets, places)
     _check_names(model, targets, places.keys() - biases)
@@ -89,7 +89,7 @@ def load_weights(
     loading = _Loading(model, targets, progress)
     done: set[str] = set()
     for stored, tensor in tensors:
-        name = model_name(stored)
+        name = model_name(stored, model.beginnings_on_disk)
         source = TensorInMemory(tensor) if isinstance(tensor, torch.Tensor) else tensor
         if name not in by_name:
             if not (_is_bias_of(modules, name) and _is_zero(source)):

@@ -250,6 +250,8 @@ def state_of(made: ModelRunner) -> list[torch.Tensor]:
             written.append(layer.kv)
         elif isinstance(layer, LatentLayer):
             written += [layer.rows, *([layer.index.keys] if layer.index else [])]
+        elif isinstance(layer, torch.Tensor):
+            written.append(layer)
         else:
             assert isinstance(layer, Cache)
             written += [layer.keys[:, :-1], layer.values[:, :-1]]

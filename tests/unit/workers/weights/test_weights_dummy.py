@@ -66,8 +66,8 @@ def test_tokens_stay_distinct_in_deep_models_and_use_all_experts(
     chosen: list[torch.Tensor] = []
     select = ExpertRouter.select_experts
 
-    def recorded(router: ExpertRouter, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = select(router, x_TD)
+    def recorded(router: ExpertRouter, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = select(router, *inputs)
         chosen.append(found[0])
         return found
 
