@@ -15,7 +15,7 @@ _GROUPS = (1, 2, 4, 8)
 """Numbers of groups for which there are kernels."""
 _VECTOR = 4
 """Experts that these kernels read at once."""
-_SCORINGS = ("softmax", "sigmoid")
+_SCORINGS = ("softmax", "softmax_of_topk", "sigmoid")
 _MOST_TOP_K = 64
 
 

@@ -1,6 +1,5 @@
 """Ends of requests that are sent once the blocks are stored: then another engine can go on with these."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -42,10 +41,15 @@ class StoredEnds:
 
     def take(self) -> list[tuple[Request, Finished]]:
         """The ends to send now, in their order."""
-        now = self._clock() if self._ends else -math.inf
-        due = [end for end in self._ends if not end.request.blocks.num_storing or end.deadline <= now]
-        if due:
-            self._ends = [end for end in self._ends if end not in due]
+        if not self._ends:
+            return []
+        now = self._clock()
+        due = []
+        waiting = []
+        for end in self._ends:
+            is_due = not end.request.blocks.num_storing or end.deadline <= now
+            (due if is_due else waiting).append(end)
+        self._ends = waiting
         return [(end.request, end.finished) for end in due]
 
     def drop(self, frontend: bytes) -> None:
