@@ -25,7 +25,7 @@ SCRIPT = """
 REPLICATED = {
     "deepseek_v2": 0.12, "deepseek_v3": 0.12, "glm4_moe_lite": 0.12,
     "deepseek_v32": 0.31, "glm_moe_dsa": 0.26, "kimi_linear": 0.12,
-    "deepseek_v4": 0.25,
+    "deepseek_v4": 0.4,
 }  # fmt: skip
 """The largest share of the weights that every rank has: projections to latents, and indexers; else 2 %."""
 OF_A_MOE_LAYER = {
