@@ -416,7 +416,7 @@ class KVOffload:
         """
         if isinstance(message, BlocksFound):
             if self._questions is None:
-                raise ValueError(f"worker {message.rank} found blocks that nobody asked for")
+                raise ValueError(f"worker {message.rank} found blocks without a question")
             self.num_copies += 1
             return self._questions.answered(message)
         sent = self._messages.get(message.number)

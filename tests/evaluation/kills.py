@@ -55,7 +55,7 @@ def main() -> None:
         problems += kill_a_frontend(model, args.streams)
         measure_frontends(model)
         if left := [path.name for path in Path(directory).glob("atom-*")]:
-            problems.append(f"left behind: {left}")
+            problems.append(f"still there: {left}")
     sys.exit("\n".join(problems) or None)
 
 
@@ -170,7 +170,7 @@ def kill_engines(model: str, directory: Path, kills: int, chosen: random.Random)
         if server.terminate() != 0 or any(is_alive(pid) for pid in children):
             problems.append("the server did not end cleanly")
     if left := shared_memory.end():
-        problems.append(f"shared memory left behind: {left}")
+        problems.append(f"shared memory is still there: {left}")
     print(f"{kills} kills; requests by engine: {[dict(ends) for ends in load.ends.values()]}; {lives}")
     print(
         f"seconds until back: {', '.join(f'{t:.1f}' for t in times)}; median {statistics.median(times):.1f}"

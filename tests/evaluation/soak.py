@@ -5,7 +5,7 @@
 
 Clients stream and do not stream, chat and complete, penalise, score prompts, leave early, and send
 bodies that must be refused. With `--kill-every` there are two engines and two frontends, and a worker, a core
-or a frontend is killed about as often; a client whose frontend dies is cut off, and nobody else notices.
+or a frontend is killed about as often; a client whose frontend dies is cut off, and no other notices.
 Every ten seconds the tool reads resident memory, open descriptors and threads of each kind of process, of
 the largest where there are several, and at the end it prints the memory of every half minute. The first third
 of the samples is a warm-up. The tool exits with status 1 where the medians of the last third are above those

@@ -78,7 +78,7 @@ def main() -> None:
         asyncio.run(_learn(load, models))
         seconds = asyncio.run(_upgrade_under_load(load, models, args.upgrades, args.requests))
         if left := [path.name for path in Path(directory).glob("atom-*")]:
-            load.problems.append(f"left behind: {left}")
+            load.problems.append(f"still there: {left}")
     print(load.text(seconds))
     sys.exit("\n".join(load.all_problems(args.ratio)) or None)
 

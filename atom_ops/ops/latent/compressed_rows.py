@@ -278,7 +278,7 @@ def _attention_case(
 
 
 def _some_entries(entries: CachedRows, topk: int, generator: torch.Generator) -> TopKIndices:
-    """Random ones of those that each token sees, in their order."""
+    """Random ones that each token sees, in their order."""
     row_T, position_T = token_positions(entries.plan, entries.plan.num_tokens)
     counts_T = ((position_T + 1) // entries.rate).clamp_(max=topk).int()
     slots = torch.full((len(row_T), topk), -1, dtype=torch.int32)
