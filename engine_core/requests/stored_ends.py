@@ -44,8 +44,8 @@ class StoredEnds:
         if not self._ends:
             return []
         now = self._clock()
-        due = []
-        waiting = []
+        due: list[_End] = []
+        waiting: list[_End] = []
         for end in self._ends:
             is_due = not end.request.blocks.num_storing or end.deadline <= now
             (due if is_due else waiting).append(end)
