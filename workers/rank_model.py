@@ -94,9 +94,10 @@ def _attach_draft(
     assert most_tokens is not None, "resolved before any worker starts"
     if config.speculative.method == "eagle3":
         attach(model, build_head(own, model, build, most_tokens, not config.model.load_dummy), own)
-    elif config.speculative.method == "dflash":
-        drafts = config.speculative.num_speculative_tokens
-        attach(model, build_block_drafter(own, model, build, most_tokens, drafts), own)
+    elif config.speculative.drafts_blocks:
+        with_weights = not config.model.load_dummy
+        drafter = build_block_drafter(own, model, build, most_tokens, config.speculative, with_weights)
+        attach(model, drafter, own)
     else:
         attach(model, build_model(own, build), own)
 
