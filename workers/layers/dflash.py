@@ -17,13 +17,13 @@ from torch import nn
 
 from atom_ops import SamplingBatch
 from workers.layers.attention.rotary import RotaryEmbedding
-from workers.layers.causal_lm import WeightedModel
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.decoder import (
     DecoderArgs,
     DecoderLayer,
     DecoderLM,
     GatedMLP,
+    HiddenStatesReader,
     SelfAttention,
     common_fields,
     kv_groups,
@@ -35,8 +35,8 @@ from workers.layers.norm import RMSNorm
 _DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False}
 
 
-class BlockDraftModel(WeightedModel):
-    """The drafter of a target model; `names` are the tensors of its checkpoint."""
+class BlockDraftModel(HiddenStatesReader):
+    """The drafter of a target model. Fields may be in `dflash_config` or at the top level of config.json."""
 
     packed_modules_mapping: ClassVar = DecoderLM.packed_modules_mapping
     supported: ClassVar[Mapping[str, Any]] = {
@@ -53,15 +53,11 @@ class BlockDraftModel(WeightedModel):
     """The place in a block of the hidden state that gives the first draft: a mask's gives its own."""
 
     def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
-        """`config` is the drafter's config.json, with the fields of its `dflash_config` at the top level.
-
-        Raises KeyError (missing field) or ValueError (unsupported).
-        """
-        super().__init__()
-        config = {**_DEFAULTS, **config}
+        super().__init__(config, target, names, build)
+        config = self._fields(config)
         self._check_supported(config, target)
         self.mask_id: int = config["mask_token_id"]
-        self.most_drafts: int = config["block_size"] - self.first_draft
+        self.most_drafts = config["block_size"] - self.first_draft
         self.aux_layers = aux_layers(config["target_layer_ids"], len(target.model.layers))
         bias = config["attention_bias"]
         args = DecoderArgs(**common_fields(config), qkv_bias=bias, o_bias=bias, qk_norm=True)
@@ -91,6 +87,10 @@ class BlockDraftModel(WeightedModel):
             self.lm_head = LMHead(args.vocab_size, hidden, build.at("lm_head"), None)
             self._logits = self.lm_head
             self._sample = self.lm_head.sample
+
+    @staticmethod
+    def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {**_DEFAULTS, **config, **(config.get("dflash_config") or {})}
 
     @classmethod
     def _check_supported(cls, config: Mapping[str, Any], target: DecoderLM) -> None:

@@ -39,7 +39,7 @@ class MarkovHead(nn.Module):
 
 
 class DsparkModel(BlockDraftModel):
-    """The drafter of a target model; `names` are the tensors of its checkpoint.
+    """The drafter of a target model.
 
     Its confidence head is not loaded: how many drafts are verified follows from what was accepted before.
     """
@@ -60,7 +60,7 @@ class DsparkModel(BlockDraftModel):
 
     def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
         super().__init__(config, target, names, build)
-        if (rank := config["markov_rank"]) < 1:
+        if (rank := self._fields(config)["markov_rank"]) < 1:
             raise ValueError(f"a DSpark drafter with markov_rank {rank} is not supported; 1 or more is")
         self.markov_head = MarkovHead(config["vocab_size"], rank, build.at("markov_head"))
         self.unused_on_disk = (*self.unused_on_disk, "confidence_head.*")

@@ -20,12 +20,12 @@ from torch import nn
 from atom_ops import SamplingBatch
 from workers.layers.attention.rotary import RotaryEmbedding
 from workers.layers.attention.rotation import Rotation
-from workers.layers.causal_lm import WeightedModel
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.decoder import (
     DecoderArgs,
     DecoderLM,
     GatedMLP,
+    HiddenStatesReader,
     SelfAttention,
     common_fields,
     kv_groups,
@@ -103,14 +103,13 @@ class VocabularyMap(WeightedLayer):
         return ids_R + self.d2t.index_select(0, ids_R)
 
 
-class Eagle3Head(WeightedModel):
-    """The head of a target model; `names` are the tensors of its checkpoint."""
+class Eagle3Head(HiddenStatesReader):
+    """The head of a target model."""
 
     packed_modules_mapping: ClassVar = DecoderLM.packed_modules_mapping
 
     def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
-        """`config` is the head's config.json. Raises KeyError (missing field) or ValueError (unsupported)."""
-        super().__init__()
+        super().__init__(config, target, names, build)
         config = {**_DEFAULTS, **config}
         _check_supported(config)
         numbered = any(name.startswith(f"{_NUMBERED_LAYER}.") for name in names)
