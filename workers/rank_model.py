@@ -22,9 +22,8 @@ from workers.layers.moe.second_stream import SecondStream
 from workers.layers.mtp import PredictingLM
 from workers.memory.kv_cache import kv_dtype, kv_specs
 from workers.models.registry import build_model
-from workers.spec_decode.dflash import build_block_drafter
 from workers.spec_decode.draft_model import attach
-from workers.spec_decode.eagle3 import build_head
+from workers.spec_decode.hidden_states import build_reader
 from workers.spec_decode.methods import method_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -90,13 +89,8 @@ def _attach_draft(
             f"{target.vocab_size}: a draft model needs the same tokenizer"
         )
     build = replace(build, overlap_tokens=0, mtp=False)
-    most_tokens = config.scheduler.max_num_batched_tokens
-    assert most_tokens is not None, "resolved before any worker starts"
-    if config.speculative.method == "eagle3":
-        attach(model, build_head(own, model, build, most_tokens, not config.model.load_dummy), own)
-    elif config.speculative.method == "dflash":
-        drafts = config.speculative.num_speculative_tokens
-        attach(model, build_block_drafter(own, model, build, most_tokens, drafts), own)
+    if config.speculative.reads_hidden_states:
+        attach(model, build_reader(own, model, build, config), own)
     else:
         attach(model, build_model(own, build), own)
 

@@ -79,7 +79,7 @@ class EngineOptions(TypedDict, total=False):
     max_replays: int
     orphan_grace: float
     # SpeculativeConfig
-    method: Literal["ngram", "suffix", "mtp", "draft_model", "eagle3", "dflash"] | None
+    method: Literal["ngram", "suffix", "mtp", "draft_model", "eagle3", "dflash", "dspark"] | None
     num_speculative_tokens: int
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None

@@ -39,15 +39,18 @@ class DflashModel:
         """The greedy drafts after these ids."""
         if not count:
             return []
+        return (self.block(ids, 1 + count)[1:] @ self.built.lm_head.weight.T).argmax(-1).tolist()
+
+    def block(self, ids: list[int], width: int) -> Tensor:
+        """The drafter's hidden states of the last id and masks, [width, D]."""
         states = self.built(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-        layers = self.config["dflash_config"]["target_layer_ids"]
+        layers = {**self.config, **self.config.get("dflash_config", {})}["target_layer_ids"]
         aux_TF = torch.cat([states[layer + 1][0] for layer in layers], -1)
         context_TD = self._norm("hidden_norm", aux_TF @ self.tensors["fc.weight"].T)
-        x_BD = self.built.model.embed_tokens.weight[[ids[-1], *[MASK] * count]]
+        x_BD = self.built.model.embed_tokens.weight[[ids[-1], *[MASK] * (width - 1)]]
         for layer in range(_LAYERS):
             x_BD = self._layer(f"layers.{layer}", x_BD, context_TD)
-        best_B = (self._norm("norm", x_BD) @ self.built.lm_head.weight.T).argmax(-1)
-        return best_B[1:].tolist()
+        return self._norm("norm", x_BD)
 
     def _layer(self, at: str, x_BD: Tensor, context_TD: Tensor) -> Tensor:
         normed_BD = self._norm(f"{at}.input_layernorm", x_BD)

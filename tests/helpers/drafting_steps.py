@@ -27,6 +27,7 @@ from atom_ops.ops.attention.attention_plan import HostRows
 from parallel.mesh import Mesh
 from tests.helpers.core_side import GREEDY, CoreSide
 from tests.helpers.dflash_models import save_dflash_model
+from tests.helpers.dspark_models import save_dspark_model
 from tests.helpers.eagle3_models import save_eagle3_model
 from tests.helpers.mtp_models import DELTA_FAMILIES, save_delta_mtp_model, save_mtp_model
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
@@ -52,10 +53,10 @@ PAIRS = (
     *("mtp qwen3-next", "mtp qwen3.5"),
     *("eagle3 llama-gqa", "eagle3 deepseek-v3"),
     *("draft_model llama-gqa", "draft_model gpt-oss"),
-    "dflash llama-gqa",
+    *("dflash llama-gqa", "dspark llama-gqa"),
 )
 """A method, and the family of the model."""
-SIMULATED = ("mtp glm4-moe", "eagle3 llama-gqa", "draft_model llama-gqa", "dflash llama-gqa")
+SIMULATED = ("mtp glm4-moe", "eagle3 llama-gqa", "draft_model llama-gqa", "dflash llama-gqa", "dspark llama-gqa")
 """Those that run with `simulate_gpu`."""
 
 
@@ -83,9 +84,10 @@ def save_pair(name: str, directory: Path) -> Pair:
         vocabulary = 140 if family == "llama-gqa" else 150
         saved = save_eagle3_model(tiny(family), own, other, draft_vocab=vocabulary)
         return Pair(saved.checkpoint, SpeculativeConfig("eagle3", draft_model=str(other)))
-    if method == "dflash":
-        drafting = save_dflash_model(tiny(family), own, other)
-        return Pair(drafting.checkpoint, SpeculativeConfig("dflash", draft_model=str(other)))
+    if method in ("dflash", "dspark"):
+        save_blocks = save_dflash_model if method == "dflash" else save_dspark_model
+        drafting = save_blocks(tiny(family), own, other)
+        return Pair(drafting.checkpoint, dataclasses.replace(PLAIN, method=method, draft_model=str(other)))
     _, checkpoint = save_tiny(tiny(family), own)
     generator = torch.Generator().manual_seed(1)
     noisy = {

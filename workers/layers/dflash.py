@@ -4,61 +4,67 @@
     last id, mask, mask, …  at s, s + 1, … ─ embedding ─ layers ─ norm ─ LM head ► drafts for s + 1, s + 2, …
 
 In its layers the tokens of a block see one another, in both directions, and all tokens before. Embedding and
-LM head are the model's.
+LM head are the model's, or copies in the drafter's checkpoint.
 
-T tokens, F features of the hidden states side by side, D hidden size.
+T tokens, R rows of K drafts, F features of the hidden states side by side, D hidden size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from atom_ops import SamplingBatch
 from workers.layers.attention.rotary import RotaryEmbedding
-from workers.layers.causal_lm import WeightedModel
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.decoder import (
     DecoderArgs,
     DecoderLayer,
     DecoderLM,
     GatedMLP,
+    HiddenStatesReader,
     SelfAttention,
     common_fields,
     kv_groups,
 )
-from workers.layers.eagle3 import Projection
-from workers.layers.embedding import VocabEmbedding
+from workers.layers.embedding import LMHead, VocabEmbedding
+from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False}
-_OTHER_FORMS = ("fc_layernorm", "is_causal", "use_target_layer_norm", "markov_rank", "enable_confidence_head")
-"""Fields of drafters of another structure."""
 
 
-class BlockDraftModel(WeightedModel):
-    """The drafter of a target model."""
+class BlockDraftModel(HiddenStatesReader):
+    """The drafter of a target model. Fields may be in `dflash_config` or at the top level of config.json."""
 
     packed_modules_mapping: ClassVar = DecoderLM.packed_modules_mapping
+    supported: ClassVar[Mapping[str, Any]] = {
+        "model_type": "qwen3",
+        "input_embedding_scale": 1.0,
+        "fc_layernorm": False,
+        "is_causal": False,
+        "use_target_layer_norm": False,
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+    }
+    """Fields by which drafters of another structure differ, with their values in this one."""
+    first_draft: ClassVar[int] = 1
+    """The place in a block of the hidden state that gives the first draft: a mask's gives its own."""
 
-    def __init__(self, config: Mapping[str, Any], target: DecoderLM, build: BuildContext):
-        """`config` is the drafter's config.json.
-
-        Raises KeyError (missing field) or ValueError (unsupported).
-        """
-        super().__init__()
-        config = {**_DEFAULTS, **config}
-        own = config["dflash_config"]
-        _check_supported(config, own, target)
-        self.mask_id: int = own["mask_token_id"]
-        self.block_size: int = own.get("block_size") or config["block_size"]
-        self.aux_layers = aux_layers(own, len(target.model.layers))
+    def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
+        super().__init__(config, target, names, build)
+        config = self._fields(config)
+        self._check_supported(config, target)
+        self.mask_id: int = config["mask_token_id"]
+        self.most_drafts = config["block_size"] - self.first_draft
+        self.aux_layers = aux_layers(config["target_layer_ids"], len(target.model.layers))
         bias = config["attention_bias"]
         args = DecoderArgs(**common_fields(config), qkv_bias=bias, o_bias=bias, qk_norm=True)
         hidden = args.hidden_size
         groups = kv_groups(args, build)
         self.kv_groups = [*groups]
-        self.fc = Projection(len(self.aux_layers) * hidden, hidden, build)
+        self.fc = ReplicatedLinear(len(self.aux_layers) * hidden, hidden, build)
         self.hidden_norm = RMSNorm(hidden, args.rms_norm_eps, build)
         layers = []
         for layer in range(args.num_hidden_layers):
@@ -68,8 +74,55 @@ class BlockDraftModel(WeightedModel):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(hidden, args.rms_norm_eps, build)
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)
-        self.unused_on_disk = ("*.rotary_emb.inv_freq", "embed_tokens.*", "lm_head.*")
-        self._embed: list[VocabEmbedding] = [target.model.embed_tokens]  # not a module of this model
+        self.unused_on_disk = ("*.rotary_emb.inv_freq",)
+        self._embed = [target.model.embed_tokens]  # not a module of this model
+        self.embed_tokens: VocabEmbedding | None = None
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = VocabEmbedding(args.vocab_size, hidden, build.at("embed_tokens"))
+            self._embed = [self.embed_tokens]
+        self._logits: Callable[[torch.Tensor], torch.Tensor] = target.compute_logits
+        self._sample = target.sample
+        self.lm_head: LMHead | None = None
+        if "lm_head.weight" in names:
+            self.lm_head = LMHead(args.vocab_size, hidden, build.at("lm_head"), None)
+            self._logits = self.lm_head
+            self._sample = self.lm_head.sample
+
+    @staticmethod
+    def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {**_DEFAULTS, **config, **(config.get("dflash_config") or {})}
+
+    @classmethod
+    def _check_supported(cls, config: Mapping[str, Any], target: DecoderLM) -> None:
+        """Raises ValueError for drafters of another structure."""
+        for name, value in cls.supported.items():
+            if (found := config.get(name)) is not None and found != value:
+                raise ValueError(f"a block drafter with {name} {found!r} is not supported")
+        kinds = {*(config.get("layer_types") or ["full_attention"])}
+        if kinds != {"full_attention"}:
+            raise ValueError(
+                f"a block drafter with layer_types {sorted(kinds)} is not supported; full_attention is"
+            )
+        if config["hidden_size"] != target.model.hidden_size:
+            raise ValueError(
+                f"a block drafter of hidden size {config['hidden_size']} is not for a model of "
+                f"{target.model.hidden_size}"
+            )
+        vocabulary = config["vocab_size"]
+        if (config.get("draft_vocab_size") or vocabulary) != vocabulary:
+            raise ValueError(
+                f"a block drafter with a vocabulary of its own, of draft_vocab_size "
+                f"{config['draft_vocab_size']}, is not supported"
+            )
+        if not 0 <= config["mask_token_id"] < vocabulary:
+            raise ValueError(
+                f"mask_token_id {config['mask_token_id']} is outside the vocabulary of {vocabulary}"
+            )
+
+    @property
+    def read_for_each_draft(self) -> list[nn.Module]:
+        """What `sample` computes once for each draft of a row."""
+        return []
 
     def follow(self, aux_TF: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> None:
         """Cache the keys and values of tokens from the model's hidden states at `aux_layers`."""
@@ -90,39 +143,29 @@ class BlockDraftModel(WeightedModel):
         normed_TD, _ = self.norm.add_norm(x_TD, residual_TD)
         return normed_TD
 
+    def sample(
+        self,
+        hidden_RKD: torch.Tensor,
+        last_ids_R: torch.Tensor,
+        settings: SamplingBatch,
+        positions_RK: torch.Tensor,
+    ) -> torch.Tensor:
+        """The drafts (int64) after each row's last id, at these positions; `settings` of the rows."""
+        rows, drafts = positions_RK.shape
+        repeated = settings.repeated(drafts)
+        ids_S = self._sample(hidden_RKD.flatten(0, 1), repeated, positions_RK.flatten())
+        return ids_S.view(rows, drafts)
 
-def aux_layers(own: Mapping[str, Any], num_layers: int) -> list[int]:
+
+def aux_layers(target_layer_ids: Sequence[int], num_layers: int) -> list[int]:
     """The layers of the model whose inputs the drafter reads: those after `target_layer_ids`.
 
     Raises ValueError for layers that the model does not have.
     """
-    layers = [layer + 1 for layer in own["target_layer_ids"]]
-    if not layers or len({*layers}) != len(layers) or not all(0 < layer < num_layers for layer in layers):
+    layers = [layer + 1 for layer in target_layer_ids]
+    if not layers or len({*layers}) != len(layers) or not all(0 <= layer < num_layers for layer in layers):
         raise ValueError(
-            f"a block drafter of target_layer_ids {own['target_layer_ids']} needs distinct layers below the "
+            f"a block drafter of target_layer_ids {target_layer_ids} needs distinct layers below the "
             f"last one of a model of {num_layers}"
         )
     return layers
-
-
-def _check_supported(config: Mapping[str, Any], own: Mapping[str, Any], target: DecoderLM) -> None:
-    """Raises ValueError for drafters of another structure."""
-    for name in _OTHER_FORMS:
-        if own.get(name) or config.get(name):
-            raise ValueError(f"a block drafter with {name} is not supported")
-    kinds = {*(config.get("layer_types") or ["full_attention"])}
-    if kinds != {"full_attention"}:
-        raise ValueError(
-            f"a block drafter with layer_types {sorted(kinds)} is not supported; full_attention is"
-        )
-    if own.get("input_embedding_scale", config.get("input_embedding_scale", 1.0)) != 1.0:
-        raise ValueError("a block drafter with input_embedding_scale is not supported")
-    if config["hidden_size"] != target.model.hidden_size:
-        raise ValueError(
-            f"a block drafter of hidden size {config['hidden_size']} cannot use the model's embedding, of "
-            f"{target.model.hidden_size}"
-        )
-    if not 0 <= own["mask_token_id"] < config["vocab_size"]:
-        raise ValueError(
-            f"mask_token_id {own['mask_token_id']} is outside the vocabulary of {config['vocab_size']}"
-        )

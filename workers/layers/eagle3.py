@@ -20,18 +20,18 @@ from torch import nn
 from atom_ops import SamplingBatch
 from workers.layers.attention.rotary import RotaryEmbedding
 from workers.layers.attention.rotation import Rotation
-from workers.layers.causal_lm import WeightedModel
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.decoder import (
     DecoderArgs,
     DecoderLM,
     GatedMLP,
+    HiddenStatesReader,
     SelfAttention,
     common_fields,
     kv_groups,
 )
 from workers.layers.embedding import LMHead, VocabEmbedding
-from workers.layers.linear import Linear
+from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.quantization.scheme import StoredTensor
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
@@ -79,15 +79,6 @@ def _no_difference(d2t: torch.Tensor, std: float, generator: torch.Generator) ->
     d2t.zero_()
 
 
-class Projection(Linear):
-    """A plain linear layer, the same on every rank."""
-
-    def __init__(self, in_features: int, out_features: int, build: BuildContext):
-        super().__init__()
-        whole = ShardRange.whole(out_features)
-        self.add_weight("weight", [ShardSpec((out_features, in_features), 0, whole)], build)
-
-
 class VocabularyMap(WeightedLayer):
     """d2t: how much larger the model's id is than the head's id of the same token."""
 
@@ -103,14 +94,13 @@ class VocabularyMap(WeightedLayer):
         return ids_R + self.d2t.index_select(0, ids_R)
 
 
-class Eagle3Head(WeightedModel):
-    """The head of a target model; `names` are the tensors of its checkpoint."""
+class Eagle3Head(HiddenStatesReader):
+    """The head of a target model."""
 
     packed_modules_mapping: ClassVar = DecoderLM.packed_modules_mapping
 
     def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
-        """`config` is the head's config.json. Raises KeyError (missing field) or ValueError (unsupported)."""
-        super().__init__()
+        super().__init__(config, target, names, build)
         config = {**_DEFAULTS, **config}
         _check_supported(config)
         numbered = any(name.startswith(f"{_NUMBERED_LAYER}.") for name in names)
@@ -125,7 +115,7 @@ class Eagle3Head(WeightedModel):
         args = DecoderArgs(**fields, qkv_bias=bias, o_bias=bias, mlp_bias=config["mlp_bias"])
         self.kv_groups = [*kv_groups(args, build)]
         self.aux_layers = aux_layers(config, len(target.model.layers))
-        self.fc = Projection(len(self.aux_layers) * target_hidden, hidden, build)
+        self.fc = ReplicatedLinear(len(self.aux_layers) * target_hidden, hidden, build)
         self.midlayer = Eagle3Layer(args, config["norm_before_residual"], build.at(_LAYER))
         self.norm = RMSNorm(hidden, args.rms_norm_eps, build)
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)

@@ -4,6 +4,7 @@
     step computes      last id  draft 1  draft 2  draft 3          K = 3; s + 2 is the row's last id then:
     follow             ●        ●        (●)      (●)              caches the target's hidden states
     block                                last id  mask    mask    mask     one pass; drafts of s+3, s+4, s+5
+    or, first_draft 0                    last id  mask    mask             each gives the draft after it
 
 What `follow` caches for rejected drafts, and what a block caches, is overwritten by `follow` before a row's
 context reaches it: a block's keys and values are those of its last id and masks.
@@ -58,7 +59,7 @@ class BlockProposer(Proposer):
     ):
         """`tables` of all KV groups; `exact` as in `ModelProposer`."""
         # One pass, whatever the number of drafts: its cost is shared by them.
-        self.cost = drafter.block_cost / limits.num_drafts
+        self.cost = drafter.block_cost / limits.num_drafts + drafter.draft_cost
         self._drafter = drafter
         self._limits = limits
         self._tables = {group: tables[group].device_table(device) for group in drafter.groups}
@@ -110,20 +111,22 @@ class BlockProposer(Proposer):
     ) -> torch.Tensor:
         """int64 [R, K]."""
         drafts = self._limits.num_drafts
+        first = self._drafter.first_draft
         last_R = state.positions_N.index_select(0, rows_R)
+        ids_R = state.ids_N.index_select(0, rows_R)
         blocks = RowState(
-            state.ids_N.index_select(0, rows_R),
+            ids_R,
             last_R.masked_fill(room_R <= 0, -1),
             state.limits_N.index_select(0, rows_R),
             last_R.new_full((len(rows_R), drafts), self._drafter.mask_id),
         )
         ids_T, positions_T, context = self._block(rows_R, blocks, step, max_positions + drafts)
         hidden_TD = self._drafter.predict(ids_T, positions_T, context)
-        hidden_SD = hidden_TD.view(len(rows_R), 1 + drafts, -1)[:, 1:].flatten(0, 1)
+        hidden_RKD = hidden_TD.view(len(rows_R), first + drafts, -1)[:, first:]
         number_K = torch.arange(drafts, device=rows_R.device)
         positions_RK = (last_R[:, None] + 1 + number_K).clamp(min=0)
-        ids_S = self._drafter.sample(hidden_SD, settings.repeated(drafts), positions_RK.flatten())
-        return ids_S.view(-1, drafts).masked_fill(number_K >= room_R[:, None], NO_DRAFT)
+        drafts_RK = self._drafter.sample(hidden_RKD, ids_R, settings, positions_RK)
+        return drafts_RK.masked_fill(number_K >= room_R[:, None], NO_DRAFT)
 
     def _block(
         self, rows_R: torch.Tensor, blocks: RowState, step: ForwardContext, max_context: int
@@ -133,7 +136,7 @@ class BlockProposer(Proposer):
         In the plan each token is a row of its own with the context of its whole block, so that it sees the
         tokens after it as well.
         """
-        width = 1 + self._limits.num_drafts
+        width = self._drafter.first_draft + self._limits.num_drafts
         longest = min(max_context, self._limits.max_context)
         all_R = torch.arange(len(rows_R), device=rows_R.device)
         groups = list(step.groups)

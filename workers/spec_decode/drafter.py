@@ -83,14 +83,18 @@ class Drafter(ABC):
 
 
 class BlockDrafter(ABC):
-    """A model that drafts a whole block in one pass. T tokens, S drafts, D hidden."""
+    """A model that drafts a whole block in one pass. T tokens, R rows of K drafts, D hidden."""
 
     groups: Sequence[int]
     """Numbers of the KV groups, among all of the step's, that it caches in."""
     mask_id: int
     """The id in place of the drafts."""
+    first_draft: int
+    """The place in a block, 0 or 1, of the hidden state that gives the first draft."""
     block_cost: float
     """Time of one `predict` and `sample`, as a fraction of a step without drafts."""
+    draft_cost: float
+    """Time that comes to it with each draft of a row."""
 
     @abstractmethod
     def follow(self, computed: Computed) -> None:
@@ -102,9 +106,16 @@ class BlockDrafter(ABC):
 
     @abstractmethod
     def sample(
-        self, hidden_SD: torch.Tensor, settings: SamplingBatch, positions_S: torch.Tensor
+        self,
+        hidden_RKD: torch.Tensor,
+        last_ids_R: torch.Tensor,
+        settings: SamplingBatch,
+        positions_RK: torch.Tensor,
     ) -> torch.Tensor:
-        """Ids of the target's vocabulary, int64 [S], sampled at these positions."""
+        """Drafts of the target's vocabulary after the last ids, int64 [R, K], sampled at these positions.
+
+        `settings` are those of the R rows.
+        """
 
 
 def relative_cost(draft: Sequence[nn.Module], model: Sequence[nn.Module]) -> float:

@@ -1,51 +1,15 @@
 """EAGLE-3: a head of one layer drafts from hidden states of the target at several depths."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import torch
 
-from atom.shared.config.checkpoint import Checkpoint
 from atom_ops import SamplingBatch
 from workers.layers.causal_lm import CausalLM, DraftModel
-from workers.layers.context import BuildContext, ForwardContext
+from workers.layers.context import ForwardContext
 from workers.layers.decoder import AuxStates, DecoderLM
 from workers.layers.eagle3 import Eagle3Head
-from workers.layers.quantization.config import resolve
 from workers.spec_decode.draft_model import own_context
 from workers.spec_decode.draft_rows import Computed
 from workers.spec_decode.drafter import Drafter, relative_cost
-from workers.weights.files import tensor_places
-
-_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-
-
-def build_head(
-    own: Checkpoint, target: CausalLM, build: BuildContext, most_tokens: int, with_weights: bool
-) -> Eagle3Head:
-    """The head of `target` without its weights; the target keeps the hidden states of `most_tokens` for it.
-
-    Raises ValueError for what is not supported.
-    """
-    if own.architecture not in _ARCHITECTURES:
-        known = " and ".join(_ARCHITECTURES)
-        raise ValueError(
-            f"--draft-model {own.directory} has architecture {own.architecture}; --method eagle3 supports "
-            f"{known}"
-        )
-    if not isinstance(target, DecoderLM):
-        raise ValueError("--method eagle3: the model hands out no hidden states; use another method")
-    names = tensor_places(Path(own.directory), {}).keys() if with_weights else set()
-    try:
-        head = Eagle3Head(own.hf_config, target, names, _quantized(own, build))
-    except KeyError as error:
-        raise ValueError(f"config.json of {own.directory} lacks {error}") from error
-    target.model.aux = AuxStates(head.aux_layers, most_tokens, target.model.hidden_size, build)
-    return head
-
-
-def _quantized(own: Checkpoint, build: BuildContext) -> BuildContext:
-    return replace(build, quantization=resolve(own.hf_config, Eagle3Head.packed_modules_mapping, None))
 
 
 def eagle3_drafter(model: CausalLM) -> Drafter:

@@ -6,7 +6,7 @@ from atom.shared.config.speculative import SpeculativeConfig
 from workers.layers.attention.cache_groups import CacheGroup
 from workers.layers.causal_lm import CausalLM
 from workers.spec_decode.block_proposer import BlockMethod
-from workers.spec_decode.dflash import dflash_drafter
+from workers.spec_decode.dflash import block_drafter
 from workers.spec_decode.draft_model import draft_model_drafter
 from workers.spec_decode.draft_passes import DraftPasses
 from workers.spec_decode.drafter import Drafter, ModelMethod
@@ -34,8 +34,8 @@ def method_of(config: SpeculativeConfig, model: CausalLM, passes: DraftPasses | 
     """
     if config.method is None:
         return None
-    if config.method == "dflash":
-        return BlockMethod(dflash_drafter(model))
+    if config.drafts_blocks:
+        return BlockMethod(block_drafter(model))
     if config.runs_model:
         return ModelMethod(_OF_MODELS[config.method](model), passes)
     return _OF_TEXT[config.method](config, model.kv_groups)

@@ -407,7 +407,7 @@ def _check_draft_model(
     needs_draft = speculative.method != "mtp"
     if needs_draft and speculative.draft_model is None:
         raise ConfigError(f"{flag} needs --draft-model")
-    most = _MOST_OF_BLOCK if speculative.method == "dflash" else _MOST_OF_MODEL
+    most = _MOST_OF_BLOCK if speculative.drafts_blocks else _MOST_OF_MODEL
     if speculative.num_speculative_tokens > most:
         raise ConfigError(f"{flag} drafts at most {most} tokens: lower --num-speculative-tokens")
     if speculative.method == "mtp" and checkpoint.mtp_layers != 1:

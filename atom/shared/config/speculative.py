@@ -6,15 +6,16 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 _TEXTS = ("ngram", "suffix")
-_MODELS = ("mtp", "draft_model", "eagle3", "dflash")
+_MODELS = ("mtp", "draft_model", "eagle3", "dflash", "dspark")
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    method: Literal["ngram", "suffix", "mtp", "draft_model", "eagle3", "dflash"] | None = None
+    method: Literal["ngram", "suffix", "mtp", "draft_model", "eagle3", "dflash", "dspark"] | None = None
     """Propose tokens that the model verifies in one step: ngram from the text so far, suffix from it and from
     recent outputs, mtp by the checkpoint's layer for multi-token prediction, draft_model by a smaller model,
-    eagle3 by a head on hidden states, dflash by a model that reads them and drafts a block in one pass."""
+    eagle3 by a head on hidden states, dflash by a model that reads them and drafts a block in one pass,
+    dspark by such a one whose drafts also depend on one another."""
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=32)] = 0
     """Draft tokens of each sequence in a step; needed with --method."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
@@ -25,7 +26,7 @@ class SpeculativeConfig:
     """Have fewer drafts, or none for a while, where the model accepts too few of them; changes no token."""
     draft_model: str | None = None
     """Directory of the checkpoint that drafts: for draft_model a model with the same tokenizer, for eagle3 a
-    head and for dflash a block drafter that was trained for the model."""
+    head, and for dflash and dspark a block drafter, that was trained for the model."""
     spec_decode_acceptance_length: Annotated[float, Meta(ge=1)] | None = None
     """For benchmarks with random weights: each step accepts as many drafts as give this many tokens a step on
     average, whatever the model samples. The text is not the model's."""
@@ -59,11 +60,14 @@ class SpeculativeConfig:
         """Positions that the drafting model computes, besides those that the next step computes at least."""
         if not self.runs_model:
             return 0
-        if self.method == "dflash":
-            return self.num_speculative_tokens + 1
-        return self.num_speculative_tokens - self.reads_next_ids
+        return self.num_speculative_tokens + (self.method == "dflash") - self.reads_next_ids
 
     @property
     def reads_hidden_states(self) -> bool:
         """Whether the drafting model reads hidden states of layers within the model."""
-        return self.method in ("eagle3", "dflash")
+        return self.method == "eagle3" or self.drafts_blocks
+
+    @property
+    def drafts_blocks(self) -> bool:
+        """Whether the drafting model computes all drafts of a sequence in one pass."""
+        return self.method in ("dflash", "dspark")

@@ -1,0 +1,55 @@
+"""Models that draft from hidden states of the target: how they are built for it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.engine import EngineConfig
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import BuildContext
+from workers.layers.decoder import AuxStates, DecoderLM, HiddenStatesReader
+from workers.layers.dflash import BlockDraftModel
+from workers.layers.dspark import DsparkModel
+from workers.layers.eagle3 import Eagle3Head
+from workers.layers.quantization.config import resolve
+from workers.weights.files import tensor_places
+
+_MODELS: dict[str, tuple[type[HiddenStatesReader], tuple[str, ...]]] = {
+    "eagle3": (Eagle3Head, ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")),
+    "dflash": (BlockDraftModel, ("DFlashDraftModel",)),
+    "dspark": (DsparkModel, ("Qwen3DSparkModel", "DSparkDraftModel")),
+}
+"""For each method its class, and the architectures that config.json has for it."""
+
+
+def build_reader(
+    own: Checkpoint, target: CausalLM, build: BuildContext, config: EngineConfig
+) -> HiddenStatesReader:
+    """The model that drafts for `target`, without its weights; the target keeps hidden states for it.
+
+    Raises ValueError for what is not supported.
+    """
+    method, drafts = config.speculative.method, config.speculative.num_speculative_tokens
+    most_tokens = config.scheduler.max_num_batched_tokens
+    assert method is not None and most_tokens is not None, "resolved before any worker starts"
+    reader, architectures = _MODELS[method]
+    if own.architecture not in architectures:
+        raise ValueError(
+            f"--draft-model {own.directory} has architecture {own.architecture}; --method {method} supports "
+            f"{' and '.join(architectures)}"
+        )
+    if not isinstance(target, DecoderLM):
+        raise ValueError(f"--method {method}: the model hands out no hidden states; use another method")
+    names = set() if config.model.load_dummy else tensor_places(Path(own.directory), {}).keys()
+    quantization = resolve(own.hf_config, reader.packed_modules_mapping, None)
+    try:
+        model = reader(own.hf_config, target, names, replace(build, quantization=quantization))
+    except KeyError as error:
+        raise ValueError(f"config.json of {own.directory} lacks {error}") from error
+    if model.most_drafts is not None and drafts > model.most_drafts:
+        raise ValueError(
+            f"--num-speculative-tokens {drafts}: the blocks of {own.directory} have at most "
+            f"{model.most_drafts} drafts"
+        )
+    target.model.aux = AuxStates(model.aux_layers, most_tokens, target.model.hidden_size, build)
+    return model
