@@ -100,7 +100,7 @@ class KVOffload:
         """The tier that other engines share."""
         self._questions: BlockQuestions | None = None
         if policy.is_shared:
-            self._shared = next(index for index, tier in enumerate(tiers) if tier.by_content)
+            self._shared = max(index for index, tier in enumerate(tiers) if tier.by_content)
             shared = tiers[self._shared]
             self._questions = BlockQuestions(shared, self._shared, len(specs), policy.num_ranks)
         most = min(pool.num_blocks for pool in pools) // _STORED_SHARE
