@@ -26,6 +26,7 @@ from typing import TypeVar
 import zmq
 
 from atom.shared.config.kv_events import kv_events_config
+from atom.shared.config.kv_transfer import kv_role
 from atom.shared.messages.admin import AbortNamed, Done, GetRequests, ResetPrefixCache, SetLogLevel
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import (
@@ -202,7 +203,8 @@ class CoreProcess:
         )
         if plan.tiers:
             least = config.cache.kv_offload_min_tokens
-            kv.offload_to(plan.tiers, least, self._num_ranks, config.shares_blocks)
+            role = kv_role(config.cache)
+            kv.offload_to(plan.tiers, least, self._num_ranks, config.shares_blocks, role)
         grace_s = config.reliability.orphan_grace
         max_queue_s = config.scheduler.max_queue_time
         core = EngineCore(limits, kv, plan.max_model_len, orphan_grace_s=grace_s, max_queue_s=max_queue_s)

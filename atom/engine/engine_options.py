@@ -37,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     kv_offload_remote: int | str | None
     kv_offload_min_tokens: int
     kv_offload_shared: bool
+    kv_transfer_config: str | dict[str, Any] | None
     kv_events_config: str | dict[str, Any] | None
     # SchedulerConfig
     max_num_batched_tokens: int | None

@@ -1,11 +1,13 @@
 """Two servers that share a Redis or Valkey server: hits across them, and outputs that no fault changes."""
 
 import asyncio
+import json
+import os
 import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -26,6 +28,7 @@ pytestmark = [
 
 PASSWORD = "of the store"
 PROMPTS = [prompt_of(150 + 16 * number, number) for number in range(6)]
+NEW_TOKENS = 24
 DEADLINE_S = 120.0
 SLOW_S = 20.0
 """More than a request takes on a busy machine, and less than if each waited for the store."""
@@ -37,16 +40,23 @@ def store() -> Iterator[RedisProcess]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def servers(store: RedisProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    directory: Path = tmp_path_factory.mktemp("servers")
+@contextmanager
+def two_servers(store: RedisProcess, directory: Path, *roles: str) -> Iterator[list[Server]]:
+    """Servers that share the store, each with a role if there are some."""
     model = write_checkpoint(directory / "tiny")
     tier = ("--kv-offload-remote-url", store.url, "--kv-offload-remote", "64M", "--num-kv-blocks", "200")
+    args = ("--model", str(model), *ARGS, *tier, "--max-model-len", "512", "--max-num-seqs", "2")
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATOM_KV_OFFLOAD_REMOTE_PASSWORD", PASSWORD)
-        args = ("--model", str(model), *ARGS, *tier, "--max-model-len", "512", "--max-num-seqs", "2")
-        sockets = [str(directory / f"admin-{number}") for number in range(2)]
-        yield [stack.enter_context(running_server(*args, "--admin-socket", path)) for path in sockets]
+        servers = []
+        for number in range(2):
+            transfer = [
+                {"kv_connector": "LMCacheConnectorV1", "kv_role": role} for role in roles[number:][:1]
+            ]
+            options = [part for each in transfer for part in ("--kv-transfer-config", json.dumps(each))]
+            path = str(directory / f"admin-{number}")
+            servers.append(stack.enter_context(running_server(*args, *options, "--admin-socket", path)))
+        yield servers
 
 
 async def forget(server: Server) -> None:
@@ -59,11 +69,11 @@ async def forget(server: Server) -> None:
         assert response.status == 200, await response.text()
 
 
-async def complete(server: Server, number: int) -> str:
+async def complete(server: Server, number: int, max_tokens: int = NEW_TOKENS) -> str:
     body = {
         "model": MODEL_NAME,
         "prompt": PROMPTS[number],
-        "max_tokens": 24,
+        "max_tokens": max_tokens,
         "temperature": 1.0,
         "seed": number,
         "ignore_eos": True,
@@ -103,7 +113,12 @@ def until_stored(server: Server, count: int) -> None:
         time.sleep(0.05)
 
 
-def test_outputs_with_a_shared_store_and_its_faults(store: RedisProcess, servers: list[Server]) -> None:
+def test_outputs_with_a_shared_store_and_its_faults(store: RedisProcess, tmp_path: Path) -> None:
+    with two_servers(store, tmp_path) as servers:
+        check_faults(store, servers)
+
+
+def check_faults(store: RedisProcess, servers: list[Server]) -> None:
     first, second = servers
     (expected,) = all_of(first)
     until_stored(first, 50)
@@ -136,3 +151,32 @@ def test_outputs_with_a_shared_store_and_its_faults(store: RedisProcess, servers
     for server in servers:
         assert server.process.poll() is None and "Traceback" not in server.text()
         assert len(re.findall("blocks that are there are computed", server.text())) <= 3, server.text()
+
+
+def kill_engine(server: Server) -> None:
+    (pid,) = (pid for pid, line in server.children().items() if "engine_core.process" in line)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_server_computes_prompts_and_another_goes_on(store: RedisProcess, tmp_path: Path) -> None:
+    """As a router does that sends a request to the first with max_tokens 1, and then to the second."""
+    with two_servers(store, tmp_path, "kv_producer", "kv_consumer") as (producer, consumer):
+        (expected,) = all_of(producer)
+
+        async def through_both(number: int) -> str:
+            await complete(producer, number, max_tokens=1)
+            return await complete(consumer, number)
+
+        async def all_through_both(victim: Server | None = None) -> list[str]:
+            await forget(producer)
+            tasks = [asyncio.create_task(through_both(number)) for number in range(len(PROMPTS))]
+            if victim is not None:
+                await asyncio.sleep(0.5)
+                kill_engine(victim)
+            return list(await asyncio.gather(*tasks))
+
+        assert asyncio.run(all_through_both()) == expected
+        assert remote(consumer, "hits") > 300 and remote(consumer, "stored_blocks") == 0
+        assert remote(producer, "stored_blocks") > 50 and remote(producer, "loaded_blocks") == 0
+        for victim in (producer, consumer):
+            assert asyncio.run(all_through_both(victim)) == expected

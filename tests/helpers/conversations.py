@@ -134,14 +134,16 @@ class Conversations:
     def _damage(self, value: tuple[int, str]) -> None:
         place, kind = value
         files = sorted(path for path in self._files.glob("*/*-*") if path.is_file())
-        keys = sorted(key for key in self._store.data if b"seed" not in key)
+        blocks = self._store.blocks()
         if files:
             path = files[place % len(files)]
             content = _damaged(path.read_bytes(), place, kind)
             path.write_bytes(content) if content else path.unlink()
-        if keys:
-            key = keys[place % len(keys)]
-            self._store.data[key] = _damaged(self._store.data[key], place, kind)
+        if blocks:
+            key = sorted(blocks)[place % len(blocks)]
+            self._store.data.pop(key, None)
+            if content := _damaged(blocks[key], place, kind):
+                self._store.data[key] = content
 
     def _fault(self, kind: str) -> None:
         """Something happens to the store."""

@@ -35,6 +35,10 @@ class FakeRedis(socketserver.ThreadingTCPServer):
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.server_address[1]}"
 
+    def blocks(self) -> dict[bytes, bytes]:
+        """A copy of all but the seed; connections may change the original meanwhile."""
+        return {key: value for key, value in self.data.copy().items() if b"seed" not in key}
+
     def disconnect(self) -> None:
         """End all connections."""
         while self.connections:

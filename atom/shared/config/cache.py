@@ -38,6 +38,8 @@ class CacheConfig:
     """Blocks are kept there of sequences with as many cached tokens, and any that were hit before."""
     kv_offload_shared: bool = False
     """Find blocks in --kv-offload-dir that other servers store while this one runs, too."""
+    kv_transfer_config: Annotated[str, OBJECT] | None = None
+    """JSON object with vLLM's keys kv_connector and kv_role: kv_producer, kv_consumer or kv_both."""
     kv_events_config: Annotated[str, OBJECT] | None = None
     """JSON object; '{"enable_kv_cache_events": true}' publishes what the prefix cache gains and loses."""
 

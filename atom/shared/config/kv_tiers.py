@@ -2,6 +2,7 @@
 
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.fields import ConfigError
+from atom.shared.config.kv_transfer import kv_role
 from atom.shared.config.parallel import ParallelConfig
 from atom.shared.utils.redis_client import hiredis_problem, parse_redis_url
 
@@ -11,6 +12,11 @@ __all__ = ["check_kv_tiers"]
 def check_kv_tiers(cache: CacheConfig, parallel: ParallelConfig) -> None:
     """Raises ConfigError for flags that conflict, or lack another one."""
     _check_tiers(cache, parallel)
+    role = kv_role(cache)
+    if role != "kv_both" and parallel.prefill_engines:
+        raise ConfigError(
+            f"--prefill-engines has both roles in one server: omit it, or {role} in --kv-transfer-config"
+        )
     _check_prefill_engines(cache, parallel)
 
 

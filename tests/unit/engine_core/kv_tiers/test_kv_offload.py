@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from atom.shared.config.kv_transfer import KVRole
 from atom.shared.messages.engine import pack_ids, unpack_ids
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, REMOTE, BlocksCopied, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
@@ -208,12 +209,15 @@ def test_all_ranks_must_confirm() -> None:
 
 
 def pair(
-    layout: str = "full", slots: int = 30, media: Sequence[str] = (DISK,)
+    layout: str = "full",
+    slots: int = 30,
+    media: Sequence[str] = (DISK,),
+    roles: tuple[KVRole, KVRole] = ("kv_both", "kv_both"),
 ) -> tuple[CoreDriver, CoreDriver]:
     """Two engines that share a directory, or a store."""
     specs, sizes = LAYOUTS[layout]
     tiers = [TierSlots(medium, [slots] * len(specs)) for medium in media]
-    first, second = (CoreDriver(specs, sizes, Limits(4, 8), tiers=tiers, is_shared=True) for _ in range(2))
+    first, second = (CoreDriver(specs, sizes, Limits(4, 8), tiers=tiers, role=role) for role in roles)
     second.worker.share_tiers(first.worker)
     return first, second
 
@@ -237,6 +241,22 @@ def test_another_engine_goes_on_with_a_stored_prompt(layout: str, monkeypatch: p
     found = len(FIRST) if STATE not in LAYOUTS[layout][0] else len(FIRST) - 4
     assert second.core.stats().prefix_hits == second.core.stats().kv_tiers[0].hits == found
     assert turn(second, 2, OTHER) == 0
+
+
+def test_roles_of_two_servers() -> None:
+    """A router sends each prompt to the first with max_tokens 1, then to the second with the same."""
+    first, second = pair(roles=("kv_producer", "kv_consumer"))
+    first.add(1, FIRST, 1)
+    first.run()
+    stored = first.core.stats().kv_tiers[0].stored
+    assert stored >= len(FIRST) // 4 and first.done[1].received
+    second.add(1, FIRST, 5)
+    second.run()
+    assert second.core.stats().kv_tiers[0].hits == len(FIRST) - 4  # the last token is computed
+    # The second stores nothing, and the first does not load.
+    assert second.core.stats().kv_tiers[0].stored == 0
+    first.core.reset_prefix_cache()
+    assert turn(first, 2, FIRST) == 0 and first.core.stats().kv_tiers[0].loaded == 0
 
 
 def test_engines_with_a_disk_and_a_store_find_blocks_in_the_store() -> None:

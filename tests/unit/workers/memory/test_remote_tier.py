@@ -53,10 +53,6 @@ def read(tier: RemoteTier, *digests: bytes) -> tuple[list[int], torch.Tensor]:
     return tier.read(0, copies(*digests), rows), rows
 
 
-def keys(server: FakeRedis) -> list[bytes]:
-    return sorted(key for key in server.data if b"seed" not in key)
-
-
 def test_another_server_of_the_same_model_finds_blocks(
     tier: RemoteTier, make: Callable[..., RemoteTier]
 ) -> None:
@@ -96,12 +92,12 @@ def test_large_reads_and_writes_come_in_parts(
 def test_damaged_blocks_are_misses(
     server: FakeRedis, tier: RemoteTier, caplog: pytest.LogCaptureFixture, damage: object
 ) -> None:
-    first, second, _ = keys(server)
+    first, second, _ = sorted(server.blocks())
     server.data[first] = damage(server.data[first]) if callable(damage) else server.data[second]
     with caplog.at_level(logging.WARNING):
         failed, rows = read(tier, A, B, C)
     assert failed == [0] and torch.equal(rows[1:], ROWS[1:])
-    assert first not in server.data and len(keys(server)) == 2
+    assert first not in server.data and len(server.blocks()) == 2
     assert len(caplog.records) == 1 and "is damaged, and is computed again" in caplog.text
 
 
