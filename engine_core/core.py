@@ -105,6 +105,7 @@ class EngineCore:
         except ValueError as error:
             return self._refusal(message.request_ids, str(error))
         self._frontends.add(frontend)
+        settings.stores_prompt |= self._kv.offload is not None and self._kv.offload.stores_prompts
         requests = []
         now = self._clock()
         for index, request_id in enumerate(message.request_ids):

@@ -26,6 +26,7 @@ from typing import TypeVar
 import zmq
 
 from atom.shared.config.kv_events import kv_events_config
+from atom.shared.config.kv_transfer import kv_role
 from atom.shared.messages.admin import AbortNamed, Done, GetRequests, ResetPrefixCache, SetLogLevel
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import (
@@ -70,6 +71,7 @@ from atom.shared.utils.liveness import (
 from atom.shared.utils.logger import get_logger, set_log_level, setup_logging
 from atom.shared.utils.own_directory import NotOwnError
 from atom.shared.utils.process import read_launch
+from atom.shared.utils.redis_client import RedisClient, RedisError, agreed_seed
 from atom.shared.utils.stack_dump import add_note, dump_stacks_on_signal
 from atom.shared.utils.step_trace import StepTrace
 from engine_core.commands import responses
@@ -189,22 +191,24 @@ class CoreProcess:
                 limits.max_num_mixed_tokens,
             )
         plan = plan_cache(config, self._launch.checkpoint.max_model_len, loaded, self._launch.num_blocks)
+        seed = self._hash_seed()
         kv = KVCacheManager(
             plan.specs,
             plan.num_blocks,
             limits.max_chunk,
-            self._hash_seed(),
+            seed,
             config.cache.enable_prefix_caching,
             lists_events=self._kv_events is not None,
             state_interval=config.cache.state_checkpoint_interval_tokens,
         )
         if plan.tiers:
             least = config.cache.kv_offload_min_tokens
-            kv.offload_to(plan.tiers, least, self._num_ranks, config.shares_blocks)
+            role = kv_role(config.cache)
+            kv.offload_to(plan.tiers, least, self._num_ranks, config.shares_blocks, role)
         grace_s = config.reliability.orphan_grace
         max_queue_s = config.scheduler.max_queue_time
         core = EngineCore(limits, kv, plan.max_model_len, orphan_grace_s=grace_s, max_queue_s=max_queue_s)
-        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len, plan.tiers))
+        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len, plan.tiers, seed))
         ready = self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up")
         if ready is None:
             return None
@@ -214,14 +218,26 @@ class CoreProcess:
         return core, CoreReady(plan.max_model_len, plan.kv_tokens, [one.weight_bytes for one in loaded])
 
     def _hash_seed(self) -> int:
-        """That of the launch, or of the directory that has blocks of earlier starts."""
-        directory = self._launch.config.cache.kv_offload_dir
-        if directory is None:
-            return self._launch.hash_seed
+        """That of the remote tier, of the directory that has blocks of earlier starts, or of the launch."""
+        cache = self._launch.config.cache
+        seed = self._launch.hash_seed
         try:
-            return stored_seed(Path(directory))
+            if cache.kv_offload_dir is not None:
+                seed = stored_seed(Path(cache.kv_offload_dir))
         except (OSError, NotOwnError) as error:
             raise StartupError(f"--kv-offload-dir: {one_line(error, OSError, NotOwnError)}") from None
+        if cache.kv_offload_remote_url is None:
+            return seed
+        try:
+            with contextlib.closing(RedisClient(cache.kv_offload_remote_url)) as client:
+                return agreed_seed(client, seed)
+        except RedisError as error:
+            get_logger().warning(
+                "--kv-offload-remote-url: %s; this engine goes on without, and finds no blocks of servers "
+                "that have reached it before",
+                one_line(error, RedisError),
+            )
+            return seed
 
     def _collect(self, kind: type[StartMessage], deadline_s: float, doing: str) -> list[StartMessage] | None:
         """Wait for a message of type `kind` from every rank; returns them by rank, or None after a signal."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.engine import ID_BYTES
-from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
+from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, REMOTE, TierSlots
 from atom.shared.messages.worker import KVSpec, Loaded, RecurrentStateSpec
 from atom.shared.utils.sizes import size_text
 from engine_core.kv_cache.kv_plan import cache_tokens, longest_sequence, plan_blocks, plan_slots, unit_bytes
@@ -21,6 +21,8 @@ _MIXED_TOKENS_ON_CPU = 512
 _SMALL_WEIGHTS = 2 << 30
 _FILE_BYTES = 64
 """Most bytes of a block's file besides the block and its token ids."""
+_KEY_BYTES = 128
+"""A key, and what a server keeps with it."""
 
 
 class StartupError(RuntimeError):
@@ -116,11 +118,13 @@ def plan_cache(
 
 
 def _tiers(cache: CacheConfig, num_blocks: Sequence[int], loaded: Sequence[Loaded]) -> list[TierSlots]:
-    """Host memory, then the disk. Raises StartupError for one that does not hold a block of each group."""
+    """Host memory, disk, remote. Raises StartupError for one that does not hold a block of each group."""
     tiers = []
+    named = _FILE_BYTES + cache.block_size * ID_BYTES
     for medium, flag, size, extra in (
         (HOST_MEMORY, "--kv-offload-memory", cache.kv_offload_memory, 0),
-        (DISK, "--kv-offload-disk", cache.kv_offload_disk, _FILE_BYTES + cache.block_size * ID_BYTES),
+        (DISK, "--kv-offload-disk", cache.kv_offload_disk, named),
+        (REMOTE, "--kv-offload-remote", cache.kv_offload_remote, named + _KEY_BYTES),
     ):
         if size is None:
             continue

@@ -11,9 +11,10 @@ import torch
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.eplb import eplb_config
-from atom.shared.messages.kv_tiers import StoredBlocks
+from atom.shared.messages.kv_tiers import REMOTE, StoredBlocks
 from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, ScheduledBatch
 from atom.shared.utils.logger import get_logger
+from atom.shared.utils.redis_client import RedisClient
 from atom_ops import backend
 from parallel.mesh import Mesh
 from workers.cpu_threads import CpuThreads
@@ -36,6 +37,7 @@ from workers.memory.kv_cache import (
 )
 from workers.memory.memory_guard import SMALLER_CACHE, SMALLER_STEPS, explain_out_of_memory
 from workers.memory.peak import peak_bytes
+from workers.memory.remote_tier import RemoteTier
 from workers.memory.tier_copier import KVTier, TierCopier, block_bytes, staged_bytes
 from workers.model_runner import ModelRunner
 from workers.pending_step import PendingStep
@@ -88,6 +90,7 @@ class Worker:
         """Set by `allocate`, if blocks are kept outside of the KV cache."""
         self.stored: list[StoredBlocks] = []
         """Set by `allocate`: what tiers have from an earlier start."""
+        self._store: RedisClient | None = None
         self.traces: TraceRecorder | None = None
         """None unless the configuration names a directory for traces."""
         self._config = config
@@ -205,9 +208,11 @@ class Worker:
         )
 
     def close(self) -> None:
-        """End the threads of the tiers."""
+        """End the threads of the tiers, and the connection of a remote one."""
         if self.tiers is not None:
             self.tiers.close()
+        if self._store is not None:
+            self._store.close()
         self.tiers = None
         self.stored = []
 
@@ -247,9 +252,16 @@ class Worker:
                 tiers.append(HostTier(slots.num_slots, sizes, self._device, room))
                 continue
             layers = [layout for group in groups for layout in group.layouts]
-            name = cache_fingerprint(config, self._checkpoint, specs, layers)
+            is_remote = slots.medium == REMOTE
+            fingerprint = cache_fingerprint(config, self._checkpoint, specs, layers, by_content=is_remote)
+            name = f"{fingerprint}-{self._tp.rank}"
+            if is_remote:
+                assert config.cache.kv_offload_remote_url is not None, "it has a remote tier"
+                self._store = RedisClient(config.cache.kv_offload_remote_url)
+                tiers.append(RemoteTier(self._store, name, len(specs), allocate.hash_seed))
+                continue
             assert config.cache.kv_offload_dir is not None, "it has a tier in files"
-            directory = Path(config.cache.kv_offload_dir) / f"{name}-{self._tp.rank}"
+            directory = Path(config.cache.kv_offload_dir) / name
             disk = DiskTier(directory, len(specs), self._num_readers())
             tiers.append(disk)
             self.stored.append(StoredBlocks(index, disk.stored(slots.num_slots)))

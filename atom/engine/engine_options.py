@@ -33,8 +33,11 @@ class EngineOptions(TypedDict, total=False):
     kv_offload_memory: int | str | None
     kv_offload_dir: str | None
     kv_offload_disk: int | str | None
+    kv_offload_remote_url: str | None
+    kv_offload_remote: int | str | None
     kv_offload_min_tokens: int
     kv_offload_shared: bool
+    kv_transfer_config: str | dict[str, Any] | None
     kv_events_config: str | dict[str, Any] | None
     # SchedulerConfig
     max_num_batched_tokens: int | None

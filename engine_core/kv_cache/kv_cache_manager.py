@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from xxhash import xxh64_digest
 
+from atom.shared.config.kv_transfer import KVRole
 from atom.shared.messages.admin import Miss
 from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, TierSlots
 from atom.shared.messages.worker import (
@@ -106,15 +107,20 @@ class KVCacheManager:
             self.pools[self._listed_group].on_uncached = self.events.removed
 
     def offload_to(
-        self, tiers: Sequence[TierSlots], min_tokens: int = 0, num_ranks: int = 1, is_shared: bool = False
+        self,
+        tiers: Sequence[TierSlots],
+        min_tokens: int = 0,
+        num_ranks: int = 1,
+        is_shared: bool = False,
+        role: KVRole = "kv_both",
     ) -> None:
-        """Keep blocks in these tiers, too; `min_tokens`, `num_ranks`, `is_shared`: see `OffloadPolicy`.
+        """Keep blocks in these tiers, too; the other parameters are fields of `OffloadPolicy`.
 
         Raises ValueError without prefix caching: no block would be found.
         """
         if not self._caching:
             raise ValueError("KV tiers need prefix caching")
-        policy = OffloadPolicy(min_tokens, num_ranks, self._max_chunk, is_shared)
+        policy = OffloadPolicy(min_tokens, num_ranks, self._max_chunk, is_shared, role)
         self.offload = KVOffload(
             self.specs, self.pools, [KVTier(slots) for slots in tiers], policy, self.quota, self._hash
         )

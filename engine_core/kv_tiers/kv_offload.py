@@ -100,9 +100,10 @@ class KVOffload:
         """The tier that other engines share."""
         self._questions: BlockQuestions | None = None
         if policy.is_shared:
-            self._shared = next(index for index, tier in enumerate(tiers) if tier.by_content)
+            self._shared = max(index for index, tier in enumerate(tiers) if tier.by_content)
             shared = tiers[self._shared]
-            self._questions = BlockQuestions(shared, self._shared, len(specs), policy.num_ranks)
+            if policy.role != "kv_producer":
+                self._questions = BlockQuestions(shared, self._shared, len(specs), policy.num_ranks)
         most = min(pool.num_blocks for pool in pools) // _STORED_SHARE
         by_size = _STORED_BYTES // max(map(unit_bytes, specs))
         self._most_stored = max(1, min(_STORED_BLOCKS, most, by_size))
@@ -112,6 +113,11 @@ class KVOffload:
         self._events = events
         for tier in self.tiers:
             tier.pools[self._listed_group].on_uncached = partial(events.removed, medium=tier.medium)
+
+    @property
+    def stores_prompts(self) -> bool:
+        """Whether each prompt is stored while it is computed, for another server that goes on with it."""
+        return self._policy.role == "kv_producer"
 
     @property
     def num_under_way(self) -> int:
@@ -319,6 +325,8 @@ class KVOffload:
 
     def _queue(self, tier: int, blocks: RequestBlocks, start: int, end: int, starts: list[int]) -> None:
         """Note blocks start .. end - 1 to be stored; `starts` by group, counted from `start`."""
+        if tier == self._shared and self._policy.role == "kv_consumer":
+            return
         queue = self._freed[tier]
         owner = blocks if tier == self._shared else None
         freed = Freed(*blocks.hashes(start, end), starts, end - start, _is_salted(blocks), owner)
@@ -521,8 +529,10 @@ class KVOffload:
         )
 
     def _find(self, group: int, digest: bytes, hash_input: bytes) -> tuple[int, int] | None:
-        """(tier, slot) of a block: the first tier that has it."""
+        """(tier, slot) of a block: the first tier that has it, and from which this engine loads."""
         for index, tier in enumerate(self.tiers):
+            if index == self._shared and self._questions is None:
+                continue
             if (slot := tier.find(group, digest, hash_input)) is not None:
                 return index, slot
         return None

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from atom.shared.config.kv_transfer import KVRole
 from engine_core.kv_cache.block_pool import BlockPool
 from engine_core.kv_cache.request_blocks import RequestBlocks
 
@@ -19,7 +20,9 @@ class OffloadPolicy:
     max_chunk: int = 1
     """Most tokens of one request in one step."""
     is_shared: bool = False
-    """Whether other engines store blocks in the tier by content, which this one is to find."""
+    """Whether other engines store blocks in the last tier, or are to find those of this one there."""
+    role: KVRole = "kv_both"
+    """What this engine does with the tier that others share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -543,6 +543,8 @@ class EngineClient:
         lost = [sequence for sequence in self._sequences.values() if sequence.engine is engine]
         for sequence in lost:
             self._leave_engine(sequence)
+        self._finish_early([each.id for each in lost if each.is_complete], FinishReason.MAX_TOKENS)
+        lost = [each for each in lost if not each.is_complete]
         failed = lost if is_fault else self._replays.died(lost, engine.rank, engine.life, is_planned)
         if num_again := len(set(lost).difference(failed)):  # what waited may fail, too
             self._metrics.engine(engine.rank).replayed += num_again

@@ -66,6 +66,11 @@ class RunningSequence:
         """The id of its request that the client knows."""
         return self.state.request.name
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all of its tokens, and only its end is missing: blocks were still being stored."""
+        return len(self.state.emitted) >= self.state.request.max_tokens
+
     def running_request(self) -> RunningRequest:
         """Its figures for the status page."""
         progress = self.progress

@@ -10,7 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
+from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, REMOTE, TierSlots
+from tests.helpers.fake_redis import FakeRedis
 from tests.helpers.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
 from tests.helpers.whole_engine import WholeEngine
 from workers.worker import Worker
@@ -32,23 +33,27 @@ _operations = st.one_of(
     st.tuples(st.just("abort"), st.tuples(st.integers(0, 4), st.integers(1, 6))),
     st.tuples(st.just("kill"), st.tuples(st.integers(0, 4), st.integers(1, 6))),
     st.tuples(st.just("damage"), st.tuples(st.integers(0, 99), st.sampled_from(["cut", "flip", "remove"]))),
+    st.tuples(st.just("fault"), st.sampled_from(["full", "not full", "cut off", "empty"])),
     st.tuples(st.just("reset"), st.none()),
 )
 plans = st.tuples(
-    st.sampled_from([(0, 40), (6, 0), (40, 0), (6, 12), (40, 40)]),
+    st.sampled_from([(0, 40, 0), (6, 0, 0), (40, 0, 0), (6, 12, 0), (40, 40, 0), (0, 0, 40), (6, 12, 12)]),
     st.lists(_operations, min_size=3, max_size=14),
 )
-"""(slots in host memory and on disk, what happens)."""
+"""(slots in host memory, on disk and in a remote store, what happens)."""
 
 
 class Conversations:
     """One family: a worker with tiers, and one without any cache, which says what is right."""
 
-    def __init__(self, name: str, directory: Path):
+    def __init__(self, name: str, directory: Path, store: FakeRedis):
         _, checkpoint = save_tiny(tiny(name), directory)
         config = engine_config()
         self._files = directory / "kv"
-        cache = dataclasses.replace(config.cache, kv_offload_dir=str(self._files), kv_offload_disk=1 << 20)
+        self._store = store
+        disk = {"kv_offload_dir": str(self._files), "kv_offload_disk": 1 << 20}
+        remote = {"kv_offload_remote_url": store.url, "kv_offload_remote": 1 << 20}
+        cache = dataclasses.replace(config.cache, **disk, **remote)
         self._worker = Worker(
             dataclasses.replace(config, cache=cache), checkpoint, place(), lambda *progress: None
         )
@@ -65,12 +70,13 @@ class Conversations:
     def close(self) -> None:
         self._worker.close()
 
-    def run(self, plan: tuple[tuple[int, int], list[tuple[str, Any]]]) -> None:
+    def run(self, plan: tuple[tuple[int, int, int], list[tuple[str, Any]]]) -> None:
         """Raises AssertionError for an id that is not that of a run without cache."""
-        (host, disk), operations = plan
+        (host, disk, remote), operations = plan
+        self._store.is_full = False
         self._tiers = [
             TierSlots(medium, [slots] * self._groups)
-            for medium, slots in ((HOST_MEMORY, host), (DISK, disk))
+            for medium, slots in ((HOST_MEMORY, host), (DISK, disk), (REMOTE, remote))
             if slots
         ]
         self._sessions = [prompt_of(9 + 3 * number, number % 3) for number in range(5)]
@@ -128,15 +134,24 @@ class Conversations:
     def _damage(self, value: tuple[int, str]) -> None:
         place, kind = value
         files = sorted(path for path in self._files.glob("*/*-*") if path.is_file())
-        if not files:
-            return
-        path = files[place % len(files)]
-        content = bytearray(path.read_bytes())
-        content[random.Random(place).randrange(len(content))] ^= 1
-        if kind == "remove":
-            path.unlink()
-        else:
-            path.write_bytes(content if kind == "flip" else content[: len(content) // 2])
+        blocks = self._store.blocks()
+        if files:
+            path = files[place % len(files)]
+            content = _damaged(path.read_bytes(), place, kind)
+            path.write_bytes(content) if content else path.unlink()
+        if blocks:
+            key = sorted(blocks)[place % len(blocks)]
+            self._store.data.pop(key, None)
+            if content := _damaged(blocks[key], place, kind):
+                self._store.data[key] = content
+
+    def _fault(self, kind: str) -> None:
+        """Something happens to the store."""
+        self._store.is_full = kind == "full"
+        if kind == "cut off":
+            self._store.disconnect()
+        if kind == "empty":
+            self._store.data.clear()
 
     def _reset(self, _: None) -> None:
         self._engine.core.reset_prefix_cache()
@@ -148,3 +163,11 @@ class Conversations:
             self._alone.run()
             self._known[key] = self._alone.outputs.pop(0).token_ids
         return self._known[key]
+
+
+def _damaged(content: bytes, place: int, kind: str) -> bytes:
+    """Nothing if it is to be removed."""
+    changed = bytearray(content)
+    changed[random.Random(place).randrange(len(changed))] ^= 1
+    ends = {"cut": len(content) // 2, "flip": len(content), "remove": 0}
+    return bytes(changed[: ends[kind]])

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh64_digest
 
+from atom.shared.config.kv_transfer import KVRole
 from atom.shared.messages.engine import (
     AddRequest,
     Finished,
@@ -85,9 +86,12 @@ class CoreDriver:
         enable_prefix_caching: bool = True,
         draft: Draft = lambda num_drafts: (num_drafts, 0),
         tiers: Sequence[TierSlots] = (),
-        is_shared: bool = False,
+        role: KVRole | None = None,
     ):
-        """`draft(most)`: how many tokens a row proposes in a step, and how many of these are accepted."""
+        """`draft(most)`: how many tokens a row proposes in a step, and how many of these are accepted.
+
+        `role`: with others that share the last tier.
+        """
         self.clock = Clock()
         self.copies: deque[CopyBlocks | FindBlocks] = deque()
         """Copies to and from KV tiers that are not done, and questions."""
@@ -95,7 +99,7 @@ class CoreDriver:
             self._life, specs, num_blocks, limits, max_model_len, enable_prefix_caching, draft
         )
         self._tiers = tiers
-        self._is_shared = is_shared
+        self._role = role
         self._make()
         self.results: deque[BatchResult] = deque()
         self.failing: deque[set[int]] = deque()
@@ -120,7 +124,7 @@ class CoreDriver:
         """A new core and worker."""
         kv = KVCacheManager(specs, num_blocks, limits.max_chunk, 7, caching, True, STATE_INTERVAL)
         if self._tiers:
-            kv.offload_to(self._tiers, is_shared=self._is_shared)
+            kv.offload_to(self._tiers, is_shared=self._role is not None, role=self._role or "kv_both")
         self.core = EngineCore(limits, kv, max_model_len, self.clock)
         self._events = Subscriber(kv)
         self.worker = SimulatedWorker(

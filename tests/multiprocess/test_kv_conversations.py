@@ -6,20 +6,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.helpers.conversations import FAMILIES, Conversations, plans
+from tests.helpers.fake_redis import fake_redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_ids_equal_a_run_without_cache(name: str, tmp_path: Path) -> None:
-    made = Conversations(name, tmp_path)
     check = settings(max_examples=125, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
-    @check
-    @given(plans)
-    def run(plan: object) -> None:
-        made.run(plan)  # type: ignore[arg-type]
+    with fake_redis() as store:
+        made = Conversations(name, tmp_path, store)
 
-    run()
-    made.close()
+        @check
+        @given(plans)
+        def run(plan: object) -> None:
+            made.run(plan)  # type: ignore[arg-type]
+
+        run()
+        made.close()
     assert made.loaded > 20

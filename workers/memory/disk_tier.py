@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from atom.shared.messages.kv_tiers import BlockCopy
 from atom.shared.utils.errors import one_line
-from atom.shared.utils.logger import get_logger
+from atom.shared.utils.logger import RareWarning
 from atom.shared.utils.own_directory import make_own_directory
-from workers.memory.block_file import DamagedFileError, read_block, write_block
+from workers.memory.block_file import DamagedBlockError, read_block, write_block
 
 __all__ = ["DiskTier"]
 
@@ -32,7 +32,6 @@ _NAME = re.compile(r"(\d{1,4})-([0-9a-f]{16})")
 _PARTIAL = ".partial-"
 _STALE_S = 600.0
 """A partial file of this age is of a process that has ended."""
-_WARN_EVERY_S = 60.0
 
 
 class DiskTier:
@@ -49,8 +48,7 @@ class DiskTier:
         self._num_groups = num_groups
         self._numbers = itertools.count()
         self._readers = ThreadPoolExecutor(num_readers, "kv-tier-reader") if num_readers > 1 else None
-        self._warned_at = -_WARN_EVERY_S
-        self._num_silent = 0
+        self._warning = RareWarning()
 
     def stored(self, num_slots: Sequence[int]) -> list[bytes]:
         """Digests of the blocks of each KV group, packed, least recently used first.
@@ -93,7 +91,7 @@ class DiskTier:
                 self._write(self._path(group, copy.digest), copy.hash_input, row_S)
             except OSError as error:
                 failed.append(index)
-                self._warn(f"a KV block cannot be written: {one_line(error, OSError)}")
+                self._warning.log(f"a KV block cannot be written: {one_line(error, OSError)}")
         return failed
 
     def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
@@ -105,7 +103,7 @@ class DiskTier:
         run = map if self._readers is None else self._readers.map
         problems = list(run(_read, paths, inputs, found.numpy()))
         for problem in filter(None, problems):
-            self._warn(problem)
+            self._warning.log(problem)
         rows_NS.copy_(found)
         return [index for index, problem in enumerate(problems) if problem]
 
@@ -120,16 +118,6 @@ class DiskTier:
     def _path(self, group: int, digest: bytes) -> Path:
         return self._directory / f"{group}-{digest.hex()}"
 
-    def _warn(self, text: str) -> None:
-        """Log the first of such lines in a minute."""
-        if time.monotonic() - self._warned_at < _WARN_EVERY_S:
-            self._num_silent += 1
-            return
-        self._warned_at = time.monotonic()
-        more = f" ({self._num_silent} more before this line)" if self._num_silent else ""
-        self._num_silent = 0
-        get_logger().warning("%s%s", text, more)
-
 
 def _read(path: Path, hash_input: bytes, row_S: NDArray[np.uint8]) -> str:
     """Read a block, and remove its file if it is damaged; returns what is wrong, or nothing."""
@@ -138,7 +126,7 @@ def _read(path: Path, hash_input: bytes, row_S: NDArray[np.uint8]) -> str:
         os.utime(path)
     except FileNotFoundError:
         return f"a KV block is missing, and is computed again: {path}"
-    except DamagedFileError as error:
+    except DamagedBlockError as error:
         with contextlib.suppress(OSError):
             path.unlink()
         return f"a KV block is damaged, and is computed again: {path}: {error}"

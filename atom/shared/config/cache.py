@@ -30,14 +30,21 @@ class CacheConfig:
     """Directory for KV blocks, which later starts find again; needs --kv-offload-disk."""
     kv_offload_disk: Annotated[int, bytes_from(1)] | None = None
     """Bytes of each worker's files in --kv-offload-dir, or as 500G."""
+    kv_offload_remote_url: Annotated[str, Meta(min_length=1)] | None = None
+    """Redis or Valkey server for KV blocks, redis://HOST:PORT, or rediss:// with TLS; servers share it."""
+    kv_offload_remote: Annotated[int, bytes_from(1)] | None = None
+    """Bytes of each worker's blocks in --kv-offload-remote-url, or as 500G."""
     kv_offload_min_tokens: Annotated[int, Meta(ge=0)] = 0
     """Blocks are kept there of sequences with as many cached tokens, and any that were hit before."""
     kv_offload_shared: bool = False
     """Find blocks in --kv-offload-dir that other servers store while this one runs, too."""
+    kv_transfer_config: Annotated[str, OBJECT] | None = None
+    """JSON object with vLLM's keys kv_connector and kv_role: kv_producer, kv_consumer or kv_both."""
     kv_events_config: Annotated[str, OBJECT] | None = None
     """JSON object; '{"enable_kv_cache_events": true}' publishes what the prefix cache gains and loses."""
 
     @property
     def offloads(self) -> bool:
         """Whether blocks are kept outside of the KV cache."""
-        return self.kv_offload_memory is not None or self.kv_offload_dir is not None
+        tiers = self.kv_offload_memory, self.kv_offload_dir, self.kv_offload_remote_url
+        return any(tier is not None for tier in tiers)

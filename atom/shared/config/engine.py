@@ -32,8 +32,10 @@ class EngineConfig:
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether an engine finds what others store in --kv-offload-dir meanwhile."""
-        return self.cache.kv_offload_shared or self.parallel.prefill_engines > 0
+        """Whether an engine finds what others store in the last of its tiers meanwhile."""
+        cache = self.cache
+        is_remote = cache.kv_offload_remote_url is not None
+        return cache.kv_offload_shared or is_remote or self.parallel.prefill_engines > 0
 
     @property
     def adapts_draft_width(self) -> bool:

@@ -2,7 +2,9 @@
 
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.fields import ConfigError
+from atom.shared.config.kv_transfer import kv_role
 from atom.shared.config.parallel import ParallelConfig
+from atom.shared.utils.redis_client import hiredis_problem, parse_redis_url
 
 __all__ = ["check_kv_tiers"]
 
@@ -10,14 +12,19 @@ __all__ = ["check_kv_tiers"]
 def check_kv_tiers(cache: CacheConfig, parallel: ParallelConfig) -> None:
     """Raises ConfigError for flags that conflict, or lack another one."""
     _check_tiers(cache, parallel)
+    role = kv_role(cache)
+    if role != "kv_both" and parallel.prefill_engines:
+        raise ConfigError(
+            f"--prefill-engines has both roles in one server: omit it, or {role} in --kv-transfer-config"
+        )
     _check_prefill_engines(cache, parallel)
 
 
 def _check_tiers(cache: CacheConfig, parallel: ParallelConfig) -> None:
     if cache.offloads and not cache.enable_prefix_caching:
         raise ConfigError(
-            "--kv-offload-memory and --kv-offload-dir keep blocks for the prefix cache: omit "
-            "--no-enable-prefix-caching"
+            "--kv-offload-memory, --kv-offload-dir and --kv-offload-remote-url keep blocks for the prefix "
+            "cache: omit --no-enable-prefix-caching"
         )
     if (cache.kv_offload_dir is None) != (cache.kv_offload_disk is None):
         raise ConfigError("--kv-offload-dir and --kv-offload-disk go together: give both, or none")
@@ -26,8 +33,27 @@ def _check_tiers(cache: CacheConfig, parallel: ParallelConfig) -> None:
     if cache.kv_offload_dir is not None and parallel.nnodes > 1:
         raise ConfigError(
             "--kv-offload-dir is not supported on several nodes, which have a directory each: use "
-            "--kv-offload-memory"
+            "--kv-offload-memory or --kv-offload-remote-url"
         )
+    _check_remote(cache)
+
+
+def _check_remote(cache: CacheConfig) -> None:
+    if (cache.kv_offload_remote_url is None) != (cache.kv_offload_remote is None):
+        raise ConfigError("--kv-offload-remote-url and --kv-offload-remote go together: give both, or none")
+    if cache.kv_offload_remote_url is None:
+        return
+    if cache.kv_offload_shared:
+        raise ConfigError(
+            "--kv-offload-shared is not for two tiers: servers find one another's blocks in "
+            "--kv-offload-remote-url; omit it"
+        )
+    try:
+        parse_redis_url(cache.kv_offload_remote_url)
+    except ValueError as error:
+        raise ConfigError(f"--kv-offload-remote-url: {error}") from None
+    if problem := hiredis_problem():
+        raise ConfigError(f"--kv-offload-remote-url: {problem}")
 
 
 def _check_prefill_engines(cache: CacheConfig, parallel: ParallelConfig) -> None:
@@ -39,10 +65,10 @@ def _check_prefill_engines(cache: CacheConfig, parallel: ParallelConfig) -> None
             f"--prefill-engines {count} leaves none of --data-parallel-size {parallel.data_parallel_size} to "
             "generate: lower it, or add engines"
         )
-    if cache.kv_offload_dir is None:
+    if cache.kv_offload_dir is None and cache.kv_offload_remote_url is None:
         raise ConfigError(
-            "--prefill-engines needs a directory through which blocks reach the other engines: give "
-            "--kv-offload-dir, such as /dev/shm/atom-kv, and --kv-offload-disk"
+            "--prefill-engines needs a tier through which blocks reach the other engines: give "
+            "--kv-offload-dir, such as /dev/shm/atom-kv, and --kv-offload-disk, or --kv-offload-remote-url"
         )
     if parallel.lockstep:
         raise ConfigError(

@@ -21,7 +21,6 @@ REFUSED: dict[str, Refusal] = {
         "prefill context parallelism is not supported yet; -dcp splits the KV cache of MLA", "1", "-pcp"
     ),
     "cp_kv_cache_interleave_size": Refusal("ranks take turns token by token; use 1", "1"),
-    "kv_transfer_config": Refusal("transfer libraries are not supported yet; use --prefill-engines", "{}"),
     "enable_ssl_refresh": Refusal("renewed certificates are always used", "True"),
     "enable_chunked_prefill": Refusal("chunked prefill is always on", "True"),
 }

@@ -132,7 +132,6 @@ VLLM = (
     _value("--preemption-mode", "a preempted request is computed again", "recompute"),
     _value("--cpu-offload-gb", "weights stay on their device: use more of it by -tp, or fewer bits", "0"),
     OtherFlag("--kv-offloading-size --kv-offloading-backend", "use --kv-offload-memory and --kv-offload-dir"),
-    OtherFlag("--kv-transfer-config", "use --prefill-engines"),
     _value("--prefix-caching-hash-algo", "blocks are compared by their token ids as well"),
     OtherFlag("--calculate-kv-scales", "use --kv-cache-dtype fp8, with scales from the checkpoint or 1"),
     _switch("--enable-chunked-prefill", "always on"),

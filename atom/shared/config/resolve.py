@@ -549,7 +549,8 @@ def _without_effect(
     if not checkpoint.keeps_states or not cache.enable_prefix_caching:
         reasons["state_checkpoint_interval_tokens"] = "it is for recurrent layers with prefix caching"
     if not cache.offloads:
-        reasons["kv_offload_min_tokens"] = "it needs --kv-offload-memory or --kv-offload-dir"
+        tiers = "--kv-offload-memory, --kv-offload-dir or --kv-offload-remote-url"
+        reasons["kv_offload_min_tokens"] = f"it needs {tiers}"
     if config.observability.torch_profiler_dir is None:
         reasons["mark_trace"] = "it needs --torch-profiler-dir"
     if config.model.trust_remote_code:

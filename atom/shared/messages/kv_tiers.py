@@ -10,6 +10,7 @@ __all__ = [
     "DEVICE",
     "DISK",
     "HOST_MEMORY",
+    "REMOTE",
     "BlockCopy",
     "BlocksCopied",
     "BlocksFound",
@@ -19,24 +20,26 @@ __all__ = [
     "TierSlots",
 ]
 
-# vLLM's words in KV events; the first is for the cache that the model reads, on a CPU as well.
+# vLLM's words in KV events, but for the last one, for which it has none. The first is for the cache that the
+# model reads, on a CPU as well.
 DEVICE = "GPU"
 HOST_MEMORY = "CPU"
 DISK = "STORAGE"
+REMOTE = "REMOTE"
 
 
 class TierSlots(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Slots of one tier on each worker; a slot holds one block of one KV group."""
 
     medium: str
-    """`HOST_MEMORY` or `DISK`."""
+    """`HOST_MEMORY`, `DISK` or `REMOTE`."""
     num_slots: list[int]
     """By KV group."""
 
     @property
     def by_content(self) -> bool:
         """Whether blocks are stored under their digests and compared when they are read, and may be lost."""
-        return self.medium == DISK
+        return self.medium != HOST_MEMORY
 
 
 class StoredBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -154,6 +154,8 @@ class AllocateKV(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """Length of the longest sequence that may be scheduled."""
     tiers: list[TierSlots] = []
     """Where blocks are kept after the KV cache has evicted them."""
+    hash_seed: int = 0
+    """That of the blocks' digests, unsigned 64 bit; servers that share a remote tier agree on it."""
 
 
 class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):

@@ -107,6 +107,13 @@ VARIABLES: dict[str, Variable] = {
             "Read weight files instead of mapping them into memory, for file systems where mapping is slow.",
         ),
         Variable(
+            "ATOM_KV_OFFLOAD_REMOTE_PASSWORD",
+            str,
+            "",
+            Area.ENGINE,
+            "Password for --kv-offload-remote-url.",
+        ),
+        Variable(
             "ATOM_LOG_MORE",
             bool,
             False,

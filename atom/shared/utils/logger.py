@@ -2,7 +2,9 @@
 
 import logging
 import sys
+import time
 
+_RARE_S = 60.0
 _BRIEF = "%(asctime)s %(levelname).1s %(process_label)s] %(message)s"
 _VERBOSE = (
     "%(asctime)s %(levelname)s %(process_label)s pid=%(process)d "
@@ -40,3 +42,21 @@ def set_log_level(level: str) -> None:
 def get_logger() -> logging.Logger:
     """The logger that `setup_logging` configured."""
     return logging.getLogger("atom")
+
+
+class RareWarning:
+    """Logs the first warning of a minute, and how many came after it with the next one."""
+
+    def __init__(self) -> None:
+        self._logged_at = -_RARE_S
+        self._num_silent = 0
+
+    def log(self, text: str) -> None:
+        """`text` is one line."""
+        if time.monotonic() - self._logged_at < _RARE_S:
+            self._num_silent += 1
+            return
+        self._logged_at = time.monotonic()
+        more = f" ({self._num_silent} more before this line)" if self._num_silent else ""
+        self._num_silent = 0
+        get_logger().warning("%s%s", text, more)

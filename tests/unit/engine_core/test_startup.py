@@ -117,8 +117,10 @@ def test_a_cache_beyond_memory_is_refused() -> None:
     assert plan_cache(config(), 64, [Loaded(0, [FULL], 5000, 7)]).num_blocks == [5]
 
 
-def offloading(memory: int | None, disk: int | None) -> EngineConfig:
-    cache = CacheConfig(num_kv_blocks=30, kv_offload_memory=memory, kv_offload_dir="kv", kv_offload_disk=disk)
+def offloading(memory: int | None, disk: int | None, remote: int | None = None) -> EngineConfig:
+    cache = CacheConfig(
+        num_kv_blocks=30, kv_offload_memory=memory, kv_offload_disk=disk, kv_offload_remote=remote
+    )
     return dataclasses.replace(config(), cache=cache)
 
 
@@ -126,17 +128,23 @@ def test_tiers_are_divided_as_the_cache_is_and_fit_every_rank() -> None:
     state = RecurrentStateSpec(bytes_per_slot=5000)
     larger = FullAttentionSpec(block_size=16, bytes_per_block=2000)
     ranks = [Loaded(0, [FULL, state], 1, 7), Loaded(1, [larger, state], 1, 7)]
-    plan = plan_cache(offloading(800_000, 801_000), 64, ranks)
+    plan = plan_cache(offloading(800_000, 801_000, 500_000), 64, ranks)
     assert plan.num_blocks == [30, 4]
-    memory, disk = plan.tiers
+    memory, disk, remote = plan.tiers
     assert (memory.medium, disk.medium, disk.by_content) == ("CPU", "STORAGE", True)
+    assert (remote.medium, remote.by_content) == ("REMOTE", True)
     assert memory.num_slots == [300, 40]  # 60,000 + 20,000 bytes of a cache on rank 1
     sizes = [size + 64 + 16 * 4 for size in (2000, 5000)]  # with the head of the file
     assert sum(map(operator.mul, disk.num_slots, sizes)) <= 801_000
+    assert sum(map(operator.mul, remote.num_slots, [size + 128 for size in sizes])) <= 500_000
     assert plan_cache(offloading(None, None), 64, ranks).tiers == []
 
 
 def test_tiers_too_small_for_a_block_are_refused() -> None:
-    for options, flag in (((999, 10_000), "--kv-offload-memory"), ((10_000, 999), "--kv-offload-disk")):
+    for options, flag in (
+        ((999, 10_000), "--kv-offload-memory"),
+        ((10_000, 999), "--kv-offload-disk"),
+        ((None, None, 999), "--kv-offload-remote"),
+    ):
         with pytest.raises(StartupError, match=f"{flag} .* does not hold a KV block"):
             plan_cache(offloading(*options), 64, [Loaded(0, [FULL], 1, 7)])

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
 from tests.helpers.conversations import Conversations, plans
+from tests.helpers.fake_redis import fake_redis
 from tests.helpers.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
 from tests.helpers.whole_engine import WholeEngine
 from workers.worker import Worker
@@ -43,15 +44,16 @@ def made(
 
 def test_a_few_random_conversations(tmp_path: Path) -> None:
     """`make test-slow` runs 500, on every family."""
-    made = Conversations("qwen3-next", tmp_path)
+    with fake_redis() as store:
+        made = Conversations("qwen3-next", tmp_path, store)
 
-    @settings(max_examples=3, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(plans)
-    def run(plan: tuple[tuple[int, int], list[tuple[str, Any]]]) -> None:
-        made.run(plan)
+        @settings(max_examples=3, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(plans)
+        def run(plan: tuple[tuple[int, int, int], list[tuple[str, Any]]]) -> None:
+            made.run(plan)
 
-    run()
-    made.close()
+        run()
+        made.close()
 
 
 def converse(engine: WholeEngine) -> list[list[int]]:

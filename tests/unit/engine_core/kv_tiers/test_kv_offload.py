@@ -2,12 +2,14 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from atom.shared.config.kv_transfer import KVRole
 from atom.shared.messages.engine import pack_ids, unpack_ids
-from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, BlocksCopied, TierSlots
+from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, REMOTE, BlocksCopied, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.kv_cache import state_checkpoints
 from engine_core.kv_tiers.kv_offload import LOAD_DEADLINE_S
@@ -206,11 +208,16 @@ def test_all_ranks_must_confirm() -> None:
     assert (tier.failed, tier.stored) == (1, len(message.copies) - 1)
 
 
-def pair(layout: str = "full", slots: int = 30) -> tuple[CoreDriver, CoreDriver]:
-    """Two engines that share a directory."""
+def pair(
+    layout: str = "full",
+    slots: int = 30,
+    media: Sequence[str] = (DISK,),
+    roles: tuple[KVRole, KVRole] = ("kv_both", "kv_both"),
+) -> tuple[CoreDriver, CoreDriver]:
+    """Two engines that share a directory, or a store."""
     specs, sizes = LAYOUTS[layout]
-    tiers = [TierSlots(DISK, [slots] * len(specs))]
-    first, second = (CoreDriver(specs, sizes, Limits(4, 8), tiers=tiers, is_shared=True) for _ in range(2))
+    tiers = [TierSlots(medium, [slots] * len(specs)) for medium in media]
+    first, second = (CoreDriver(specs, sizes, Limits(4, 8), tiers=tiers, role=role) for role in roles)
     second.worker.share_tiers(first.worker)
     return first, second
 
@@ -234,6 +241,31 @@ def test_another_engine_goes_on_with_a_stored_prompt(layout: str, monkeypatch: p
     found = len(FIRST) if STATE not in LAYOUTS[layout][0] else len(FIRST) - 4
     assert second.core.stats().prefix_hits == second.core.stats().kv_tiers[0].hits == found
     assert turn(second, 2, OTHER) == 0
+
+
+def test_roles_of_two_servers() -> None:
+    """A router sends each prompt to the first with max_tokens 1, then to the second with the same."""
+    first, second = pair(roles=("kv_producer", "kv_consumer"))
+    first.add(1, FIRST, 1)
+    first.run()
+    stored = first.core.stats().kv_tiers[0].stored
+    assert stored >= len(FIRST) // 4 and first.done[1].received
+    second.add(1, FIRST, 5)
+    second.run()
+    assert second.core.stats().kv_tiers[0].hits == len(FIRST) - 4  # the last token is computed
+    # The second stores nothing, and the first does not load.
+    assert second.core.stats().kv_tiers[0].stored == 0
+    first.core.reset_prefix_cache()
+    assert turn(first, 2, FIRST) == 0 and first.core.stats().kv_tiers[0].loaded == 0
+
+
+def test_engines_with_a_disk_and_a_store_find_blocks_in_the_store() -> None:
+    first, second = pair(media=(DISK, REMOTE))
+    token = computed(first, 1, FIRST)
+    second.add(1, [*FIRST, token], 5, prompt_length=len(FIRST))
+    second.run()
+    disk, remote = second.core.stats().kv_tiers
+    assert (disk.hits, remote.hits) == (0, len(FIRST))
 
 
 def test_blocks_are_stored_while_a_long_prompt_is_computed() -> None:

@@ -96,6 +96,22 @@ def test_a_stream_goes_on_at_another_engine(start: Start) -> None:
     asyncio.run(run())
 
 
+def test_a_sequence_that_lacks_only_its_end_has_ended(start: Start) -> None:
+    """A core keeps the ends of prompts until their blocks are stored."""
+    cores = [start(0, script=lambda _: Script(LONG, None)), start(1, script=long_script)]
+
+    async def run() -> None:
+        async with connected(cores, max_replays=3) as client:
+            stream = asyncio.create_task(by_sequence(client, [asked := long_request(client)]))
+            await until(lambda: client._metrics.engine(0).generated_tokens == len(LONG))
+            cores[0].die("worker 0: killed by SIGKILL")
+            assert await stream == {asked.request_ids[0]: LONG}
+            assert not cores[1].requests
+            assert dict(client._metrics.engine(0).finish_reasons) == {"length": 1}
+
+    asyncio.run(run())
+
+
 def test_a_grammar_is_sent_once_to_each_life_of_an_engine(start: Start) -> None:
     """Requests have its key alone, those that run again, too."""
     old = start(0, script=long_script)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workers.memory.block_file import HEADER_BYTES, DamagedFileError, read_block, write_block
+from workers.memory.block_file import HEADER_BYTES, DamagedBlockError, read_block, write_block
 
 INPUT = b"digest and ids"
 ROW = np.arange(200, dtype=np.uint8)
@@ -53,7 +53,7 @@ def test_every_changed_byte_is_noticed(path: Path) -> None:
         changed = bytearray(content)
         changed[place] ^= 0x20
         path.write_bytes(changed)
-        with pytest.raises(DamagedFileError):
+        with pytest.raises(DamagedBlockError):
             read(path)
 
 
@@ -61,23 +61,23 @@ def test_every_shorter_and_longer_file_is_noticed(path: Path) -> None:
     content = path.read_bytes()
     for size in range(len(content)):
         path.write_bytes(content[:size])
-        with pytest.raises(DamagedFileError, match=f"it has {size} bytes"):
+        with pytest.raises(DamagedBlockError, match=f"it has {size} bytes"):
             read(path)
     path.write_bytes(content + b"x")
-    with pytest.raises(DamagedFileError, match="it has"):
+    with pytest.raises(DamagedBlockError, match="it has"):
         read(path)
 
 
 def test_blocks_of_other_tokens_and_layouts_are_noticed(path: Path) -> None:
-    with pytest.raises(DamagedFileError, match="other tokens"):
+    with pytest.raises(DamagedBlockError, match="other tokens"):
         read(path, INPUT[::-1])
-    with pytest.raises(DamagedFileError, match="bytes"):
+    with pytest.raises(DamagedBlockError, match="bytes"):
         read(path, size=199)
 
 
 def test_files_of_others_are_not_read(path: Path) -> None:
     path.chmod(0o640)
-    with pytest.raises(DamagedFileError, match="others may use it"):
+    with pytest.raises(DamagedBlockError, match="others may use it"):
         read(path)
     path.chmod(0o600)
     link = path.with_name("link")

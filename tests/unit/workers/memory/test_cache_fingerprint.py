@@ -35,3 +35,27 @@ def test_every_difference_gives_another_name(tmp_path: Path) -> None:
     names.append(cache_fingerprint(config, checkpoint, list(SPECS), ["float32 [4, 2]"]))
     assert len(set(names)) == len(names) and all(len(name) == 32 for name in names)
     assert cache_fingerprint(config, checkpoint, list(SPECS), ["float32 [4, 2]"]) == names[-1]
+
+
+def test_hosts_with_the_same_weights_have_one_name(tmp_path: Path) -> None:
+    """Times of files are not compared, and a hub's cache names its files after what they have."""
+    digest = "ab" * 32
+    names = []
+    for number, content in enumerate((b"weights", b"weights", b"weightS")):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(content)
+        os.utime(directory / "model.safetensors", (number, number))
+        names.append(named(directory))
+    assert names[0] == names[1] != names[2]
+    (tmp_path / digest).write_bytes(b"anything")
+    for number in range(2):
+        path = tmp_path / str(number) / "model.safetensors"
+        path.unlink()
+        path.symlink_to(tmp_path / digest)
+    assert named(tmp_path / "0") == named(tmp_path / "1") not in names
+
+
+def named(directory: Path) -> str:
+    checkpoint = Checkpoint(str(directory), "LlamaForCausalLM", "llama", {"a": 1}, "float32", 10, 64)
+    return cache_fingerprint(engine_config(), checkpoint, list(SPECS), ["float32 [4, 2]"], by_content=True)

@@ -69,6 +69,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     "eplb_config": ('{"window_size":9}', '{"window_size": 9}'),
     "online_quant_config": ('{"global_quant_config":"mxfp4"}', '{"global_quant_config": "mxfp4"}'),
     "override_generation_config": ('{"top_k":9}', '{"top_k": 9}'),
+    "kv_transfer_config": ('{"kv_role":"kv_both"}', '{"kv_role": "kv_both"}'),
     "kv_events_config": ('{"hwm":9}', '{"hwm": 9}'),
 }
 
@@ -190,7 +191,7 @@ def test_help_begins_with_the_commonest_flags(capsys: pytest.CaptureFixture[str]
 def test_help_shows_each_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--help", "all")
     assert "--kv-cache-dtype" in text and "--kv_cache_dtype" not in text
-    assert "--kv-transfer-config" not in text and "--swap-space" not in text
+    assert "--enable-ssl-refresh" not in text and "--swap-space" not in text
     for field in ALL_FIELDS:
         assert f"[env: {sources.variable_of(field.name)}]" in " ".join(text.split())
 
@@ -214,7 +215,7 @@ def test_shells_complete_flags_and_choices(capsys: pytest.CaptureFixture[str], s
     text = printed(capsys, "--print-completion", shell)
     assert "kv-cache-dtype" in text and "--kv_cache_dtype" not in text
     assert "bfloat16" in text
-    assert "kv-transfer-config" not in text and "swap-space" not in text
+    assert "enable-ssl-refresh" not in text and "swap-space" not in text
 
 
 def test_bash_takes_the_completion(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -53,7 +53,6 @@ def test_short_flags_are_not_ours() -> None:
         "--port",
         "-pp",
         "--pipeline-parallel-size",
-        "--kv-transfer-config",
         "--enable-chunked-prefill",
     }
 
