@@ -24,7 +24,7 @@ from atom.shared.messages.engine import (
 )
 from atom.shared.messages.grammar import DropGrammar, GetGrammar, GrammarBytes, GrammarLoaded, LoadGrammar
 from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
-from atom.shared.messages.resume import Claim, Claimed
+from atom.shared.messages.resume import RESUMED_ELSEWHERE, Claim, Claimed
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
 from engine_core.batch.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
@@ -42,7 +42,6 @@ from engine_core.step import StepOutcome
 
 _MOST_TAKEN = 32
 """Streams that one TakeStreams gives to another server."""
-_RESUMED_ELSEWHERE = "a client has resumed this stream on another connection"
 
 
 class EngineCore:
@@ -194,7 +193,7 @@ class EngineCore:
             self._note_orphans()
         yield frontend, claimed
         if ids and earlier != NO_FRONTEND:
-            yield earlier, self._refusal(ids, _RESUMED_ELSEWHERE, FinishReason.REFUSED)
+            yield earlier, self._refusal(ids, RESUMED_ELSEWHERE, FinishReason.REFUSED)
 
     def offers(self, frontend: bytes) -> list[Claimed]:
         """Streams that have lost their frontend, and that `frontend` keeps from now on."""

@@ -137,6 +137,7 @@ class CoreProcess:
         self._checked_at_step = 0
         self._lockstep = launch.config.parallel.lockstep
         self._steps_sent = False  # since the last StepsDone
+        self._claims: list[tuple[bytes, Claim]] = []
         self._kv_events: KVEventPublisher | None = None
         self._core: EngineCore | None = None
         self._recorder = FlightRecorder(launch)
@@ -324,12 +325,24 @@ class CoreProcess:
             for result in [*results, stored]:
                 for identity, deltas in result.items():
                     self._frontends.send(core, identity, deltas)
+            self._give_claimed(core)
             if self._kv_events is not None and (events := core.take_kv_events()):
                 self._kv_events.put(events)
             if self._profiling.is_timed:
                 self._finish_profile(core, self._profiling.overdue())
             self._heartbeats.send_if_due()
             self._check_workers(core, ready)
+
+    def _give_claimed(self, core: EngineCore) -> None:
+        """Give streams to the frontends that have claimed them.
+
+        After the results: they were made for the earlier frontend, and what is claimed has their tokens.
+        """
+        claims = self._claims
+        self._claims = []
+        for identity, message in claims:
+            for to, part in core.claim(message, identity):
+                self._frontends.send(core, to, part)
 
     def _process_worker_message(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
         if isinstance(message, WorkerHeartbeat):
@@ -366,8 +379,7 @@ class CoreProcess:
             case Abort():
                 core.abort_own(message, identity)
             case Claim():
-                for to, part in core.claim(message, identity):
-                    self._frontends.send(core, to, part)
+                self._claims.append((identity, message))
             case TakeStreams(question):
                 found, left = core.take_streams()
                 for each in found:

@@ -16,6 +16,8 @@ from typing import ClassVar
 
 import msgspec
 
+from atom.shared.messages.resume import RESUMED_ELSEWHERE
+
 # Error messages quote the request; longer ones are cut.
 _MAX_MESSAGE = 2000
 _MAX_PARAM = 200
@@ -87,7 +89,7 @@ class ResumedElsewhereError(RequestError):
     """A client goes on with this stream on another connection."""
 
     def __init__(self) -> None:
-        super().__init__("a client has resumed this stream on another connection", code="stream_resumed")
+        super().__init__(RESUMED_ELSEWHERE, code="stream_resumed")
 
 
 class DeadlineError(RequestError):

@@ -218,8 +218,8 @@ class EngineClient:
         """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
 
         Without `every_step` the stream wakes its reader once, when all sequences have ended. Without `rank`
-        the router chooses one for each request. If no engine is ready, the stream fails at once; requests
-        after the first wait for one, if replays are allowed. `slot` is the reservation of the sequences.
+        the router chooses one for each request. If no engine is ready, they wait for one, or the stream fails
+        at once where no replays are allowed. `slot` is the reservation of the sequences.
         A stream with too much output that is not sent yet ends with an error: see `OutputMemory`. At
         the deadline the sequences end with reason timeout; the stream fails if it has no token then.
         """
@@ -358,7 +358,7 @@ class EngineClient:
             try:
                 ready = self.engines.ready_ranks(rank)
             except UnavailableError as error:
-                if not (position and self._replays.most):
+                if not self._replays.most:
                     self._metrics.engine(rank or 0).failed(
                         sum(len(each.request_ids) for each in requests[position:])
                     )

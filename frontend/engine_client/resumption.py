@@ -18,12 +18,19 @@ from itertools import count
 
 from atom.shared.messages.codec import Decoder
 from atom.shared.messages.engine import AddRequest
-from atom.shared.messages.resume import Claim, Claimed, ClaimedSequence, HandedStream, Resumable
+from atom.shared.messages.resume import (
+    RESUMED_ELSEWHERE,
+    Claim,
+    Claimed,
+    ClaimedSequence,
+    HandedStream,
+    Resumable,
+)
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.engine_set import EngineSet
 from frontend.engine_client.sequence import RunningSequence
 from frontend.engine_client.streams import Stream
-from frontend.errors import RequestError
+from frontend.errors import RequestError, ResumedElsewhereError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import SequenceOutput, ended_update
 
@@ -190,7 +197,11 @@ class Resumption:
         assert resumable is not None
         if not update.is_refused:
             sequence.stream.sequences_ended.append(sequence.ended(update))
-        elif (entry := self._kept.get(resumable.key)) is not None and entry[0].stream is sequence.stream:
+            return
+        is_elsewhere = update.error == RESUMED_ELSEWHERE
+        # `restart` may still come, for a client of this frontend that has just asked for the stream.
+        sequence.stream.end(ResumedElsewhereError() if is_elsewhere else RequestError(update.error))
+        if (entry := self._kept.get(resumable.key)) is not None and entry[0].stream is sequence.stream:
             entry[1].cancel()
             del self._kept[resumable.key]
 

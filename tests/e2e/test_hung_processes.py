@@ -1,4 +1,7 @@
-"""Processes that are stopped, and continued or not: a short stop heals, a long one ends in a restart."""
+"""Processes that are stopped, and continued or not: a short stop heals, a long one ends in a restart.
+
+A reader of the log that is stopped stops nothing.
+"""
 
 import asyncio
 import os
@@ -110,3 +113,20 @@ def test_a_short_stop_of_a_frontend_is_logged(model: str) -> None:
         asyncio.run(until_ready_is(server, 200))
         assert "has ended" not in server.text()
         assert server.terminate() == 0
+
+
+@pytest.mark.slow
+def test_streams_go_on_though_nobody_reads_the_log(model: str) -> None:
+    """An engine dies and starts again meanwhile, which all of its processes and the supervisor log."""
+    crowd = Crowd(STREAMS, max_tokens=400)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            os.kill(pid_of(server, "workers.main"), signal.SIGKILL)
+
+    with running_server("--model", model, *ARGS) as server:
+        with server.unread_log():
+            asyncio.run(drive(server))
+        assert server.terminate() == 0
+    assert re.search(r"\d+ lines were lost: nobody has read", server.text())
+    assert crowd.ends == {"finished": STREAMS}

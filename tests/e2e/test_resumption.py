@@ -14,14 +14,12 @@ from openai.types.chat import ChatCompletionChunk
 
 from atom.examples.unbroken_stream import chunks
 from tests.helpers.edges import metrics_text
-from tests.helpers.random_server import ARGS, write_checkpoint
+from tests.helpers.random_server import ARGS, write_tools_checkpoint
 from tests.helpers.resuming import Resumed, follow, read
 from tests.helpers.server import Server, running_server
-from tests.helpers.tiny_tokenizer import TEMPLATE
 
 pytestmark = pytest.mark.timeout(240)
 
-_TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
 _USER = {"role": "user", "content": "one two"}
 _TEXT = {"model": "random", "stream": True, "seed": 3, "temperature": 0.8}
 _CHAT = {**_TEXT, "messages": [_USER], "max_tokens": 150}
@@ -60,11 +58,8 @@ MORE = ("--api-server-count", "2", "--orphan-grace", "150")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
-    directory = write_checkpoint(tmp_path_factory.mktemp("model") / "model", **small)
-    (directory / "chat_template.jinja").write_text(_TEMPLATE + TEMPLATE, encoding="utf-8")
-    with running_server(
-        "--model", str(directory), *ARGS, "--api-server-count", "2", "--orphan-grace", "150"
-    ) as running:
+    directory = write_tools_checkpoint(tmp_path_factory.mktemp("model") / "model", **small)
+    with running_server("--model", str(directory), *ARGS, *MORE) as running:
         yield running
 
 
@@ -136,6 +131,39 @@ def test_frontends_die_again_and_again_at_random_tokens(server: Server) -> None:
     for (path, _), one, other in zip(REQUESTS, resumed, undisturbed, strict=True):
         assert one.texts == other.texts, path
         assert sorted(one.events) == sorted(other.events), path
+
+
+@pytest.mark.slow
+def test_of_clients_that_want_one_stream_the_last_gets_all_of_it(server: Server) -> None:
+    """They ask both frontends, a few at a time. The others get its beginning, and an error that says why."""
+    path, body = REQUESTS[0]
+    body = {**body, "max_tokens": 3000}
+    expected = asyncio.run(follow(server.url, path, body)).events
+
+    async def ask(key: str, number: int) -> list[str]:
+        await asyncio.sleep(number // 4 * 0.03)
+        resumed = Resumed(ids=[f"{key}/0"])
+        await read(server.url, path, body, resumed)
+        return resumed.events
+
+    async def run() -> list[list[str]]:
+        begun = Resumed()
+        reading = asyncio.create_task(read(server.url, path, body, begun))
+        while not begun.ids:
+            await asyncio.sleep(0.01)
+        key = begun.ids[0].partition("/")[0]
+        found = await asyncio.gather(*(ask(key, number) for number in range(60)))
+        await reading
+        return [*found, begun.events]
+
+    whole = 0
+    for events in asyncio.run(run()):
+        whole += events == expected
+        if events != expected:
+            *beginning, error, done = events
+            assert beginning == expected[: len(beginning)]
+            assert '"code":"stream_resumed"' in error and done == "[DONE]"
+    assert whole == 1
 
 
 @pytest.mark.slow

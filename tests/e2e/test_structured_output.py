@@ -17,24 +17,21 @@ import aiohttp
 import pytest
 
 from tests.helpers.json_schemas import is_valid, random_schema
-from tests.helpers.random_server import ARGS, write_checkpoint
+from tests.helpers.random_server import ARGS, write_checkpoint, write_tools_checkpoint
 from tests.helpers.server import Server, running_server
-from tests.helpers.tiny_tokenizer import TEMPLATE
 
 pytestmark = pytest.mark.timeout(300)
 
 _AT_ONCE = 16
 _MAX_TOKENS = 400
 _LIMITS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "48", "--num-kv-blocks", "150")
-_TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
 _DRAFTS = ("--method", "ngram", "--num-speculative-tokens", "3")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
-    directory = write_checkpoint(tmp_path_factory.mktemp("model") / "model", **small)
-    (directory / "chat_template.jinja").write_text(_TEMPLATE + TEMPLATE, encoding="utf-8")
+    directory = write_tools_checkpoint(tmp_path_factory.mktemp("model") / "model", **small)
     with running_server("--model", str(directory), *ARGS, *_LIMITS, *_DRAFTS) as running:
         yield running
 

@@ -47,6 +47,14 @@ def write_checkpoint(directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def write_tools_checkpoint(directory: Path, **changes: Any) -> Path:
+    """As `write_checkpoint`, with a chat template that shows tools."""
+    write_checkpoint(directory, **changes)
+    tools = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+    (directory / "chat_template.jinja").write_text(tools + tiny_tokenizer.TEMPLATE, encoding="utf-8")
+    return directory
+
+
 class Crowd:
     """Clients that stream responses that would take far longer than any test."""
 

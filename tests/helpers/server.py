@@ -31,6 +31,8 @@ class Server:
         self.log: list[str] = []
         self.url = ""
         self._ready = threading.Event()
+        self._may_read = threading.Event()
+        self._may_read.set()
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
 
@@ -56,6 +58,23 @@ class Server:
     def text(self) -> str:
         return "".join(self.log)
 
+    @contextlib.contextmanager
+    def unread_log(self) -> Iterator[None]:
+        """The pipe of the log is full in the block, and nobody reads it."""
+        assert self.process.stderr is not None
+        self._may_read.clear()
+        filler = os.open(f"/proc/self/fd/{self.process.stderr.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            for _ in range(3):  # the thread may take one more piece
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        os.write(filler, b"\n")
+                time.sleep(0.1)
+            yield
+        finally:
+            os.close(filler)
+            self._may_read.set()
+
     def children(self) -> dict[int, str]:
         """Process ids and command lines of the server's child processes."""
         return child_processes(self.process.pid)
@@ -63,6 +82,7 @@ class Server:
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
+            self._may_read.wait()
             self.log.append(line)
             if found := re.search(r"ready .*(https?://\S+)", line):
                 self.url = found[1]

@@ -29,6 +29,7 @@ from atom.shared.messages.engine import (
     unpack_ids,
 )
 from atom.shared.messages.profile import Profile, ProfileResult, RankTrace
+from atom.shared.messages.resume import Claim, Claimed, Resumable
 from atom.shared.messages.supervisor import Dead, Heartbeat
 from atom.shared.messages.worker import (
     Loaded,
@@ -254,6 +255,39 @@ def test_abort_stops_the_tokens(engine: Engine) -> None:
     after = stats_after_tokens_of_one(frontend)
     assert (after.steps, after.kv_blocks_used) == (at_abort.steps, 0)
     assert not frontend.has_message(0.1)
+
+
+def test_a_frontend_that_claims_its_own_stream_gets_no_token_twice(engine: Engine) -> None:
+    """A claim and the result of a step are processed together: the core was stopped as they came."""
+    engine.start()
+    frontend = engine.frontend(0)
+    frontend.receive()
+    prompt = [1, 2, 3]
+    asked = request(1, prompt, 12)
+    frontend.send(msgspec.structs.replace(asked, resumable=Resumable("k", b"form", 1, 1)))
+    got: list[int] = []
+    claimed = [0]
+
+    def done() -> bool:
+        engine.process.send_signal(signal.SIGCONT)
+        while frontend.has_message(0.02):
+            message = frontend.receive()
+            if isinstance(message, Claimed):
+                claimed[0] += 1
+                (part,) = message.requests
+                for sequence in part.sequences:
+                    got[:] = unpack_ids(sequence.output_ids)
+            else:
+                got.extend(unpack_ids(message.token_ids))
+                if message.finished:
+                    return True
+        engine.process.send_signal(signal.SIGSTOP)
+        frontend.send(Claim(1, "k", ""))
+        return False
+
+    engine.work_until(done)
+    assert got == undisturbed(prompt, 12, set(), VOCABULARY)
+    assert claimed[0] > 8
 
 
 def stats_after_tokens_of_one(frontend: Peer) -> CoreStats:

@@ -7,7 +7,7 @@ recovery    one request after the other, until one is served
 A server has hundreds of requests in progress at the end of an overload, far more than at the peak: those
 that ended within its time would tell little. So goodput is counted in tokens that were generated meanwhile,
 without those of requests that were not served in the end, which were wasted. Memory must not grow in its
-second half, when as many requests are in progress as there may be.
+second half, or after the first refusal if that is later: the queue is full then, and grows no more.
 """
 
 import asyncio
@@ -86,7 +86,9 @@ class Load:
     async def open(
         self, rate: float, seconds: float, at_half: Callable[[], None] = lambda: None
     ) -> tuple[float, int, int]:
-        """Let `rate` requests arrive per second; `at_half` is called once half of the time has passed.
+        """Let `rate` requests arrive per second.
+
+        `at_half` is called once half of the time has passed and requests are refused, if that comes to pass.
 
         Returns tokens per second meanwhile, and of all these requests the tokens and the wasted tokens.
         """
@@ -97,7 +99,7 @@ class Load:
         self.reset()
         is_first_half = True
         while (passed := time.monotonic() - begun) < seconds:
-            if is_first_half and passed >= seconds / 2:
+            if is_first_half and passed >= seconds / 2 and self.outcomes["429"]:
                 is_first_half = False
                 at_half()
             while sent < passed * rate and len(tasks) < _MOST_OPEN:
@@ -145,7 +147,7 @@ async def overload(
 
         tokens_per_s, tokens, wasted = await load.open(max(_FACTOR * peak, 1.0), seconds, sample)
         sample()
-        begin, half, end = resident
+        begin, half, end = resident[0], resident[1], resident[-1]
         goodput = tokens_per_s / _TOKENS * (1 - wasted / max(tokens, 1))
         figures = OverloadFigures(peak, goodput, await load.recovery_s(), tokens, wasted, half - begin)
     return figures, dict(load.outcomes), end - half

@@ -7,6 +7,9 @@ MAX_RESUMABLE_BYTES = 32 * 1024 * 1024
 MAX_RESUMABLE_SEQUENCES = 16
 """Most sequences of one stream that can be resumed."""
 
+RESUMED_ELSEWHERE = "a client has resumed this stream on another connection"
+"""Why a sequence ends, as REFUSED, for the frontend whose stream another one has claimed."""
+
 
 class EndedSequence(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A sequence that has ended, of a request whose stream can be resumed."""

@@ -1,8 +1,18 @@
-"""One log format for all processes, on standard error."""
+"""One log format for all processes, on standard error, which no process waits for.
+
+A pipe, a terminal or journald's socket takes no more bytes while its reader stands still: a terminal after
+Ctrl-S, a pager, a blocking log driver. A supervisor that waited for it could not restart an engine, and a
+frontend would send no token. So lines that nobody reads in time are lost, and the next line says how many.
+"""
 
 import logging
+import os
+import select
+import socket
+import stat
 import sys
 import time
+from typing import TextIO
 
 _RARE_S = 60.0
 _BRIEF = "%(asctime)s %(levelname).1s %(process_label)s] %(message)s"
@@ -10,6 +20,74 @@ _VERBOSE = (
     "%(asctime)s %(levelname)s %(process_label)s pid=%(process)d "
     "%(pathname)s:%(lineno)d %(funcName)s] %(message)s"
 )
+
+_PATIENCE_MS = 20
+"""A reader that has kept up so far may take so long; one that has not is not waited for."""
+
+
+class LogStream:
+    """A pipe, a terminal or a socket as a text stream whose `write` waits at most `_PATIENCE_MS`."""
+
+    def __init__(self, fd: int):
+        """`fd` stays as it is for others who share it. Raises OSError if it cannot be opened again."""
+        self._socket = None
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            self._socket = socket.socket(fileno=os.dup(fd))
+            self._fd = self._socket.fileno()
+        else:
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            self._fd = os.open(f"/proc/self/fd/{fd}", flags)
+        self._poller = select.poll()
+        self._poller.register(self._fd, select.POLLOUT)
+        self._num_lost = 0
+        self._is_in_line = False
+
+    def write(self, text: str) -> None:
+        """Write one line, or a part of it, or nothing. Raises OSError without a reader."""
+        patience_ms = 0 if self._num_lost else _PATIENCE_MS
+        start = "\n" * self._is_in_line
+        if self._num_lost:
+            start += f"{self._num_lost} lines were lost: nobody has read standard error in time\n"
+        left = (start + text).encode(errors="backslashreplace")
+        while left:
+            if written := self._written(left):
+                left = left[written:]
+                self._is_in_line = bool(left)
+            elif not self._poller.poll(patience_ms):
+                self._num_lost += 1
+                return
+        self._num_lost = 0
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        """Close this file, and not the one that it was made of."""
+        if self._socket is not None:
+            self._socket.close()
+        else:
+            os.close(self._fd)
+
+    def _written(self, content: bytes) -> int:
+        """How many bytes of it were written."""
+        try:
+            if self._socket is not None:
+                return self._socket.send(content, socket.MSG_DONTWAIT)
+            return os.write(self._fd, content)
+        except BlockingIOError:
+            return 0
+
+
+def _standard_error() -> TextIO | LogStream:
+    """For a file it is as Python has made it: a disk makes nobody wait for a reader."""
+    try:
+        fd = sys.stderr.fileno()
+        kind = os.fstat(fd).st_mode
+        if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(fd):
+            return LogStream(fd)
+    except OSError:  # it is closed, replaced by an object without a file, or may not be opened
+        pass
+    return sys.stderr
 
 
 def setup_logging(process_label: str, level: str = "info") -> logging.Logger:
@@ -19,7 +97,7 @@ def setup_logging(process_label: str, level: str = "info") -> logging.Logger:
     """
     from atom.shared.utils import envs
 
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(_standard_error())
     handler.setFormatter(
         logging.Formatter(
             _VERBOSE if envs.ATOM_LOG_MORE else _BRIEF,
@@ -28,6 +106,9 @@ def setup_logging(process_label: str, level: str = "info") -> logging.Logger:
         )
     )
     logger = logging.getLogger("atom")
+    for earlier in logger.handlers:
+        if isinstance(earlier, logging.StreamHandler) and isinstance(earlier.stream, LogStream):
+            earlier.stream.close()
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False

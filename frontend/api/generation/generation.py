@@ -162,10 +162,10 @@ class Generation:
         if caller.is_resumable:
             check_resumable(parsed, self._client.resumption.grace_s)
         checked = await self._executor.run(size + parsed.earlier_bytes, lambda: self._check(parsed, caller))
+        self._client.check_ready(checked.data_parallel_rank)
         grammar = None
         if checked.constraint is not None:
             grammar = await self._grammar(checked, caller, started, parsed.warnings)
-        self._client.check_ready(checked.data_parallel_rank)
         n = checked.params[0].n
         # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(n * len(checked.prompts))

@@ -176,7 +176,10 @@ def test_prompts_wait_if_the_engine_ends_before_they_are_sent(
 
 
 def test_the_next_life_of_the_only_engine_goes_on(start: Start) -> None:
-    """New requests are refused meanwhile, and a stream whose client leaves waits no longer."""
+    """New requests are refused meanwhile, and a stream whose client leaves waits no longer.
+
+    What was accepted before and is sent only now, as its grammar took so long, waits, too.
+    """
     old = start(0, script=long_script)
 
     async def run() -> None:
@@ -187,16 +190,18 @@ def test_the_next_life_of_the_only_engine_goes_on(start: Start) -> None:
             old.die("killed")
             await until(lambda: not client.engines.is_ready)
             with pytest.raises(ApiError, match="the engine is gone"):
-                await generate(client)
+                client.check_ready()
+            accepted = asyncio.create_task(generate(client))
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
-            await until(lambda: (len(client), len(client._replays)) == (1, 1))
+            await until(lambda: (len(client), len(client._replays)) == (2, 2))
             await asyncio.sleep(0.05)
             assert not stream.done()
             new = start(0, life=1, script=long_script)
             client.set_engines([new.address], [EngineEnded(0, 0, "killed")])
             assert await stream == {asked.request_ids[0]: [4000 + token for token in LONG]}
-            assert received(new) == 1
+            assert await accepted == LONG
+            assert received(new) == 2
 
     asyncio.run(run())
 
