@@ -45,6 +45,11 @@ class CausalLM(WeightedModel, ABC):
     draft: "DraftModel | None" = None
     """A model that drafts for this one; None without --draft-model."""
 
+    @property
+    def tower(self) -> nn.Module | None:
+        """Maps `Pixels` to features of image tokens; None for a model that reads text alone."""
+        return None
+
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         """`config` is config.json. Raises KeyError (missing field) or ValueError (unsupported)."""
