@@ -433,8 +433,8 @@ class EngineCore:
         # The last sampled token is never computed, except as a draft.
         if not self._kv.can_ever_hold(total if self._num_drafts else total - 1):
             raise ValueError(f"the KV cache is too small for a sequence of {total} tokens")
-        row_parts = [message.sampling] if message.grammar is None else [message.sampling, message.grammar.row]
-        row_parts += row_images(message.images)
+        row_parts: list[msgspec.Struct] = [message.sampling, *row_images(message.images)]
+        row_parts += [] if message.grammar is None else [message.grammar.row]
         settings = SharedSettings(message, frontend, sum(len(encode(part)) for part in row_parts))
         check_row(settings, len(prompt.ids), self._kv.block_size, len(self._kv.specs))
         return settings, prompt, message.prompt_ids[prompt_bytes:]

@@ -88,7 +88,7 @@ def default_mixed_tokens(on_cpu: bool, weight_bytes: int, decodes: int, max_num_
 
 
 def image_registry(loaded: Sequence[Loaded], settings: ImageSettings | None) -> ImageRegistry:
-    """What counts the images that every rank can hold; without a vision tower it takes none."""
+    """What counts the images that every rank can hold; where the ranks hold none, it takes none."""
     if settings is None:
         return ImageRegistry()
     return ImageRegistry(min(one.image_tokens for one in loaded), settings.token_bytes)

@@ -1,8 +1,10 @@
 """Tiny models with a vision tower: whole checkpoints, images for them, and transformers' outputs."""
 
+import base64
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,19 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from atom.shared.messages.images import KEY_BYTES, PromptImage
+from tests.helpers import tiny_tokenizer
 from tests.helpers.tiny_models import VOCAB
 
 IMAGE, START, END = VOCAB - 3, VOCAB - 2, VOCAB - 1
 """Ids of the placeholder of an image's tokens, and of what is before and after them."""
+TAGS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+TEMPLATE = (
+    "{% macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for message in messages %}[{{ message.role }}]{{ show(message.content) }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 PATCH, MERGE = 4, 2
 PROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -70,16 +81,18 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """(text_config, vision_config) by model_type."""
 
 
-def build(model_type: str, seed: int = 1) -> torch.nn.Module:
-    """The transformers model, float32, with weights that make tokens differ clearly."""
+def build(model_type: str, seed: int = 1, ids: Sequence[int] = (VOCAB, IMAGE, START, END)) -> torch.nn.Module:
+    """The transformers model, float32, with weights that make tokens differ clearly.
+
+    `ids` are the size of the vocabulary, then the ids of `TAGS`.
+    """
     text, vision = MODELS[model_type]
+    vocab, *tags = ids
     config = AutoConfig.for_model(
         model_type,
-        text_config=dict(text),
+        text_config=text | {"vocab_size": vocab},
         vision_config=vision | {"out_hidden_size": text["hidden_size"]},
-        image_token_id=IMAGE,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
+        **dict(zip(("image_token_id", "vision_start_token_id", "vision_end_token_id"), tags, strict=True)),
     )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
@@ -104,6 +117,21 @@ def save(model: torch.nn.Module, directory: Path) -> None:
     """The files of the checkpoint, without a tokenizer."""
     model.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+
+
+def save_with_tokenizer(model_type: str, directory: Path) -> torch.nn.Module:
+    """A checkpoint that can be served; returns the model."""
+    directory.mkdir(exist_ok=True)
+    found = tiny_tokenizer.checkpoint(directory, TAGS)
+    tokenizer = tiny_tokenizer.build(TAGS)
+    model = build(model_type, ids=(found.vocab_size, *map(tokenizer.token_to_id, TAGS)))
+    save(model, directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return model
+
+
+def data_url(file: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(file).decode()}"
 
 
 def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:
@@ -167,7 +195,7 @@ def hf_logits(model: torch.nn.Module, ids: list[int], images: list[Processed]) -
     if images:
         inputs["pixel_values"] = torch.cat([image.pixel_values for image in images])
         inputs["image_grid_thw"] = torch.tensor([[1, *image.grid] for image in images])
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
     with torch.no_grad():
         return model(**inputs, use_cache=False).logits[0]
 

@@ -115,10 +115,15 @@ class ImageRows:
             passed = np.searchsorted(places.ends, np.arange(start, start + count), side="right")
             offsets[first : first + count] = places.offsets[passed]
             for number, image in enumerate(places.images):
-                low, high = max(start, int(places.starts[number])), min(start + count, int(places.ends[number]))
+                low, high = (
+                    max(start, int(places.starts[number])),
+                    min(start + count, int(places.ends[number])),
+                )
                 if low < high:
                     position = image.start + int(places.offsets[number])
-                    found.add(image, position, slice(low - image.start, high - image.start), first + low - start)
+                    found.add(
+                        image, position, slice(low - image.start, high - image.start), first + low - start
+                    )
         rope_T = positions_T + self._upload(offsets)
         if not found.keys:
             return Seen(rope_T, None)

@@ -27,7 +27,10 @@ def image_settings(directory: Path, config: Mapping[str, Any]) -> tuple[ImageSet
     if not isinstance(vision, dict):
         return None, "this model reads text alone"
     if not takes_images(model_type):
-        return None, f"the vision model of {model_type} is not supported: this server runs its text model alone"
+        return (
+            None,
+            f"the vision model of {model_type} is not supported: this server runs its text model alone",
+        )
     if find_spec("PIL") is None:
         return None, "this server has no Pillow to read images with: its administrator can pip install pillow"
     processor = processor_settings(directory)
@@ -62,12 +65,18 @@ def _settings(
         raise ValueError(f"{directory}: image processor {kind} is not supported, {_PROCESSORS[0]} is")
     for name, value in _NEUTRAL.items():
         if processor.get(name, value) is not value:
-            raise ValueError(f"{directory}: an image processor with {name} {processor[name]} is not supported")
+            raise ValueError(
+                f"{directory}: an image processor with {name} {processor[name]} is not supported"
+            )
     patch, merge = processor.get("patch_size", 14), processor.get("merge_size", 2)
     for name, value, wanted in (
         ("patch_size", patch, vision.get("patch_size", 16)),
         ("merge_size", merge, vision.get("spatial_merge_size", 2)),
-        ("temporal_patch_size", processor.get("temporal_patch_size", 2), vision.get("temporal_patch_size", 2)),
+        (
+            "temporal_patch_size",
+            processor.get("temporal_patch_size", 2),
+            vision.get("temporal_patch_size", 2),
+        ),
     ):
         if value != wanted:
             raise ValueError(

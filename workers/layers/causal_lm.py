@@ -11,6 +11,7 @@ from torch import nn
 from atom_ops import SamplingBatch, sample
 from workers.layers.attention.cache_groups import CacheGroup
 from workers.layers.context import BuildContext, ForwardContext
+from workers.vision.tower import VisionTower
 
 OTHER_MODALITIES = ("*vision_tower.*", "*vision_model.*", "*multi_modal_projector.*")
 """Patterns of the tensors of multimodal checkpoints that do not belong to the language model."""
@@ -46,8 +47,8 @@ class CausalLM(WeightedModel, ABC):
     """A model that drafts for this one; None without --draft-model."""
 
     @property
-    def tower(self) -> nn.Module | None:
-        """Maps `Pixels` to features of image tokens; None for a model that reads text alone."""
+    def tower(self) -> VisionTower | None:
+        """None for a model that reads text alone."""
         return None
 
     @abstractmethod

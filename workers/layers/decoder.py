@@ -49,6 +49,7 @@ from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, mlp_range
 from workers.layers.norm import NormAcrossRanks, RMSNorm, norm_queries_and_keys
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer, consecutive
+from workers.vision.tower import VisionTower
 
 _DEFAULT_ROPE_THETA = 10000.0
 # Old checkpoints store what is computed from config.json.
@@ -449,7 +450,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size, build.at("model.embed_tokens"))
         self.layers = nn.ModuleList(layers)
         self.norm = _norm(args, build, args.logits_scale)
-        self.visual: nn.Module | None = None
+        self.visual: VisionTower | None = None
         ropes = args.ropes or (args.rope_parameters,) * args.num_hidden_layers
         distinct = [rope for layer, rope in enumerate(ropes) if rope not in ropes[:layer]]
         self.rotary = nn.ModuleList(
@@ -472,7 +473,11 @@ class DecoderModel(nn.Module):
         if images is not None:
             x_TD = x_TD.index_copy(0, images.tokens_M, images.features_MLD[:, 0])
         residual_TD = None
-        if images is None and 0 < self.overlap_tokens <= len(x_TD) and (parts := self._tp.begin_step_in_parts(x_TD)) > 1:
+        if (
+            images is None
+            and 0 < self.overlap_tokens <= len(x_TD)
+            and (parts := self._tp.begin_step_in_parts(x_TD)) > 1
+        ):
             return self._in_parts(x_TD.tensor_split(parts), rotations, ctx)
         aux = self.aux
         for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
@@ -543,7 +548,7 @@ class DecoderLM(CausalLM):
         return self.model(ids_T, positions_T, ctx)
 
     @property
-    def tower(self) -> nn.Module | None:
+    def tower(self) -> VisionTower | None:
         return self.model.visual
 
     def compute_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderLM
 from workers.layers.quantization.config import QuantizationConfig
+from workers.vision.tower import VisionTower
 
 _PATH = "model.visual"
 
-MakeTower = Callable[[Mapping[str, Any], int, BuildContext], nn.Module]
+MakeTower = Callable[[Mapping[str, Any], int, BuildContext], VisionTower]
 """Makes a tower from vision_config, the features of the language model, and the context."""
 
 

@@ -1,11 +1,10 @@
 """The features of images on one rank, computed once for all requests with the same image."""
 
 import torch
-from torch import nn
 
 from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import LoadImage
-from workers.vision.tower import Normalisation, Pixels
+from workers.vision.tower import Normalisation, Pixels, VisionTower
 
 _BYTES_ON_CPU = 256 << 20
 _BYTES_ON_GPU = 1 << 30
@@ -14,7 +13,7 @@ _BYTES_ON_GPU = 1 << 30
 class ImageStore:
     """Holds what the core has asked for; the core counts the tokens and says what is dropped."""
 
-    def __init__(self, tower: nn.Module, settings: ImageSettings, hidden_size: int, device: torch.device):
+    def __init__(self, tower: VisionTower, settings: ImageSettings, hidden_size: int, device: torch.device):
         self._tower = tower
         self._settings = settings
         self._device = device

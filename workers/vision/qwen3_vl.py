@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from workers.layers.context import BuildContext
-from workers.vision.tower import LayerNorm, Normalisation, Pixels, Table, WholeLinear
+from workers.vision.tower import LayerNorm, Normalisation, Pixels, Table, VisionTower, WholeLinear
 
 _GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
 _ROPE_THETA = 10000.0
@@ -29,11 +29,13 @@ class _MLP(nn.Module):
         super().__init__()
         act = config.get("hidden_act", "gelu_pytorch_tanh")
         if act not in _GELU:
-            raise ValueError(f"vision_config.hidden_act {act} is not supported; supported: {', '.join(_GELU)}")
+            raise ValueError(
+                f"vision_config.hidden_act {act} is not supported; supported: {', '.join(_GELU)}"
+            )
         self._approximate = _GELU[act]
-        sizes = config["hidden_size"], config["intermediate_size"]
-        self.linear_fc1 = WholeLinear(*sizes, build.at("linear_fc1"))
-        self.linear_fc2 = WholeLinear(*reversed(sizes), build.at("linear_fc2"))
+        size, features = config["hidden_size"], config["intermediate_size"]
+        self.linear_fc1 = WholeLinear(size, features, build.at("linear_fc1"))
+        self.linear_fc2 = WholeLinear(features, size, build.at("linear_fc2"))
 
     def forward(self, x_PC: torch.Tensor) -> torch.Tensor:
         return self.linear_fc2(functional.gelu(self.linear_fc1(x_PC), approximate=self._approximate))
@@ -50,8 +52,8 @@ class _Attention(nn.Module):
     def forward(self, x_PC: torch.Tensor, cos_P1E: torch.Tensor, sin_P1E: torch.Tensor) -> torch.Tensor:
         q_PHE, k_PHE, v_PHE = self.qkv(x_PC).unflatten(1, (3, self._heads, -1)).unbind(1)
         q_PHE, k_PHE = (_rotated(each, cos_P1E, sin_P1E) for each in (q_PHE, k_PHE))
-        by_head = [each.transpose(0, 1)[None] for each in (q_PHE, k_PHE, v_PHE)]
-        out_HPE = functional.scaled_dot_product_attention(*by_head)[0]
+        q_1HPE, k_1HPE, v_1HPE = (each.transpose(0, 1)[None] for each in (q_PHE, k_PHE, v_PHE))
+        out_HPE = functional.scaled_dot_product_attention(q_1HPE, k_1HPE, v_1HPE)[0]
         return self.proj(out_HPE.transpose(0, 1).flatten(1))
 
 
@@ -102,12 +104,12 @@ class _PatchEmbed(nn.Module):
         self.proj = Table(shape, build, with_bias=True)
 
     def forward(self, patches_PCX: torch.Tensor) -> torch.Tensor:
-        weight = self.proj.weight
+        weight, bias = self.proj.weight, self.proj.bias
         frames_PF = patches_PCX.to(weight.dtype).unsqueeze(2).expand(-1, -1, self._frames, -1).flatten(1)
-        return functional.linear(frames_PF, weight.flatten(1), self.proj.bias)
+        return functional.linear(frames_PF, weight.flatten(1), bias)
 
 
-class Qwen3VLTower(nn.Module):
+class Qwen3VLTower(VisionTower):
     """The modules of the checkpoint, `visual`. Every rank has all of it and encodes every image."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, build: BuildContext):
@@ -137,7 +139,6 @@ class Qwen3VLTower(nn.Module):
         steps = torch.arange(0, spatial, 2, dtype=torch.float32) / spatial
         self._frequencies_F = (1.0 / theta**steps).to(build.device)
         self.num_levels = 1 + len(self._after)
-        """Features of a token: those of its embedding, and one for each of the first decoder layers."""
 
     def forward(self, pixels: Pixels, normalised: Normalisation) -> torch.Tensor:
         """Features [N, 1 + S, D] of the tokens of one image."""

@@ -1,9 +1,11 @@
 """What every vision tower has in common: layers that all ranks hold whole, and their outputs."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from workers.layers.context import BuildContext
@@ -19,6 +21,17 @@ class Pixels:
     """uint8: channels x height x width of each patch."""
     grid: tuple[int, int]
     """Patches in a column, patches in a row."""
+
+
+class VisionTower(nn.Module, ABC):
+    """Maps images to features of the language model's tokens."""
+
+    num_levels: int
+    """L, features of a token: those of its embedding, and one for each of the first decoder layers."""
+
+    @abstractmethod
+    def forward(self, pixels: Pixels, normalised: "Normalisation") -> torch.Tensor:
+        """Features [N, L, D] of the N tokens of one image."""
 
 
 class WholeLinear(ColumnParallelLinear):
@@ -49,6 +62,7 @@ class Table(WeightedLayer):
     """A weight of any shape that is used as it is."""
 
     weight: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(self, shape: Sequence[int], build: BuildContext, with_bias: bool = False):
         """`with_bias`: also a bias with one number for each row."""
@@ -57,6 +71,8 @@ class Table(WeightedLayer):
         self.add_weight("weight", [ShardSpec(tuple(shape), 0, rows)], build)
         if with_bias:
             self.add_weight("bias", [ShardSpec((shape[0],), 0, rows)], build)
+        else:
+            self.bias = None
 
 
 class Normalisation:

@@ -13,6 +13,8 @@ Pixels are bytes, uint8, in the order in which a vision tower reads them:
 
 import msgspec
 
+from atom.shared.config.checkpoint import Checkpoint
+
 MAX_IMAGES = 64
 """Most images of one prompt."""
 MAX_FILE_BYTES = 20 * 1024 * 1024
@@ -20,8 +22,22 @@ MAX_FILE_BYTES = 20 * 1024 * 1024
 MAX_FILE_PIXELS = 64 * 1024 * 1024
 """Width times height of an image as the client sends it: 192 MiB once it is decoded."""
 MAX_PREPARED_BYTES = 24 * 1024 * 1024
-"""Pixels of all prepared images of a request: 8 Mi pixels. They fit a message with the prompt."""
+"""Pixels of a prepared image: 8 Mi pixels. Larger images are scaled down."""
 KEY_BYTES = 16
+
+
+class ImageProcessLaunch(msgspec.Struct, frozen=True):
+    """For `python -m workers.vision.image_process`."""
+
+    checkpoint: Checkpoint
+    control_fd: int
+    """An inherited Unix socket, over which the parent passes one connected socket for each file."""
+    cpu_s: int
+    """Seconds of CPU time for each file; what takes longer is killed."""
+    max_parallel: int
+    """Files that are prepared at a time."""
+    deadline_s: int
+    """Seconds of wall time for each file; what takes longer is killed."""
 
 
 class ImageFile(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -33,6 +49,8 @@ class ImageFile(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class PreparedImage(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Its answer."""
 
+    key: bytes = b""
+    """Digest of the other fields."""
     rows: int = 0
     """Tokens in a column of the image."""
     columns: int = 0

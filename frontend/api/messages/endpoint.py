@@ -72,12 +72,12 @@ class MessagesEndpoint:
             warnings=warnings,
         )
 
-    def count_tokens(self, body: bytes) -> bytes:
-        """The number of prompt tokens, as JSON; runs in any thread. Raises RequestError."""
+    def counted_prompt(self, body: bytes) -> Prompt:
+        """The prompt of a body of count_tokens; runs in any thread. Raises RequestError."""
         request, warnings = COUNT.decode(body, self._lenient)
         self._models.check(request.model)
         (prompt,) = self._prompt(request, warnings, MAX_EXCESS_TOKENS)
-        return msgspec.json.encode(CountResponse(len(prompt.ids)))
+        return prompt
 
     def _prompt(self, request: CountRequest, warnings: list[str], excess: int = 0) -> list[Prompt]:
         check_message_count(len(request.messages), self._inputs.max_model_len, "messages")

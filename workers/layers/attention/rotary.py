@@ -58,7 +58,6 @@ class RotaryEmbedding(nn.Module):
             scale_T1 = self.query_scale_P1.index_select(0, positions_T)
         return Rotation(cos_T1R, sin_T1R, self._interleaved, scale_T1)
 
-
     def _by_axis(self, positions_3T: torch.Tensor) -> Rotation:
         """Each feature pair turns by the position on its own axis."""
         axes_R = self._axes_R
