@@ -1,7 +1,6 @@
 """Token ids: the prompt that the sequences of one request share, and the output of each sequence."""
 
 from array import array
-
 from collections.abc import Sequence
 
 from atom.shared.messages.engine import unpack_ids

@@ -1,4 +1,4 @@
-"""Content parts of messages that are images: in OpenAI's form, `{"type": "image_url", "image_url": {"url": …}}`.
+"""Content parts that are images, in OpenAI's form: {"type": "image_url", "image_url": {"url": …}}.
 
 The files come as data: URLs. Nothing is fetched.
 """

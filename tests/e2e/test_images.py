@@ -17,7 +17,7 @@ from tests.helpers.vision_models import (
     TAGS,
     Processed,
     data_url,
-    hf_greedy,
+    hf_follows,
     picture,
     processed,
     save_with_tokenizer,
@@ -47,8 +47,8 @@ class Served:
         fields = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         return self.post("/v1/chat/completions", messages=messages, **fields | more)
 
-    def wanted(self, *parts: str | Processed) -> tuple[int, list[int]]:
-        """(prompt tokens, greedy ids) of a user message, by transformers."""
+    def ids(self, *parts: str | Processed) -> list[int]:
+        """The prompt of a user message."""
         image, start, end = map(self._tokenizer.token_to_id, TAGS)
         ids: list[int] = []
         for part in ("[user]", *parts, "[assistant]"):
@@ -56,8 +56,13 @@ class Served:
                 ids += self._tokenizer.encode(part, add_special_tokens=False).ids
             else:
                 ids += [start, *[image] * part.num_tokens, end]
+        return ids
+
+    def follows(self, output: list[int], *parts: str | Processed) -> list[int]:
+        """`output` if transformers continues the prompt so."""
+        assert len(output) == COUNT
         images = [part for part in parts if isinstance(part, Processed)]
-        return len(ids), hf_greedy(self._model, ids, images, COUNT)
+        return hf_follows(self._model, self.ids(*parts), images, output)
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +94,14 @@ def image(file: bytes, kind: str = "png") -> dict[str, Any]:
 
 def test_chat(served: Served) -> None:
     """In chunks of 32 tokens, which cut the images; then from the prefix cache."""
-    length, ids = served.wanted("Look: ", processed(WIDE), "and ", processed(TALL), "What is it?")
+    parts = "Look: ", processed(WIDE), "and ", processed(TALL), "What is it?"
+    length = len(served.ids(*parts))
     for cached in (0, length // 16 * 16):
         status, found = served.chat(
             text("Look: "), image(WIDE), text("and "), image(TALL, "jpeg"), text("What is it?")
         )
         assert status == 200, found
-        assert found["choices"][0]["token_ids"] == ids
+        output = found["choices"][0]["token_ids"]
+        assert output == served.follows(output, *parts)
         assert found["usage"]["prompt_tokens"] == length
         assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == cached

@@ -73,7 +73,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_5": (
         _TEXT | _DELTA | {
-            "head_dim": 32, "rope_parameters": _ROPE | {"mrope_section": [3, 2, 3], "partial_rotary_factor": 0.5},
+            "head_dim": 32,
+            "rope_parameters": _ROPE | {"mrope_section": [3, 2, 3], "partial_rotary_factor": 0.5},
         },
         _TOWER,
     ),
@@ -200,9 +201,11 @@ def hf_logits(model: torch.nn.Module, ids: list[int], images: list[Processed]) -
         return model(**inputs, use_cache=False).logits[0]
 
 
-def hf_greedy(model: torch.nn.Module, prompt: list[int], images: list[Processed], count: int) -> list[int]:
-    """A greedy continuation, by a pass over the whole sequence for each token."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(hf_logits(model, ids, images)[-1].argmax()))
-    return ids[len(prompt) :]
+def hf_follows(
+    model: torch.nn.Module, ids: list[int], images: list[Processed], output: Sequence[int]
+) -> list[int]:
+    """The likeliest token after the prompt `ids` and after each token of `output` but the last.
+
+    So it is `output` itself if and only if that is the greedy continuation; one pass tells.
+    """
+    return hf_logits(model, [*ids, *output[:-1]], images)[len(ids) - 1 :].argmax(-1).tolist()

@@ -144,7 +144,7 @@ class _Found:
 
     keys: list[bytes]
     parts: list[slice]
-    """Of the image's tokens."""
+    """Which of the image's tokens."""
     columns: list[NDArray[np.int64]]
     """Index in the step, then position in time, row and column [4, tokens]."""
 

@@ -1,7 +1,7 @@
 """The vision tower of Qwen3-VL and Qwen3.5.
 
     patches ─ patch_embed ─ + pos_embed ─ blocks ─┬─ … ─ blocks ─ merger ► features of the image's tokens
-                                                  └─ deepstack mergers   ► added after the first decoder layers
+                                                  └─ deepstack mergers   ► added after the first layers
 
 A learned grid of positions is interpolated to that of the image, and rotary angles are those of a patch's row
 and column. An image is a video of one frame, which fills `temporal_patch_size` frames.

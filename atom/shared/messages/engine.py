@@ -12,8 +12,8 @@ from enum import IntEnum
 import msgspec
 
 from atom.shared.messages.admin import Answer, Question, SetLogLevel
-from atom.shared.messages.images import PromptImage
 from atom.shared.messages.grammar import GetGrammar, Grammar, GrammarBytes
+from atom.shared.messages.images import PromptImage
 from atom.shared.messages.profile import Profile, ProfileResult
 from atom.shared.messages.resume import Claim, Claimed, Resumable, TakeStreams
 

@@ -18,7 +18,7 @@ from atom.shared.config.checkpoint import Checkpoint
 MAX_IMAGES = 64
 """Most images of one prompt."""
 MAX_FILE_BYTES = 20 * 1024 * 1024
-"""Of an image as the client sends it."""
+"""Bytes of an image as the client sends it."""
 MAX_FILE_PIXELS = 64 * 1024 * 1024
 """Width times height of an image as the client sends it: 192 MiB once it is decoded."""
 MAX_PREPARED_BYTES = 24 * 1024 * 1024

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
-import msgspec
-
 from frontend.api.chat.endpoint import check_message_count
 from frontend.api.chat.prompts import ChatPrompts
 from frontend.api.generation.caller import Caller
@@ -13,7 +11,7 @@ from frontend.api.generation.endpoint import ParsedRequest
 from frontend.api.generation.prompts import Prompt
 from frontend.api.messages.input import MessagesReader
 from frontend.api.messages.renderer import MessagesRenderer
-from frontend.api.messages.schema import COUNT, MESSAGES, CountRequest, CountResponse, MessagesRequest
+from frontend.api.messages.schema import COUNT, MESSAGES, CountRequest, MessagesRequest
 from frontend.api.models.service import ModelService
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.api.schemas.structured_output import JsonSchemaFormat, ResponseFormat
