@@ -234,7 +234,7 @@ class InputProcessor:
         pixels = sum(len(image.pixels) for image in images)
         if size > MAX_FRAME_BYTES - _MARGIN_BYTES:
             raise RequestError(
-                f"the images take {pixels} bytes inside the server, three for each pixel, and the whole request "
+                f"the images take {pixels} bytes inside the server, three for each pixel, and the request "
                 f"{size}, of {MAX_FRAME_BYTES - _MARGIN_BYTES} at most: send fewer or smaller images",
                 param="messages",
             )

@@ -58,7 +58,10 @@ def decode_messages(raw_messages: Sequence[msgspec.Raw], lenient: bool, warnings
 def template_messages(
     turns: Sequence[Turn], template: ChatTemplate, lenient: bool, warnings: list[str], images: ImageParts
 ) -> list[dict[str, Any]]:
-    """The messages for a template; `images` collects theirs. Raises RequestError naming the field at fault."""
+    """The messages for a template; `images` collects theirs.
+
+    Raises RequestError naming the field at fault.
+    """
     source = template.source
     messages = []
     calls: list[Any] = []

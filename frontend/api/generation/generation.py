@@ -312,7 +312,7 @@ class Generation:
     async def _checked(
         self, size: int, parsed: ParsedRequest, caller: Caller, started: float | None = None
     ) -> _Checked:
-        """Check a request of so many bytes, and prepare its images; without `started`, whatever its timeout."""
+        """Check a request of so many bytes, and prepare its images; `started`: within its timeout."""
         checked = await self._executor.run(size, lambda: self._check(parsed, caller))
         if self._images is None or not any(prompt.sources for prompt in checked.prompts):
             return checked

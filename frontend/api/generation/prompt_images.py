@@ -63,7 +63,7 @@ class PromptImages:
         """Count so many bytes of pixels. Raises OverloadedError if there is no room."""
         if size and self._used + size > self._limit:
             raise OverloadedError(
-                f"images of {self._used} bytes are waiting or running, of {self._limit} that may be, and this "
+                f"images of {self._used} bytes are waiting or running, of {self._limit} that may, and this "
                 f"request has {size} more: try again later",
                 _RETRY_AFTER_S,
             )

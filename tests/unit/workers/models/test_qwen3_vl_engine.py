@@ -164,9 +164,7 @@ def test_sampled_with_a_seed_in_any_batch(saved: Saved) -> None:
         ({"rows": 1 << 20}, "larger than"),
     ],
 )
-def test_an_image_that_does_not_fit_its_request(
-    change: dict[str, Any], error: str, saved: Saved
-) -> None:
+def test_an_image_that_does_not_fit_its_request(change: dict[str, Any], error: str, saved: Saved) -> None:
     """Such a request fails alone."""
     engine = saved("qwen3_vl").engine()
     ids, images = prompt(LOOK, SMALL)
