@@ -231,7 +231,7 @@ class InputProcessor:
             images=list(images),
         )
         size = len(encode(request))
-        pixels = sum(len(image.pixels) for image in images)
+        pixels = request.pixel_bytes
         if size > MAX_FRAME_BYTES - _MARGIN_BYTES:
             raise RequestError(
                 f"the images take {pixels} bytes inside the server, three for each pixel, and the request "

@@ -24,6 +24,8 @@ def attach_tower(model: DecoderLM, config: Mapping[str, Any], build: BuildContex
     if vision is None:
         model.unused_on_disk += (f"{_PATH}.*",)
         return
+    if "mrope_section" not in config["rope_parameters"]:
+        raise ValueError("config.json lacks rope_parameters.mrope_section, which images need")
     # Quantized online, its few matrices would save little and cost each image its details.
     if build.quantization.online is not None:
         build = replace(build, quantization=QuantizationConfig())

@@ -1,9 +1,11 @@
 """The features of images on one rank, computed once for all requests with the same image."""
 
+import numpy as np
 import torch
 
 from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import LoadImage
+from atom_ops import to_device
 from workers.vision.tower import Normalisation, Pixels, VisionTower
 
 _BYTES_ON_CPU = 256 << 20
@@ -47,9 +49,7 @@ class ImageStore:
 
     def _encode(self, rows: int, columns: int, pixels: bytes) -> torch.Tensor:
         merge = self._settings.merge
-        patches_PF = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(
-            rows * columns * merge**2, self._settings.patch_bytes
-        )
-        image = Pixels(patches_PF.to(self._device), (rows * merge, columns * merge))
+        patches_PF = np.frombuffer(bytearray(pixels), np.uint8).reshape(-1, self._settings.patch_bytes)
+        image = Pixels(to_device(patches_PF, self._device), (rows * merge, columns * merge))
         features_NLD: torch.Tensor = self._tower(image, self._normalised)
         return features_NLD

@@ -160,6 +160,11 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
         """Number of ids of the prompt, without those of an earlier run."""
         return self.prompt_length or len(self.prompt_ids) // ID_BYTES
 
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes of all its images."""
+        return sum(len(image.pixels) for image in self.images)
+
 
 MAX_SEQUENCES = 1024
 """Most sequences of one `AddRequest`."""

@@ -27,7 +27,7 @@ from frontend.api.generation.endpoint import Endpoint, ParsedRequest
 from frontend.api.generation.field_checks import check_stream_options, checked_timeout, prompt_logprobs
 from frontend.api.generation.generate_request import GenerateRequest, ResponseOptions
 from frontend.api.generation.logprobs import TokenFormatter
-from frontend.api.generation.prompt_images import PromptImages, pixel_bytes
+from frontend.api.generation.prompt_images import PromptImages
 from frontend.api.generation.prompts import Prompt, given_id, salt, text_offsets
 from frontend.api.generation.renderer import Renderer
 from frontend.api.generation.resumption import (
@@ -360,7 +360,8 @@ class Generation:
             request.requests, request.text, every_step, request.data_parallel_rank, deadline, slot
         )
         images = self._images
-        held = contextlib.nullcontext() if images is None else images.held(pixel_bytes(request.prompts))
+        pixels = sum(each.pixel_bytes for each in request.requests)
+        held = contextlib.nullcontext() if images is None else images.held(pixels)
         with held:
             async with opened as stream:
                 with self._traced(request, stream):

@@ -13,7 +13,7 @@ from frontend.images.image_preparer import ImagePreparer, expanded
 from frontend.text.input_processor import InputProcessor
 from frontend.text.text_executor import TextExecutor
 
-__all__ = ["PromptImages", "pixel_bytes"]
+__all__ = ["PromptImages"]
 
 _RETRY_AFTER_S = 5
 
@@ -76,8 +76,3 @@ class PromptImages:
     def close(self) -> None:
         """End the process that prepares images."""
         self._preparer.close()
-
-
-def pixel_bytes(prompts: Sequence[Prompt]) -> int:
-    """Bytes of all prepared images."""
-    return sum(len(image.pixels) for prompt in prompts for image in prompt.images)
