@@ -66,6 +66,7 @@ _DELTA = {
     "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         _TEXT | {"rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}},
@@ -74,6 +75,18 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": (
         _TEXT | _DELTA | {
             "head_dim": 32,
+            "rope_parameters": _ROPE | {"mrope_section": [3, 2, 3], "partial_rotary_factor": 0.5},
+        },
+        _TOWER,
+    ),
+    "qwen3_vl_moe": (
+        _TEXT | _EXPERTS | {"rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}},
+        _TOWER | {"deepstack_visual_indexes": [1]},
+    ),
+    "qwen3_5_moe": (
+        _TEXT | _DELTA | _EXPERTS | {
+            "head_dim": 32,
+            "shared_expert_intermediate_size": 40,
             "rope_parameters": _ROPE | {"mrope_section": [3, 2, 3], "partial_rotary_factor": 0.5},
         },
         _TOWER,
@@ -95,6 +108,7 @@ def build(model_type: str, seed: int = 1, ids: Sequence[int] = (VOCAB, IMAGE, ST
         vision_config=vision | {"out_hidden_size": text["hidden_size"]},
         **dict(zip(("image_token_id", "vision_start_token_id", "vision_end_token_id"), tags, strict=True)),
     )
+    config.text_config._experts_implementation = "eager"
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -106,7 +120,7 @@ def build(model_type: str, seed: int = 1, ids: Sequence[int] = (VOCAB, IMAGE, ST
             elif "embed" in name and weight.dim() == 2:
                 weight.normal_(0, 1.0)
             elif weight.dim() > 1:
-                weight.normal_(0, 1.5 * weight[0].numel() ** -0.5)
+                weight.normal_(0, 1.5 * (weight[0].numel() if weight.dim() > 3 else weight.shape[-1]) ** -0.5)
             elif not weight.any():
                 weight.uniform_(-0.5, 0.5)
             else:
