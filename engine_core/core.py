@@ -23,6 +23,7 @@ from atom.shared.messages.engine import (
     TokenDeltas,
 )
 from atom.shared.messages.grammar import DropGrammar, GetGrammar, GrammarBytes, GrammarLoaded, LoadGrammar
+from atom.shared.messages.images import DropImage, LoadImage
 from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
 from atom.shared.messages.resume import RESUMED_ELSEWHERE, Claim, Claimed
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
@@ -31,6 +32,7 @@ from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.kv_cache.kv_events import KVEvent
 from engine_core.requests.admission import check_request
 from engine_core.requests.grammars import GrammarRegistry
+from engine_core.requests.images import ImageRegistry, row_images
 from engine_core.requests.queue_limit import QueueLimit
 from engine_core.requests.request import Request, SharedSettings
 from engine_core.requests.request_log import RequestLog, describe
@@ -55,13 +57,18 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         orphan_grace_s: float = 0.0,
         max_queue_s: float | None = None,
+        images: ImageRegistry | None = None,
     ):
-        """Raises ValueError for invalid limits. `orphan_grace_s`, `max_queue_s`: see the flags."""
+        """Raises ValueError for invalid limits. `orphan_grace_s`, `max_queue_s`: see the flags.
+
+        Without `images` the engine takes none.
+        """
         self._queue_limit = QueueLimit(max_queue_s, clock)
         self._resumable = ResumableStreams(orphan_grace_s, clock)
         self._stored_ends = StoredEnds(clock)
         self._grammars = GrammarRegistry(1 + limits.num_drafts)
-        self._scheduler = Scheduler(limits, kv, clock)
+        self._images = images or ImageRegistry()
+        self._scheduler = Scheduler(limits, kv, clock, self._images)
         self._kv = kv
         self._max_model_len = max_model_len
         self._clock = clock
@@ -240,6 +247,10 @@ class EngineCore:
         """The next step, or None when nothing can run now."""
         return self._scheduler.schedule()
 
+    def image_messages(self) -> list[LoadImage | DropImage]:
+        """Messages for the workers, to be sent before the step that was scheduled last."""
+        return self._images.take_messages()
+
     def tier_messages(self) -> list[CopyBlocks | FindBlocks]:
         """Messages for the workers, to be sent after the steps that were scheduled."""
         return [] if self._kv.offload is None else self._kv.offload.take_messages()
@@ -410,18 +421,20 @@ class EngineCore:
         Raises ValueError, with the reason, for a request that can never run.
         """
         check_request(message, self._max_model_len)
+        self._images.check(message)
         for request_id in message.request_ids:
             if request_id in self._scheduler.requests or request_id in self._grammars.waiting:
                 raise ValueError(f"request id {request_id} is in use")
         if message.prediction_ids and not self._num_drafts:
             message = msgspec.structs.replace(message, prediction_ids=b"")
         prompt_bytes = message.num_prompt_ids * ID_BYTES
-        prompt = Prompt(message.prompt_ids[:prompt_bytes], message.cache_salt)
+        prompt = Prompt(message.prompt_ids[:prompt_bytes], message.cache_salt, message.images)
         total = len(prompt.ids) + message.max_tokens
         # The last sampled token is never computed, except as a draft.
         if not self._kv.can_ever_hold(total if self._num_drafts else total - 1):
             raise ValueError(f"the KV cache is too small for a sequence of {total} tokens")
-        row_parts = [message.sampling] if message.grammar is None else [message.sampling, message.grammar.row]
+        row_parts: list[msgspec.Struct] = [message.sampling, *row_images(message.images)]
+        row_parts += [] if message.grammar is None else [message.grammar.row]
         settings = SharedSettings(message, frontend, sum(len(encode(part)) for part in row_parts))
         check_row(settings, len(prompt.ids), self._kv.block_size, len(self._kv.specs))
         return settings, prompt, message.prompt_ids[prompt_bytes:]

@@ -85,7 +85,7 @@ from engine_core.kv_cache.kv_events import Cleared
 from engine_core.kv_tiers.tier_seed import stored_seed
 from engine_core.links import LinkError, WorkerLink
 from engine_core.profiling import MAX_RECORDING_S, Outcome, Profiling
-from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
+from engine_core.startup import CachePlan, StartupError, image_registry, limits_of, plan_cache
 
 StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
 
@@ -208,7 +208,15 @@ class CoreProcess:
             kv.offload_to(plan.tiers, least, self._num_ranks, config.shares_blocks, role)
         grace_s = config.reliability.orphan_grace
         max_queue_s = config.scheduler.max_queue_time
-        core = EngineCore(limits, kv, plan.max_model_len, orphan_grace_s=grace_s, max_queue_s=max_queue_s)
+        images = image_registry(loaded, self._launch.checkpoint.images)
+        core = EngineCore(
+            limits,
+            kv,
+            plan.max_model_len,
+            orphan_grace_s=grace_s,
+            max_queue_s=max_queue_s,
+            images=images,
+        )
         self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len, plan.tiers, seed))
         ready = self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up")
         if ready is None:
@@ -311,6 +319,8 @@ class CoreProcess:
                 for offer in core.offers(identity):
                     self._frontends.send(core, identity, offer)
             while (batch := core.schedule()) is not None:
+                for image_message in core.image_messages():
+                    self._workers.send(image_message)
                 self._recorder.sent(self._workers.send(batch))
                 self._trace.mark("sent", batch.step)
                 self._steps_sent = True

@@ -33,6 +33,7 @@ from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.kv_tiers.block_questions import Question
 from engine_core.kv_tiers.tier_copies import Load
 from engine_core.requests.fair_share import FairShareQueue
+from engine_core.requests.images import ImageRegistry, row_images
 from engine_core.requests.iteration_quota import IDS_PER_UNIT, UNITS_PER_ADMISSION
 from engine_core.requests.request import Request, State
 from engine_core.requests.request_queue import RequestQueue
@@ -90,7 +91,13 @@ class Limits:
 class Scheduler:
     """Holds all unfinished requests, their queue and rows, and the steps in flight."""
 
-    def __init__(self, limits: Limits, kv: KVCacheManager, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        limits: Limits,
+        kv: KVCacheManager,
+        clock: Callable[[], float] = time.monotonic,
+        images: ImageRegistry | None = None,
+    ):
         """Raises ValueError for an unknown policy, and for limits below one or too large for a message."""
         if limits.max_num_seqs < 1 or limits.max_num_batched_tokens < 1 or limits.num_drafts < 0:
             raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
@@ -106,6 +113,7 @@ class Scheduler:
         self.counters = Counters()
         self._limits = limits
         self._kv = kv
+        self._images = images or ImageRegistry()
         self._clock = clock
         self._queue = (FairShareQueue if limits.fair_share else RequestQueue)(limits.policy)
         self._decode_batch = (
@@ -190,6 +198,7 @@ class Scheduler:
         if len(self._states.in_flight) >= MAX_IN_FLIGHT:
             return None
         plan = StepPlan()
+        self._images.begin_step()
         self._is_preparing = False
         if (width := self._results.draft_width) is not None:
             self._decode_batch.num_drafts = width.next(len(self._decode_batch))
@@ -273,6 +282,9 @@ class Scheduler:
             size = new_row_bytes(request, self._kv.block_size, len(self._kv.specs))
             full = plan.new_rows and plan.new_row_bytes + size > MAX_NEW_ROWS_BYTES
             if hits is None or full or not limit:
+                return
+            # Its first image waits for the features of those of the step: nothing of it could be computed.
+            if not self._chunk(request, hits * self._kv.block_size, limit):
                 return
             if self._waits_for_tier(request, hits):
                 continue
@@ -377,7 +389,10 @@ class Scheduler:
     def _chunk(self, request: Request, start: int, limit: int) -> int:
         """How many tokens from `start` on a request computes, at most `limit`."""
         end = min(request.num_tokens, start + limit)
-        return self._kv.chunk_end(start, end, request.num_tokens) - start
+        images = request.token_ids.prompt.images
+        if images:
+            end = self._images.reach(images, start, end)
+        return self._kv.chunk_end(start, end, request.num_tokens) - start if end > start else 0
 
     def _extend(self, request: Request, start: int, end: int, plan: StepPlan) -> bool:
         """Allocate blocks for positions start .. end - 1, preempting the requests that are last in order.
@@ -505,4 +520,5 @@ def _new_row(request: Request) -> NewRow:
         settings.grammar,
         0 if settings.grammar is None else request.request_id,
         bool(tokens.prompt.root),
+        row_images(tokens.prompt.images),
     )

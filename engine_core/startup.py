@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atom.shared.config.cache import CacheConfig
+from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.engine import ID_BYTES
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, REMOTE, TierSlots
 from atom.shared.messages.worker import KVSpec, Loaded, RecurrentStateSpec
 from atom.shared.utils.sizes import size_text
 from engine_core.kv_cache.kv_plan import cache_tokens, longest_sequence, plan_blocks, plan_slots, unit_bytes
+from engine_core.requests.images import ImageRegistry
 from engine_core.scheduler import Limits
 
 _REMEDY = "--kv-cache-memory-bytes or --gpu-memory-utilization"
@@ -85,6 +87,13 @@ def default_mixed_tokens(on_cpu: bool, weight_bytes: int, decodes: int, max_num_
     else:
         wanted = _MIXED_TOKENS
     return min(max(wanted, 2 * decodes), max_num_batched_tokens)
+
+
+def image_registry(loaded: Sequence[Loaded], settings: ImageSettings | None) -> ImageRegistry:
+    """What counts the images that every rank can hold; where the ranks hold none, it takes none."""
+    if settings is None:
+        return ImageRegistry()
+    return ImageRegistry(min(one.image_tokens for one in loaded), settings.token_bytes)
 
 
 def plan_cache(

@@ -20,6 +20,7 @@ from frontend.api.chat.formats import GENERIC, ChatFormat, ChatFormats
 from frontend.api.chat.prompts import ChatPrompts
 from frontend.api.completions.endpoint import CompletionEndpoint
 from frontend.api.generation.generation import Generation, ServingOptions
+from frontend.api.generation.prompt_images import PromptImages
 from frontend.api.generation.prompts import PromptEncoder
 from frontend.api.messages.endpoint import MessagesEndpoint
 from frontend.api.models.service import ModelService, fingerprint
@@ -40,6 +41,8 @@ from frontend.http.lifecycle import Lifecycle
 from frontend.http.limits import HttpLimits
 from frontend.http.loop_lag import watch_loop
 from frontend.http.tls import follow_files, tls_context
+from frontend.images.image_preparer import ImagePreparer
+from frontend.images.image_process import ImageProcess
 from frontend.metrics.metrics import Metrics
 from frontend.metrics.shared_metrics import SharedMetrics
 from frontend.metrics.tracing import Tracing
@@ -82,6 +85,7 @@ _CHAT_TOKENS = 8192
 _COMPLETION_TOKENS = 256
 # JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
 _BYTES_PER_TOKEN = 16
+_BODY_WITH_IMAGES = 64 * 1024 * 1024
 _ROUTES = (
     generation.routes,
     responses.routes,
@@ -187,9 +191,13 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     app[keys.MODELS] = models_service
     endpoint = server.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing(endpoint)
-    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, grammars, tracing)
+    no_images = _no_images(launch)
+    images = None if no_images else _prompt_images(launch, inputs, executor)
+    app[keys.GENERATION] = Generation(
+        client, inputs, models_service, options, executor, grammars, tracing, images
+    )
     app.cleanup_ctx.append(lambda _: _close_tracing(tracing))
-    prompts = ChatPrompts(formats, server.lenient_fields)
+    prompts = ChatPrompts(formats, server.lenient_fields, no_images)
     chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)
     app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionEndpoint(
@@ -207,8 +215,23 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     )
     messages = MessagesEndpoint(inputs, prompts, models_service, server.lenient_fields)
     app[keys.MESSAGES] = messages
-    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, messages, executor)
-    app.cleanup_ctx.append(lambda _: _shut_down(executor, grammars))
+    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, messages, executor, images)
+    app.cleanup_ctx.append(lambda _: _shut_down(executor, grammars, images))
+
+
+def _no_images(launch: FrontendLaunch) -> str:
+    """Why the server takes no images; empty if it does."""
+    speculative = launch.config.speculative
+    if launch.checkpoint.images is not None and speculative.runs_model:
+        return f"with --method {speculative.method} this server reads text alone: what drafts sees no images"
+    return launch.checkpoint.no_images
+
+
+def _prompt_images(launch: FrontendLaunch, inputs: InputProcessor, executor: TextExecutor) -> PromptImages:
+    settings = launch.checkpoint.images
+    assert settings is not None, "the server takes images"
+    preparer = ImagePreparer(ImageProcess(launch.checkpoint), settings)
+    return PromptImages(preparer, inputs, executor, default_output_memory(launch.num_frontends))
 
 
 def _chat_formats(launch: FrontendLaunch, inputs: InputProcessor) -> ChatFormats | None:
@@ -261,7 +284,8 @@ def _add_status_page(app: web.Application, launch: FrontendLaunch) -> None:
 def _max_body_bytes(launch: FrontendLaunch) -> int:
     """As configured, else enough for the longest prompt in any common text."""
     longest = launch.config.model.max_model_len or launch.checkpoint.max_model_len
-    return launch.server.max_body_bytes or max(HttpLimits.max_body_bytes, longest * _BYTES_PER_TOKEN)
+    least = HttpLimits.max_body_bytes if launch.checkpoint.images is None else _BODY_WITH_IMAGES
+    return launch.server.max_body_bytes or max(least, longest * _BYTES_PER_TOKEN)
 
 
 def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettings:
@@ -408,7 +432,11 @@ async def _close_tracing(tracing: Tracing | None) -> AsyncIterator[None]:
         await asyncio.to_thread(tracing.close)
 
 
-async def _shut_down(executor: TextExecutor, grammars: GrammarCompiler) -> AsyncIterator[None]:
+async def _shut_down(
+    executor: TextExecutor, grammars: GrammarCompiler, images: PromptImages | None
+) -> AsyncIterator[None]:
     yield
     executor.shutdown()
     grammars.close()
+    if images is not None:
+        images.close()

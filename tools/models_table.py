@@ -40,8 +40,9 @@ results of `tests/models`.
   are [kept](quantization.md#gguf).
 - A missing, unused or misshaped tensor is an error that names it. Biases of zeros, RoPE tables and MTP layers
   are not needed, and are not read.
-- Of a multimodal directory (Gemma 3, Mistral Small 3, Ministral 3, Qwen3.5, Kimi-K2.5) the language model
-  runs, whose settings are in `text_config`. Requests with images are refused.
+- Qwen3-VL and Qwen3.5 read [images](images.md). Of another multimodal directory (Gemma 3, Mistral Small 3,
+  Ministral 3, Kimi-K2.5) the language model runs, whose settings are in `text_config`; requests with images
+  are refused.
 - `generation_config.json` gives the end-of-sequence ids and the default sampling parameters.
 - RoPE types: default, linear, dynamic, llama3, yarn and longrope. Dynamic and longrope choose their
   frequencies once, for `--max-model-len`, because cached keys are not recomputed; transformers chooses

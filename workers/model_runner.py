@@ -141,7 +141,9 @@ class ModelRunner:
 
     def _forward(self, applied: AppliedBatch) -> _Forward:
         tokens_per_row = 1 + applied.num_drafts if applied.is_uniform else 0
-        planned = self._sizes.plan(self._inputs.num_step_tokens(applied), len(applied.rows), tokens_per_row)
+        tokens = self._inputs.num_step_tokens(applied)
+        eager = self._inputs.needs_eager(applied)
+        planned = self._sizes.plan(tokens, len(applied.rows), tokens_per_row, eager)
         self._inputs.plan_passes(applied)
         shape = self._coordinate(planned)
         if shape is not planned:
@@ -164,7 +166,11 @@ class ModelRunner:
         return _Forward(hidden_TD, computed, step.sampling, step.prompt_logprobs)
 
     def _compute(self, step: StepInputs) -> torch.Tensor:
-        return self._model(step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups))
+        context = ForwardContext(self._kv_layers, step.groups, images=step.images)
+        if step.images is None:
+            return self._model(step.ids_T, step.rope_positions, context)
+        # A forward pass that --level has compiled has no place for images.
+        return type(self._model).forward(self._model, step.ids_T, step.rope_positions, context)
 
     @property
     def _prompt_graphs(self) -> PromptGraphs | PiecewiseGraphs:

@@ -19,6 +19,7 @@ from parallel.expert import ExpertDispatch
 from parallel.mesh import Mesh
 from workers.batch.block_table import BatchLimits, BlockTable
 from workers.batch.group_rows import GroupRows
+from workers.batch.image_rows import ImageRows
 from workers.batch.input_batch import InputBatch
 from workers.batch.state_slots import StateSlots
 from workers.batch.step_shape import GraphSizes, no_coordination
@@ -37,6 +38,7 @@ from workers.sampling.sampler import Sampler
 from workers.shape_coordination import ShapeCoordinator
 from workers.spec_decode.draft_passes import DraftPasses
 from workers.spec_decode.methods import method_of
+from workers.vision.image_store import ImageStore
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -67,6 +69,8 @@ class RunnerBuilder:
         self._dispatch = dispatch
         self._grammars = grammars
         shares = config.parallel.lockstep and drafts_with_experts(model)
+        self.images = _image_store(model, checkpoint, mesh.device)
+        """None for a model without a vision tower."""
         self._passes = DraftPasses(dispatch) if shares else None
 
     @property
@@ -120,7 +124,7 @@ class RunnerBuilder:
         method = method_of(self.config.speculative, self.model, self._passes)
         proposer = None if method is None else method.proposer(limits, tables, num_blocks, self.device)
         speculative = self.config.speculative
-        return InputBatch(
+        batch = InputBatch(
             limits,
             tables,
             self.device,
@@ -129,6 +133,9 @@ class RunnerBuilder:
             adaptive=speculative.spec_decode_adaptive,
             forced_length=speculative.forced_length,
         )
+        if self.images is not None:
+            batch.images = ImageRows(limits, self.device, self.images.features)
+        return batch
 
     def runner(
         self, kv_layers: list[CacheLayer], inputs: InputBatch, capture_sizes: list[int]
@@ -223,6 +230,12 @@ class RunnerBuilder:
             yield
         finally:
             hook.remove()
+
+
+def _image_store(model: CausalLM, checkpoint: Checkpoint, device: torch.device) -> ImageStore | None:
+    if model.tower is None or checkpoint.images is None:
+        return None
+    return ImageStore(model.tower, checkpoint.images, checkpoint.hf_config["hidden_size"], device)
 
 
 def _rows_of(group: CacheGroup, limits: BatchLimits) -> GroupRows:

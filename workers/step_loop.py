@@ -10,6 +10,7 @@ import msgspec
 
 from atom.shared.messages.admin import SetLogLevel
 from atom.shared.messages.grammar import DropGrammar, LoadGrammar
+from atom.shared.messages.images import DropImage, LoadImage
 from atom.shared.messages.kv_tiers import CopyBlocks, FindBlocks
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.worker import (
@@ -122,6 +123,10 @@ class StepLoop:
             case CopyBlocks() | FindBlocks():
                 assert self._worker.tiers is not None, "the core was told of no tier"
                 self._worker.tiers.submit(message)
+            case LoadImage():
+                self._worker.load_image(message)
+            case DropImage(key):
+                self._worker.drop_image(key)
             case SetLogLevel(level):
                 set_log_level(level)
             case Shutdown():

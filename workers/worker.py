@@ -11,6 +11,7 @@ import torch
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.eplb import eplb_config
+from atom.shared.messages.images import LoadImage
 from atom.shared.messages.kv_tiers import REMOTE, StoredBlocks
 from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, ScheduledBatch
 from atom.shared.utils.logger import get_logger
@@ -46,6 +47,7 @@ from workers.providers import resolve_ops
 from workers.rank_model import build_rank, compute_dtype, rank_dispatch, rank_specs
 from workers.runner_builder import Progress, RunnerBuilder
 from workers.shape_coordination import CoordinatedStep
+from workers.vision.image_store import ImageStore
 from workers.warm_up import compile_model, tune, warm_up
 from workers.weights.loader import (
     WeightError,
@@ -139,6 +141,21 @@ class Worker:
             with self.traces.step(self._runner.label(batch)):
                 return self._runner.launch(batch)
 
+    def load_image(self, message: LoadImage) -> None:
+        """Launch the vision tower on an image. Raises MemoryError if the device lacks memory."""
+        with explain_out_of_memory(self._device, "an image", SMALLER_CACHE):
+            self._images.load(message)
+
+    def drop_image(self, key: bytes) -> None:
+        """Free the features of an image."""
+        self._images.drop(key)
+
+    @property
+    def _images(self) -> ImageStore:
+        images = self._builder.images
+        assert images is not None, "the core was told of no vision tower"
+        return images
+
     def expert_load(self) -> ExpertLoad | None:
         """The last window's load of the experts, once, on the first of the ranks that share them."""
         balancer = self._balancer
@@ -203,9 +220,10 @@ class Worker:
         specs = rank_specs(self._config, self._model)
         on_cpu = self._device.type == "cpu"
         room = available_memory() // self._config.parallel.workers_per_node if on_cpu else -1
-        return Loaded(
-            self._tp.rank, specs, self._kv_bytes(), sum(map(weight_bytes, self._model.with_draft)), room
-        )
+        weights = sum(map(weight_bytes, self._model.with_draft))
+        images = self._builder.images
+        most = 0 if images is None else images.max_tokens
+        return Loaded(self._tp.rank, specs, self._kv_bytes(), weights, room, most)
 
     def close(self) -> None:
         """End the threads of the tiers, and the connection of a remote one."""

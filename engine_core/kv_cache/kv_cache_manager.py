@@ -43,6 +43,7 @@ from engine_core.kv_tiers.block_questions import Question
 from engine_core.kv_tiers.kv_offload import KVOffload
 from engine_core.kv_tiers.kv_tier import KVTier
 from engine_core.kv_tiers.tier_copies import Load, OffloadPolicy
+from engine_core.requests.images import block_mark
 from engine_core.requests.iteration_quota import FREES_PER_UNIT, LOOKUPS_PER_UNIT, IterationQuota
 from engine_core.requests.recent import Recent
 from engine_core.requests.token_ids import TokenIds
@@ -278,8 +279,8 @@ class KVCacheManager:
         in_prompt = blocks.in_prompt
         first_live = blocks.first_live
         tables = blocks.tables
-        # Events carry no salt: a router would send requests here for blocks that they cannot share.
-        events = None if blocks.tokens.prompt.root else self.events
+        # Events carry ids alone: a router would send requests here for blocks that they cannot share.
+        events = None if blocks.tokens.prompt.has_secrets else self.events
         self.quota.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
         for index in range(blocks.num_cached, num_full):
             if index < in_prompt:
@@ -513,9 +514,12 @@ class KVCacheManager:
         size = self.block_size
         in_prompt = blocks.in_prompt
         tokens = blocks.tokens
+        images = tokens.prompt.images
         parent = blocks.digests[-1] if blocks.digests else tokens.prompt.last_digest
         for index in range(start, num_full):
-            hash_input = parent + tokens.packed(index * size, index * size + size)
+            first = index * size
+            mark = block_mark(images, first, first + size) if images else b""
+            hash_input = parent + mark + tokens.packed(first, first + size)
             parent = xxh64_digest(hash_input, self._seed)
             hashed = tokens.prompt if index < in_prompt else blocks
             hashed.hash_inputs.append(hash_input)

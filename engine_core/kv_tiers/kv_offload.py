@@ -551,4 +551,4 @@ class KVOffload:
 
 
 def _is_salted(blocks: RequestBlocks) -> bool:
-    return bool(blocks.tokens.prompt.root)
+    return blocks.tokens.prompt.has_secrets

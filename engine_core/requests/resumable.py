@@ -69,7 +69,10 @@ class _Stream:
     @property
     def size(self) -> int:
         """Bytes, about."""
-        prompts = sum(len(part.message.prompt_ids) + len(_form(part.message)) for part in self.parts)
+        prompts = sum(
+            len(part.message.prompt_ids) + len(_form(part.message)) + part.message.pixel_bytes
+            for part in self.parts
+        )
         outputs = sum(ID_BYTES * request.num_generated for request in self.running)
         return _ENTRY_BYTES + prompts + outputs + sum(len(each.output_ids) for each in self.ended.values())
 

@@ -1,8 +1,10 @@
 """Token ids: the prompt that the sequences of one request share, and the output of each sequence."""
 
 from array import array
+from collections.abc import Sequence
 
 from atom.shared.messages.engine import unpack_ids
+from atom.shared.messages.images import PromptImage
 
 _SALT_MARK = bytes(8)
 """Precedes every salt, so that a salted root is longer than a digest."""
@@ -11,17 +13,27 @@ _SALT_MARK = bytes(8)
 class Prompt:
     """The prompt's ids and what is derived from them, once for all sequences."""
 
-    __slots__ = ("_distinct", "_distinct_ids", "_distinct_until", "digests", "hash_inputs", "ids", "root")
+    __slots__ = (
+        "_distinct",
+        "_distinct_ids",
+        "_distinct_until",
+        "digests",
+        "hash_inputs",
+        "ids",
+        "images",
+        "root",
+    )
 
-    def __init__(self, packed: bytes, salt: str = ""):
-        """Raises ValueError for bytes that are not a whole number of ids."""
+    def __init__(self, packed: bytes, salt: str = "", images: Sequence[PromptImage] = ()):
+        """`images` by their start. Raises ValueError for bytes that are not a whole number of ids."""
         self.ids = unpack_ids(packed)
+        self.images = images
         self.root = _SALT_MARK + salt.encode("utf-8", "surrogatepass") if salt else b""
         """Hashed with the first block, in place of a previous block's digest."""
         self.digests: list[bytes] = []
         """Digests of the prompt's full blocks, as far as they are hashed."""
         self.hash_inputs: list[bytes] = []
-        """What each digest is computed from: the previous block's digest, and the block's ids."""
+        """What each digest is computed from: the previous block's digest, the marks of images, the ids."""
         self._distinct: set[int] = set()
         self._distinct_ids: array[int] = array("i")
         self._distinct_until = 0
@@ -35,6 +47,11 @@ class Prompt:
         self._distinct_until = end
         if end == len(self.ids):
             self._distinct = set()
+
+    @property
+    def has_secrets(self) -> bool:
+        """Whether other prompts with the same ids may not share its blocks: by a salt, or by images."""
+        return bool(self.root or self.images)
 
     @property
     def last_digest(self) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.codec import Decoder, WireError, encode
 from atom.shared.messages.grammar import CompiledGrammar, GrammarCompilerLaunch, GrammarSource
-from atom.shared.utils.fork_server import ForkServer
+from atom.shared.utils.fork_server import ForkServer, exchange
 
 __all__ = ["MAX_PARALLEL", "BusyError", "Compilation", "CompileError", "GrammarProcess"]
 
@@ -20,7 +20,6 @@ DEADLINE_S = 120
 MAX_PARALLEL = 2
 _START_DEADLINE_S = 120.0
 _MODULE = "workers.grammar.compile_process"
-_PIECE = 1 << 18
 
 
 _CANCELLED = CompiledGrammar(error="the request was dropped")
@@ -91,7 +90,10 @@ class GrammarProcess:
                 except OSError as error:
                     raise CompileError(f"the grammar compiler has ended: {error}") from None
             started = time.monotonic()
-            answer = _exchange(ours, encode(source), started + _START_DEADLINE_S + 2 * DEADLINE_S)
+            try:
+                answer = exchange(ours, encode(source), started + _START_DEADLINE_S + 2 * DEADLINE_S)
+            except TimeoutError:
+                raise CompileError("the grammar compiler did not answer in time") from None
         if compilation.is_cancelled:
             return _CANCELLED, False
         if not answer:
@@ -117,20 +119,3 @@ class GrammarProcess:
             error = f"it takes more than {CPU_S} s of CPU time, or too much memory, to compile: simplify it"
             return CompiledGrammar(error=error), False
         return CompiledGrammar(error="it takes too much memory to compile: simplify it"), True
-
-
-def _exchange(connection: socket.socket, frame: bytes, deadline: float) -> bytes:
-    """Send a frame, and return everything that comes back. Raises CompileError at the deadline."""
-    answer = []
-    try:
-        connection.settimeout(deadline - time.monotonic())
-        connection.sendall(frame)
-        connection.shutdown(socket.SHUT_WR)
-        while piece := connection.recv(_PIECE):
-            answer.append(piece)
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-    except TimeoutError:
-        raise CompileError("the grammar compiler did not answer in time") from None
-    except ConnectionError:
-        return b""
-    return b"".join(answer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.speculative import SpeculativeConfig
-from atom.shared.messages.codec import encode
+from atom.shared.messages.codec import MAX_FRAME_BYTES, encode
 from atom.shared.messages.engine import (
     MAX_ADD_REQUEST_BYTES,
     AddRequest,
@@ -18,6 +18,7 @@ from atom.shared.messages.engine import (
     pack_ids,
 )
 from atom.shared.messages.grammar import Grammar, RowGrammar
+from atom.shared.messages.images import PromptImage
 from atom.shared.sampling_params import SEED_LIMIT, SamplingParams
 from frontend.errors import RequestError
 from frontend.text.constraint import Constraint
@@ -29,6 +30,8 @@ __all__ = ["MAX_EXCESS_TOKENS", "CheckedParams", "InputProcessor"]
 # Texts to be truncated or only tokenized may have this many tokens beyond the context length.
 MAX_EXCESS_TOKENS = 1 << 18
 
+# Of a frame, for what a replay adds to a request: ids that were generated.
+_MARGIN_BYTES = 4 * 1024 * 1024
 _NEUTRAL = LogitsProcessors()
 _NO_DRAFTS = SpeculativeConfig()
 
@@ -200,8 +203,9 @@ class InputProcessor:
         cache_salt: str = "",
         checked: CheckedParams | None = None,
         prediction_ids: Sequence[int] = (),
+        images: Sequence[PromptImage] = (),
     ) -> AddRequest:
-        """The request for the `n` sequences of one prompt, one for each id.
+        """The request for the `n` sequences of one prompt with `images`, one for each id.
 
         `checked` is the result of `check_params` for parameters that differ in max_tokens at
         most. Raises RequestError as `check_params` does, for prompts that are too long or have
@@ -224,8 +228,17 @@ class InputProcessor:
             prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             prediction_ids=pack_ids(prediction_ids),
             grammar=checked.grammar,
+            images=list(images),
         )
-        if (size := len(encode(request))) > MAX_ADD_REQUEST_BYTES:
+        size = len(encode(request))
+        pixels = request.pixel_bytes
+        if size > MAX_FRAME_BYTES - _MARGIN_BYTES:
+            raise RequestError(
+                f"the images take {pixels} bytes inside the server, three for each pixel, and the request "
+                f"{size}, of {MAX_FRAME_BYTES - _MARGIN_BYTES} at most: send fewer or smaller images",
+                param="messages",
+            )
+        if (size := size - pixels) > MAX_ADD_REQUEST_BYTES:
             raise RequestError(
                 f"the prompt and its parameters take {size} bytes inside the server, and at most "
                 f"{MAX_ADD_REQUEST_BYTES} are possible: send a shorter prompt, or fewer parameters",

@@ -140,6 +140,13 @@ def _templates(checkpoint: Checkpoint) -> tuple[str | None, ...]:
 _NAMED = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
 _SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 _OUTSIDE = {"added_tokens_decoder": {"28": {"content": "<x>", "special": True, "normalized": False}}}
+_PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16}
+_SEEING = _configured(
+    architectures=["Qwen3VLForConditionalGeneration"],
+    model_type="qwen3_vl",
+    vision_config={"depth": 1, "patch_size": 16},
+    image_token_id=7,
+)
 
 CONTENTS: list[Content] = [
     Content("weights", "`model.safetensors`", "read", lambda directory: None, lambda found: found.dtype),
@@ -354,6 +361,27 @@ CONTENTS: list[Content] = [
         "no conversations without `--chat-template`",
         lambda directory: None,
         lambda found: _templates(found) == (None, None),
+    ),
+    Content(
+        "images",
+        "`vision_config` of Qwen3-VL or Qwen3.5, and `preprocessor_config.json` or `processor_config.json`",
+        "read",
+        _all(_SEEING, _with("preprocessor_config.json", _PROCESSOR)),
+        lambda found: found.images is not None and found.images.patch == 16,
+    ),
+    Content(
+        "images",
+        "an image processor of another kind, or none",
+        "text alone, with a warning",
+        _SEEING,
+        lambda found: found.images is None and "preprocessor_config.json" in found.warnings[-1],
+    ),
+    Content(
+        "images",
+        "`vision_config` of another family",
+        "text alone, with a warning",
+        _configured(vision_config={"depth": 1}),
+        lambda found: found.images is None and "vision model of llama" in found.warnings[-1],
     ),
 ]
 

@@ -13,7 +13,6 @@ from parallel.communicator import Communicator
 from parallel.mesh import Mesh
 from tests.helpers.core_side import CoreSide
 from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config
-from workers.layers.context import ForwardContext
 from workers.worker import Worker
 
 BLOCKS, BLOCK_SIZE = 256, 4
@@ -63,8 +62,7 @@ def step_logits(worker: Worker, batch: ScheduledBatch) -> torch.Tensor:
     """Logits [T, V] of every token of one step."""
     runner = worker._runner
     step = runner._inputs.step(runner._inputs.apply(batch))
-    context = ForwardContext(runner._kv_layers, step.groups)
-    return runner._model.compute_logits(runner._model(step.ids_T, step.positions_T, context))
+    return runner._model.compute_logits(runner._compute(step))
 
 
 def forced_logits(worker: Worker, core: CoreSide, row: int, counts: Iterable[int]) -> torch.Tensor:

@@ -22,6 +22,7 @@ from parallel.mesh import Mesh
 from workers.checkpoint.families import keeps_states
 from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import normalised_config
+from workers.checkpoint.image_settings import image_settings
 
 # Tiny matrices gain nothing from threads that wait for one another on a busy machine.
 torch.set_num_threads(1)
@@ -449,6 +450,7 @@ def save_tiny(model: Tiny, directory: Path, shard_size: str = "5GB") -> tuple[to
 def checkpoint_of(directory: Path) -> Checkpoint:
     """The result of the preparation step for a saved tiny model."""
     config = normalised_config(read_config(directory, {}), directory)
+    images, no_images = image_settings(directory, config)
     return Checkpoint(
         directory=str(directory),
         architecture=config["architectures"][0],
@@ -458,6 +460,8 @@ def checkpoint_of(directory: Path) -> Checkpoint:
         vocab_size=config["vocab_size"],
         max_model_len=config["max_position_embeddings"],
         keeps_states=keeps_states(config["model_type"]),
+        images=images,
+        no_images=no_images,
     )
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from atom.shared.messages.engine import AddRequest, LogprobTable, Sampling, TokenDeltas, pack_ids, unpack_ids
+from atom.shared.messages.images import LoadImage
 from atom.shared.messages.kv_tiers import TierSlots
 from atom.shared.messages.worker import AllocateKV, BatchResult, KVSpec
 from engine_core.core import EngineCore
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from engine_core.requests.images import ImageRegistry
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.core_driver import GREEDY, counts_of
 from tests.helpers.tiny_models import MAX_MODEL_LEN
@@ -45,10 +47,11 @@ class WholeEngine:
         caching: bool = True,
         tiers: Sequence[TierSlots] = (),
         specs: Sequence[KVSpec] = (),
+        image_tokens: int = 0,
     ):
         """`max_tokens` are computed in one step; `specs`: of a worker that has loaded its model already.
 
-        A tier in files is shared with other engines.
+        A tier in files is shared with other engines. Features of `image_tokens` tokens are held at a time.
         """
         specs = list(specs) or worker.load().kv_specs
         worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN, list(tiers)))
@@ -63,10 +66,15 @@ class WholeEngine:
         self.kv = KVCacheManager(specs, num_blocks, limits.max_chunk, seed=7, enable_prefix_caching=caching)
         if tiers:
             self.kv.offload_to(tiers, is_shared=any(tier.by_content for tier in tiers))
-        self.core = EngineCore(limits, self.kv, MAX_MODEL_LEN)
+        settings = worker._checkpoint.images
+        token_bytes = 0 if settings is None else settings.token_bytes
+        images = ImageRegistry(image_tokens, token_bytes)
+        self.core = EngineCore(limits, self.kv, MAX_MODEL_LEN, images=images)
         self.outputs: dict[int, Output] = {}
         self.most_used = [0] * len(specs)
         """Most blocks in use at once, for each group."""
+        self.num_encoded = 0
+        """Times that the vision tower has run."""
         self._worker = worker
         self._results: deque[BatchResult] = deque()
 
@@ -125,6 +133,12 @@ class WholeEngine:
             self._copy()
             return False
         self.core.check_integrity()
+        for message in self.core.image_messages():
+            if isinstance(message, LoadImage):
+                self._worker.load_image(message)
+                self.num_encoded += 1
+            else:
+                self._worker.drop_image(message.key)
         self._poison({(copy.group, copy.source) for copy in batch.state_saves})
         self._results.append(self._worker.execute(batch).result())
         self._copy()

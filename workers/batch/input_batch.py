@@ -19,6 +19,7 @@ from atom.shared.messages.worker import NewRow, ScheduledBatch
 from atom_ops import NO_DRAFT, StatePlan, draft_inputs, to_device
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows, Rows, StepRows
+from workers.batch.image_rows import ImageRows, StepTokens
 from workers.batch.state_slots import StateSlots
 from workers.batch.step_inputs import (
     AppliedBatch,
@@ -92,6 +93,8 @@ class InputBatch:
         self._prompt_logprobs_until = np.zeros(limits.max_rows, np.int64)
         self._prompt_logprobs_top = np.zeros(limits.max_rows, np.int64)
         self._uniform: UniformDecode | None = None
+        self.images: ImageRows | None = None
+        """Set for a model with a vision tower, before the first batch."""
 
     def apply(self, batch: ScheduledBatch) -> AppliedBatch:
         """Apply the batch's new rows and new blocks.
@@ -132,6 +135,10 @@ class InputBatch:
     def has_states(self) -> bool:
         """Whether there are recurrent layers."""
         return any(isinstance(table, StateSlots) for table in self.tables)
+
+    def needs_eager(self, applied: AppliedBatch) -> bool:
+        """Whether the step must be eager, since it computes tokens of a prompt with images."""
+        return self.images is not None and self.images.prefills(applied.rows, applied.decodes)
 
     def plan_passes(self, applied: AppliedBatch) -> None:
         """State the drafts that the rows of this batch may have after its step."""
@@ -275,6 +282,8 @@ class InputBatch:
         for table in self.tables:
             table.clear(new.row)
         self._append_blocks(new.row, new.block_ids)
+        if self.images is not None:
+            self.images.admit(new)
 
     def _append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
         for table, blocks in zip(self.tables, block_ids, strict=True):
@@ -295,7 +304,10 @@ class InputBatch:
         )
         groups = self._contexts(columns, columns_T, step)
         ids_T = self.device_rows.ids_N.index_select(0, uniform.rows_R)
-        return StepInputs(ids_T, positions_T, groups, sampling)
+        rope_T = None
+        if self.images is not None and self.images.any(applied.rows):
+            rope_T = self.images.positions(positions_T, uniform.rows_R)
+        return StepInputs(ids_T, positions_T, groups, sampling, rope=rope_T)
 
     def _assemble(self, applied: AppliedBatch) -> StepInputs:
         """Any mixture of prompt chunks and decodes."""
@@ -334,7 +346,12 @@ class InputBatch:
             sampling = self._draft_sampling(work, decodes | (ends >= known))
         counts_P = np.where(decodes, 0, np.minimum(ends, until) - starts)
         prompt_logprobs = self._prompt_logprobs(rows, starts, past_tokens, counts_P, next_ids)
-        return StepInputs(ids_T, positions_T, groups, sampling, prompt_logprobs, next_ids_T)
+        inputs = StepInputs(ids_T, positions_T, groups, sampling, prompt_logprobs, next_ids_T)
+        if self.images is not None:
+            seen = self.images.see(StepTokens(rows, starts, counts, past_tokens), positions_T)
+            if seen is not None:
+                inputs = replace(inputs, rope=seen.positions, images=seen.tokens)
+        return inputs
 
     def _draft_work(self, applied: AppliedBatch) -> tuple[Rows, Rows, Ids | None]:
         """First positions and numbers of tokens of each row, and the ids that decoding rows compute.

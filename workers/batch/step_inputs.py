@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from atom_ops import StatePlan
 from workers.batch.group_rows import Rows
-from workers.layers.context import GroupContext
+from workers.layers.context import GroupContext, ImageTokens
 from workers.spec_decode.draft_rows import DraftRows
 
 
@@ -65,6 +65,15 @@ class StepInputs:
     prompt_logprobs: PromptLogprobRows | None = None
     next_ids_T: torch.Tensor | None = None
     """int64: the id after each token of a prompt, as far as it is known; None unless it is wanted."""
+    rope: torch.Tensor | None = None
+    """RoPE positions, [T] or by axis [3, T]; None: `positions_T`."""
+    images: ImageTokens | None = None
+    """The tokens in images; with them `rope` is by axis, and the step is eager."""
+
+    @property
+    def rope_positions(self) -> torch.Tensor:
+        """What the model's RoPE takes."""
+        return self.positions_T if self.rope is None else self.rope
 
 
 @dataclass(frozen=True, slots=True)

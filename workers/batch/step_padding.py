@@ -27,6 +27,7 @@ def pad_step(step: StepInputs, shape: StepShape) -> StepInputs:
         ids_T=_extended(step.ids_T, tokens, 0),
         positions_T=_extended(step.positions_T, tokens, 0),
         groups=pad_groups(step.groups, tokens, rows),
+        rope=None if step.rope is None else _extended(step.rope, tokens, 0),
     )
 
 
@@ -50,4 +51,4 @@ def _padded(group: GroupContext | StatePlan, tokens: int, rows: int) -> GroupCon
 
 
 def _extended(column_T: torch.Tensor, tokens: int, value: int) -> torch.Tensor:
-    return functional.pad(column_T, (0, tokens - len(column_T)), value=value)
+    return functional.pad(column_T, (0, tokens - column_T.shape[-1]), value=value)

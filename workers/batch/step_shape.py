@@ -65,12 +65,13 @@ class GraphSizes:
     widths: Sequence[int] = (1,)
     """Tokens of each row of the decode graphs: 1 + drafts, or 1, or either."""
 
-    def plan(self, tokens: int, rows: int, tokens_per_row: int = 0) -> StepShape:
+    def plan(self, tokens: int, rows: int, tokens_per_row: int = 0, eager: bool = False) -> StepShape:
         """The shape of a step of `rows` rows with `tokens` tokens in all.
 
-        `tokens_per_row`: if all rows decode and compute this many tokens each; else 0.
+        `tokens_per_row`: if all rows decode and compute this many tokens each; else 0. `eager`: in no graph.
         """
-        return self._smallest(StepMode.DECODE_GRAPH, tokens, rows, tokens_per_row)
+        least = StepMode.EAGER if eager else StepMode.DECODE_GRAPH
+        return self._smallest(least, tokens, rows, tokens_per_row)
 
     def covering(self, shapes: Iterable[StepShape]) -> StepShape:
         """The smallest shape in which each rank can launch its step, from the shapes that they planned.

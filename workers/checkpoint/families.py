@@ -1,7 +1,8 @@
 """The supported models, parsed from the model files without importing them (they import torch).
 
 A model family is a file of `workers/models` that declares ARCHITECTURES; its name is the `model_type`
-of config.json. Families with recurrent states declare KEEPS_STATES = True, those whose config.json may lack
+of config.json. Families with recurrent states declare KEEPS_STATES = True, those whose vision tower runs
+TAKES_IMAGES = True, those whose config.json may lack
 what every model needs, such as vocab_size, CONFIG_DEFAULTS. Families that can run their layers for
 multi-token prediction declare MTP_FIELD, the field of config.json that counts them.
 """
@@ -17,6 +18,7 @@ _ARCHITECTURES = "ARCHITECTURES"
 _KEEPS_STATES = "KEEPS_STATES"
 _CONFIG_DEFAULTS = "CONFIG_DEFAULTS"
 _MTP_FIELD = "MTP_FIELD"
+_TAKES_IMAGES = "TAKES_IMAGES"
 
 
 @cache
@@ -36,6 +38,12 @@ def families() -> list[str]:
 def keeps_states(model_type: str) -> bool:
     """Whether the family has layers with recurrent states, whose prefixes cannot be cached."""
     return any(_declared(path, _KEEPS_STATES) == (True,) for path in _files() if path.stem == model_type)
+
+
+@cache
+def takes_images(model_type: str) -> bool:
+    """Whether the family runs the vision tower of its checkpoints."""
+    return any(_declared(path, _TAKES_IMAGES) == (True,) for path in _files() if path.stem == model_type)
 
 
 @cache

@@ -16,6 +16,7 @@ from workers.checkpoint.config_values import check_values
 from workers.checkpoint.end_tokens import end_tokens
 from workers.checkpoint.families import keeps_states, mtp_layers
 from workers.checkpoint.hf_config import added_settings, read_config, read_json
+from workers.checkpoint.image_settings import TEXT_ALONE, image_settings
 from workers.checkpoint.quantization_files import QUANTIZATION_KEYS, stated_quantization
 from workers.checkpoint.tokenizer_files import adds_token, find_tokenizer
 
@@ -75,6 +76,7 @@ def read_directory(
         config["vocab_size"],
         directory,
     )
+    images, no_images = image_settings(directory, config)
     templates = template_files(directory, tokenizer_config, config["model_type"], cache_dir)
     return Checkpoint(
         directory=str(directory),
@@ -87,7 +89,16 @@ def read_directory(
         eos_token_ids=ends.ids,
         default_sampling=_default_sampling(generation),
         ignored_defaults=_ignored_defaults(generation),
-        warnings=[*added_settings(directory, overrides), *ends.warnings, *tokenizer.warnings],
+        warnings=[
+            *added_settings(directory, overrides),
+            *ends.warnings,
+            *tokenizer.warnings,
+            *(
+                [f"requests with images are refused: {no_images}"]
+                if no_images not in ("", TEXT_ALONE)
+                else []
+            ),
+        ],
         tokenizer_file=str(tokenizer.path) if tokenizer.path else None,
         chat_template_file=templates.default,
         template_tokens=tokens,
@@ -95,6 +106,8 @@ def read_directory(
         mtp_layers=mtp_layers(config["model_type"], config),
         add_bos_token=_add_bos(tokenizer.path, tokenizer_config, tokens),
         tool_template_file=templates.tool_use,
+        images=images,
+        no_images=no_images,
     )
 
 

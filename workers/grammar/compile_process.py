@@ -1,6 +1,6 @@
 """`python -m workers.grammar.compile_process`: compiles grammars, started by a frontend or the library.
 
-Each source is compiled in a fork (`workers.grammar.forks`).
+Each source is compiled in a fork (`workers.forks`).
 
     fork   <- GrammarSource,  -> CompiledGrammar; the socket is closed without one if the fork was ended
     parent -> closes the socket before the answer, if no request needs the grammar any more: ends the fork
@@ -19,8 +19,9 @@ from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.grammar import GrammarCompilerLaunch, GrammarSource
 from atom.shared.utils.logger import setup_logging
 from atom.shared.utils.process import read_launch
+from workers.forks import ForkLimits, serve_forks
 from workers.grammar.compiling import compiled
-from workers.grammar.forks import ForkLimits, serve_forks
+from workers.grammar.vocabulary import tokenizer_info
 
 if TYPE_CHECKING:
     import xgrammar
@@ -49,7 +50,7 @@ def main() -> None:
         _compile(connection, info, threads)
 
     limits = ForkLimits(_MAX_MEMORY, launch.max_parallel)
-    serve_forks(socket.socket(fileno=launch.control_fd), launch.checkpoint, limits, serve)
+    serve_forks(socket.socket(fileno=launch.control_fd), tokenizer_info(launch.checkpoint), limits, serve)
 
 
 def _compile(connection: socket.socket, info: "xgrammar.TokenizerInfo", threads: int) -> None:

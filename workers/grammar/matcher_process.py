@@ -1,6 +1,6 @@
 """`python -m workers.grammar.matcher_process`: follows outputs by their grammars, started by a worker.
 
-Each grammar has a fork (`workers.grammar.forks`), which shares memory with the worker: a mask for each slot.
+Each grammar has a fork (`workers.forks`), which shares memory with the worker: a mask for each slot.
 
     fork <- StartMatcher, -> MatcherStarted, then
          <- FollowOutputs, -> MasksReady when the slots' masks are written
@@ -35,9 +35,10 @@ from atom.shared.messages.grammar import (
 from atom.shared.utils.errors import one_line
 from atom.shared.utils.logger import setup_logging
 from atom.shared.utils.process import read_launch
-from workers.grammar.forks import ForkLimits, serve_forks
+from workers.forks import ForkLimits, serve_forks
 from workers.grammar.frame_socket import read_frame, write_frame
 from workers.grammar.output_matcher import OutputMatcher, Words, fill_masks
+from workers.grammar.vocabulary import tokenizer_info
 
 if TYPE_CHECKING:
     import xgrammar
@@ -60,7 +61,7 @@ def main() -> None:
     launch = read_launch(GrammarMatcherLaunch)
     setup_logging("grammar matchers")
     control = socket.socket(fileno=launch.control_fd)
-    serve_forks(control, launch.checkpoint, ForkLimits(MAX_MEMORY, _MAX_FORKS), _serve)
+    serve_forks(control, tokenizer_info(launch.checkpoint), ForkLimits(MAX_MEMORY, _MAX_FORKS), _serve)
 
 
 def _serve(connection: socket.socket, descriptors: list[int], info: "xgrammar.TokenizerInfo") -> None:

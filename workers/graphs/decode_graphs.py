@@ -255,14 +255,20 @@ class DecodeGraphs:
             plan = self._attention_plan(inputs.table_RW, inputs.contexts_R)
             groups.append(GroupContext(inputs.slots_R, plan))
         assert inputs is not None, "every model has a group of blocks"
-        computed = self._compute(inputs.ids_R, inputs.positions_R, groups)
+        computed = self._compute(rows_R, inputs.ids_R, inputs.positions_R, groups)
         return ForwardOutput(computed, computed.hidden_TD, inputs.sampled_positions_R)
 
     def _compute(
-        self, ids_T: torch.Tensor, positions_T: torch.Tensor, groups: list[GroupContext | StatePlan]
+        self,
+        rows_R: torch.Tensor,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        groups: list[GroupContext | StatePlan],
     ) -> Computed:
         context = ForwardContext(self._kv_layers, groups)
-        return Computed(ids_T, positions_T, self._model(ids_T, positions_T, context), context)
+        images = self._inputs.images
+        rope_T = positions_T if images is None else images.positions(positions_T, rows_R)
+        return Computed(ids_T, positions_T, self._model(ids_T, rope_T, context), context)
 
     def _forward_drafts(self, rows_R: torch.Tensor, speculation: Speculation) -> ForwardOutput:
         block_size = self._inputs.limits.block_size
@@ -284,7 +290,7 @@ class DecodeGraphs:
             groups.append(GroupContext(inputs.slots_T, plan))
         inputs = per_group[0]
         speculation.add_tokens(inputs.ids_T, groups)
-        computed = self._compute(inputs.ids_T, inputs.positions_T, groups)
+        computed = self._compute(rows_R, inputs.ids_T, inputs.positions_T, groups)
         return ForwardOutput(computed, computed.hidden_TD, inputs.sampled_positions_T, inputs.drafts_RK)
 
     def _attention_plan(self, table_RW: torch.Tensor, contexts_R: torch.Tensor) -> AttentionPlan:

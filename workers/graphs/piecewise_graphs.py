@@ -64,7 +64,7 @@ class PiecewiseGraphs:
         """
         tokens = len(step.ids_T)
         self._ids_T[:tokens].copy_(step.ids_T)
-        self._positions_T[:tokens].copy_(step.positions_T)
+        self._positions_T[:tokens].copy_(step.rope_positions)
         self._pieces[size](self._context(step, size, num_rows(step.groups)))
         return self._hidden_TD[:tokens]
 

@@ -99,7 +99,7 @@ class PromptGraphs:
         tokens = len(step.ids_T)
         rows = len(starts_R1) - 1
         self._ids_T[:tokens].copy_(step.ids_T)
-        self._positions_T[:tokens].copy_(step.positions_T)
+        self._positions_T[:tokens].copy_(step.rope_positions)
         self._starts_R1[: rows + 1].copy_(starts_R1)
         for buffers, group in zip(self._groups, step.groups, strict=True):
             buffers.copy_from(group)

@@ -11,6 +11,7 @@ from torch import nn
 from atom_ops import SamplingBatch, sample
 from workers.layers.attention.cache_groups import CacheGroup
 from workers.layers.context import BuildContext, ForwardContext
+from workers.vision.tower import VisionTower
 
 OTHER_MODALITIES = ("*vision_tower.*", "*vision_model.*", "*multi_modal_projector.*")
 """Patterns of the tensors of multimodal checkpoints that do not belong to the language model."""
@@ -44,6 +45,11 @@ class CausalLM(WeightedModel, ABC):
     """Tokens of the smallest step whose all-reduces overlap GEMMs, where ranks can; 0: in no step."""
     draft: "DraftModel | None" = None
     """A model that drafts for this one; None without --draft-model."""
+
+    @property
+    def tower(self) -> VisionTower | None:
+        """None for a model that reads text alone."""
+        return None
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], build: BuildContext):

@@ -87,6 +87,16 @@ class SharedTopK:
     """None: all tokens up to the current one."""
 
 
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """The M tokens of a step that stand for parts of images, and what a vision tower made of them."""
+
+    tokens_M: torch.Tensor
+    """int64: index among the step's tokens."""
+    features_MLD: torch.Tensor
+    """Level 0 replaces the token's embedding; level l is added to the output of decoder layer l - 1."""
+
+
 Mixing = Callable[..., torch.Tensor]
 """What of a token mixer depends on the step's plans: (context, rotation, *tensors of the step) -> [T, …]."""
 
@@ -112,6 +122,8 @@ class ForwardContext:
     """Top-k indices of the latest layer with an indexer."""
     splitter: Splitter | None = None
     """Set while the pass is captured in pieces."""
+    images: ImageTokens | None = None
+    """Set in an eager step with tokens of images."""
 
     def mix(self, compute: Mixing, rotation: Rotation, *tensors: torch.Tensor) -> torch.Tensor:
         """`compute(self, rotation, *tensors)`; outside of the graphs if the pass is captured in pieces.

@@ -50,6 +50,7 @@ from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, mlp_range
 from workers.layers.norm import NormAcrossRanks, RMSNorm, norm_queries_and_keys
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer, consecutive
+from workers.vision.tower import VisionTower
 
 _DEFAULT_ROPE_THETA = 10000.0
 # Old checkpoints store what is computed from config.json.
@@ -450,6 +451,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size, build.at("model.embed_tokens"))
         self.layers = nn.ModuleList(layers)
         self.norm = _norm(args, build, args.logits_scale)
+        self.visual: VisionTower | None = None
         ropes = args.ropes or (args.rope_parameters,) * args.num_hidden_layers
         distinct = [rope for layer, rope in enumerate(ropes) if rope not in ropes[:layer]]
         self.rotary = nn.ModuleList(
@@ -462,19 +464,29 @@ class DecoderModel(nn.Module):
         self._tp = build.tp
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """Normalised hidden states [T, D]."""
+        """Normalised hidden states [T, D]; `positions_T` are those of RoPE, or [3, T] by axis."""
         by_rope = [rotary(positions_T) for rotary in self.rotary]
         rotations = [by_rope[number] for number in self._rope_of_layers]
         x_TD = self.embed_tokens(ids_T)
         if self._embedding_scale != 1.0:
             x_TD = x_TD * self._embedding_scale
+        images = ctx.images
+        if images is not None:
+            x_TD = x_TD.index_copy(0, images.tokens_M, images.features_MLD[:, 0])
         residual_TD = None
-        if 0 < self.overlap_tokens <= len(x_TD) and (parts := self._tp.begin_step_in_parts(x_TD)) > 1:
+        if (
+            images is None
+            and 0 < self.overlap_tokens <= len(x_TD)
+            and (parts := self._tp.begin_step_in_parts(x_TD)) > 1
+        ):
             return self._in_parts(x_TD.tensor_split(parts), rotations, ctx)
         aux = self.aux
         for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
             keep_TD = None if aux is None else aux.part(number, len(x_TD))
             x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx, keep_TD)
+            if images is not None and 1 + number < images.features_MLD.shape[1]:
+                # To the residual, which every rank has whole: the layer's output is a partial sum.
+                residual_TD.index_add_(0, images.tokens_M, images.features_MLD[:, 1 + number])
         normed_TD, _ = self.norm.add_norm(x_TD, residual_TD)
         return normed_TD
 
@@ -535,6 +547,10 @@ class DecoderLM(CausalLM):
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return self.model(ids_T, positions_T, ctx)
+
+    @property
+    def tower(self) -> VisionTower | None:
+        return self.model.visual
 
     def compute_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden_RD)

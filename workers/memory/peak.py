@@ -5,13 +5,28 @@ import torch
 from atom.shared.messages.worker import ScheduledBatch
 from workers.memory.largest_steps import largest_steps, num_blocks, profile_batch
 from workers.runner_builder import RunnerBuilder
+from workers.vision.image_store import ImageStore
 from workers.warm_up import run_step
 
 
 def peak_bytes(builder: RunnerBuilder) -> int:
     """Peak memory that torch allocates on this GPU without KV: in the largest steps, and for graphs."""
     shapes = largest_steps(builder.most_tokens, builder.max_rows, builder.longest_sequence)
-    return max(_step_bytes(builder, counts) for counts in shapes) + _graph_bytes(builder)
+    peaks = [_step_bytes(builder, counts) for counts in shapes]
+    kept = 0
+    if builder.images is not None:
+        peaks.append(_image_bytes(builder, builder.images))
+        kept = builder.images.max_bytes
+    return max(peaks) + _graph_bytes(builder) + kept
+
+
+def _image_bytes(builder: RunnerBuilder, images: ImageStore) -> int:
+    """Peak memory of encoding the largest image."""
+    torch.cuda.reset_peak_memory_stats(builder.device)
+    images.encode_largest()
+    peak = torch.cuda.max_memory_allocated(builder.device)
+    torch.cuda.empty_cache()
+    return peak
 
 
 def _step_bytes(builder: RunnerBuilder, counts: list[int]) -> int:

@@ -1,6 +1,6 @@
 """Qwen3.5 (dense): gated delta networks in most layers, gated attention in the others.
 
-Published checkpoints are multimodal; this is their text model.
+Published checkpoints have a vision tower.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,12 @@ from workers.layers.decoder import DecoderLM, GatedMLP
 from workers.layers.delta_decoder import DELTA_DEFAULTS, delta_decoder_args, delta_token_mixers
 from workers.layers.delta_mtp import PredictingDeltaLM
 from workers.layers.gated_delta_net import DELTA_MODULES_BY_KIND
+from workers.vision.attach import attach_tower
+from workers.vision.qwen3_vl import Qwen3VLTower
 
 KEEPS_STATES = True
 MTP_FIELD = "mtp_num_hidden_layers"
+TAKES_IMAGES = True
 
 
 class Qwen3_5ForCausalLM(PredictingDeltaLM):
@@ -29,11 +32,11 @@ class Qwen3_5ForCausalLM(PredictingDeltaLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """The text model of a multimodal checkpoint, whose vision model is not loaded."""
+    """With a vision tower, or the text model alone of a checkpoint that has one."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         super().__init__(config, build)
-        self.unused_on_disk += ("model.visual.*",)
+        attach_tower(self, config, build, Qwen3VLTower)
 
 
 ARCHITECTURES = {

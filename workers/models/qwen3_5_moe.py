@@ -1,6 +1,6 @@
 """Qwen3.5 with experts in all layers; otherwise as the dense one.
 
-Published checkpoints are multimodal; this is their text model.
+Published checkpoints have a vision tower.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,12 @@ from workers.layers.delta_mtp import PredictingDeltaLM
 from workers.layers.gated_delta_net import DELTA_MODULES_BY_KIND
 from workers.layers.moe.expert_layouts import PER_EXPERT_OR_STACKED
 from workers.layers.moe.moe import MoE, MoEArgs
+from workers.vision.attach import attach_tower
+from workers.vision.qwen3_vl import Qwen3VLTower
 
 KEEPS_STATES = True
 MTP_FIELD = "mtp_num_hidden_layers"
+TAKES_IMAGES = True
 
 
 class Qwen3_5MoeForCausalLM(PredictingDeltaLM):
@@ -35,11 +38,11 @@ class Qwen3_5MoeForCausalLM(PredictingDeltaLM):
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """The text model of a multimodal checkpoint, whose vision model is not loaded."""
+    """With a vision tower, or the text model alone of a checkpoint that has one."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         super().__init__(config, build)
-        self.unused_on_disk += ("model.visual.*",)
+        attach_tower(self, config, build, Qwen3VLTower)
 
 
 def _moe_args(config: Mapping[str, Any]) -> MoEArgs:

@@ -1,12 +1,13 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in most or all layers."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from atom_ops import RoutingRule
 from workers.layers.attention.window import same_window
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, common_fields
+from workers.layers.moe.expert_layouts import PER_EXPERT, ExpertLayout
 from workers.layers.moe.moe import MoE, MoEArgs
 
 _DEFAULTS = {
@@ -21,6 +22,9 @@ _DEFAULTS = {
 
 class Qwen3MoeForCausalLM(DecoderLM):
     """Softmax routing; every `decoder_sparse_step`-th layer has experts."""
+
+    expert_layout: ClassVar[ExpertLayout] = PER_EXPERT
+    """How checkpoints of the family store their experts."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         config = {**_DEFAULTS, **config}
@@ -39,6 +43,7 @@ class Qwen3MoeForCausalLM(DecoderLM):
             expert_features=config["moe_intermediate_size"],
             rule=RoutingRule(config["num_experts_per_tok"], "softmax", renormalise=config["norm_topk_prob"]),
             hidden_act=args.hidden_act,
+            layout=self.expert_layout,
         )
         dense = config["mlp_only_layers"] or []
         every = config["decoder_sparse_step"]

@@ -29,6 +29,8 @@ def build_model(
     """
     family = model_class(checkpoint)
     config = checkpoint.hf_config
+    if checkpoint.images is not None:
+        config = {**config, "vision_config": checkpoint.images.vision_config}
     try:
         quantization = resolve(config, family.packed_modules_mapping, online)
         model = family(config, replace(build, quantization=quantization, renamed=family.renamed_on_disk))

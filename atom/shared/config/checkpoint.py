@@ -9,6 +9,40 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class ImageSettings:
+    """How images are read: from vision_config, and from the settings of transformers' image processor."""
+
+    token_id: int
+    """The placeholder of an image in a prompt, which becomes as many as the image has tokens."""
+    vision_config: dict[str, Any]
+    patch: int
+    """Pixels of a side of a patch."""
+    merge: int
+    """Patches of a side of a token."""
+    max_pixels: int
+    """Larger images are scaled down."""
+    scale: float
+    """Factor of a pixel's byte, before `mean` is subtracted and the result divided by `std`."""
+    mean: list[float]
+    std: list[float]
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of a patch: three channels."""
+        return 3 * self.patch**2
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the pixels of a token."""
+        return self.patch_bytes * self.merge**2
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest image."""
+        return self.max_pixels // (self.patch * self.merge) ** 2
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     directory: str
     """Contains config.json and the safetensors files (for a GGUF: the converted copy)."""
@@ -43,3 +77,7 @@ class Checkpoint:
     """Whether the frontend adds the BOS token, because tokenizer.json's post-processor does not."""
     tool_template_file: str | None = None
     """The chat template for conversations with tools, if the checkpoint names one besides its default."""
+    images: ImageSettings | None = None
+    """None: the model reads text alone."""
+    no_images: str = "this model reads text alone"
+    """Why `images` is None."""

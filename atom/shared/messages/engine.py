@@ -13,6 +13,7 @@ import msgspec
 
 from atom.shared.messages.admin import Answer, Question, SetLogLevel
 from atom.shared.messages.grammar import GetGrammar, Grammar, GrammarBytes
+from atom.shared.messages.images import PromptImage
 from atom.shared.messages.profile import Profile, ProfileResult
 from atom.shared.messages.resume import Claim, Claimed, Resumable, TakeStreams
 
@@ -151,11 +152,18 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     stores_prompt: bool = False
     """Its blocks are stored while it runs, and its end by `max_tokens` is sent when all are stored: then
     another engine that shares the KV tier goes on with it."""
+    images: list[PromptImage] = []
+    """Those of the prompt, by their start."""
 
     @property
     def num_prompt_ids(self) -> int:
         """Number of ids of the prompt, without those of an earlier run."""
         return self.prompt_length or len(self.prompt_ids) // ID_BYTES
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes of all its images."""
+        return sum(len(image.pixels) for image in self.images)
 
 
 MAX_SEQUENCES = 1024

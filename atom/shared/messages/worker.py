@@ -10,6 +10,7 @@ Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send Wor
 Any time:   worker -> WorkerHeartbeat (from a second socket)
             core -> CopyBlocks, each worker -> BlocksCopied, with KV tiers
             core -> FindBlocks, each worker -> BlocksFound, with KV tiers that other engines share
+            core -> LoadImage, DropImage, before the step that needs or no longer needs an image
             core -> Profile, worker -> RankTrace (of a stop, steps later: when its file is written)
 """
 
@@ -18,6 +19,7 @@ import msgspec
 from atom.shared.messages.admin import SetLogLevel
 from atom.shared.messages.engine import PromptLogprobs, SampledLogprobs, Sampling
 from atom.shared.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar, RowGrammar
+from atom.shared.messages.images import DropImage, LoadImage, RowImage
 from atom.shared.messages.kv_tiers import (
     BlocksCopied,
     BlocksFound,
@@ -98,6 +100,8 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """With a grammar the number of the request, which keeps it when it is resumed in another row; else 0."""
     is_private: bool = False
     """Whether the request has a cache salt: drafts of other requests do not come from its output."""
+    images: list[RowImage] = []
+    """The images of the prompt, by their start."""
 
 
 class MoreBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -181,6 +185,8 @@ class Loaded(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
     weight_bytes: int
     kv_room: int = -1
     """Bytes that the KV cache may take at most on this rank; -1: the device refuses what is too much."""
+    image_tokens: int = 0
+    """Tokens of images whose features this rank holds at a time; 0: it has no vision tower."""
 
 
 class WorkerReady(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False):
@@ -260,6 +266,8 @@ ToWorker = (
     | DropGrammar
     | CopyBlocks
     | FindBlocks
+    | LoadImage
+    | DropImage
 )
 FromWorker = (
     Loaded

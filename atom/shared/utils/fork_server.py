@@ -4,13 +4,16 @@ import contextlib
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from atom.shared.utils.process import spawn
 
-__all__ = ["ForkServer"]
+__all__ = ["ForkServer", "exchange"]
+
+_PIECE = 1 << 18
 
 
 class ForkServer:
@@ -60,3 +63,23 @@ class ForkServer:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
         self._process = self._control = None
+
+
+def exchange(connection: socket.socket, frame: bytes, deadline: float) -> bytes:
+    """Send a frame to a fork, and return everything that comes back; empty if the fork was ended.
+
+    `deadline` is of the monotonic clock. Raises TimeoutError.
+    """
+    answer = []
+    try:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection.sendall(frame)
+        connection.shutdown(socket.SHUT_WR)
+        while piece := connection.recv(_PIECE):
+            answer.append(piece)
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+    except TimeoutError:
+        raise
+    except OSError:
+        return b""
+    return b"".join(answer)

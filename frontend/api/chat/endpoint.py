@@ -47,10 +47,10 @@ class ChatEndpoint:
             reasoning=request.include_reasoning is not False,
         )
 
-    def prompt_ids(self, request: ChatRequest) -> list[int]:
-        """Token ids of a conversation, which may exceed the context length. Runs in any thread."""
+    def tokenized_prompt(self, request: ChatRequest) -> Prompt:
+        """The prompt of a conversation, which may exceed the context length. Runs in any thread."""
         conversation = self._conversation(request, [])
-        return self._prompts.prompt(conversation, [], MAX_EXCESS_TOKENS).ids
+        return self._prompts.prompt(conversation, [], MAX_EXCESS_TOKENS)
 
     def _prompt(self, request: ChatRequest, warnings: list[str]) -> list[Prompt]:
         kept = self._encoder.kept_tokens(request)

@@ -9,6 +9,7 @@ import msgspec
 from frontend.api.chat.schema import MESSAGE, Message, check_parts
 from frontend.api.schemas.structure import check_structure
 from frontend.errors import RequestError
+from frontend.images.image_parts import IMAGE_URL, ImageParts
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.template_reading import ContentForm, text_of
 from frontend.text.template_source import TemplateSource
@@ -31,6 +32,7 @@ _TOOL_ROLES = frozenset({"tool", "function"})
 # A template may expect messages of further roles at some place that no probe has.
 _PROBED_ROLES = _COMMON_ROLES | _TOOL_ROLES
 _TEXT = "text"
+_NO_IMAGES = ImageParts("the text of this message must stand alone")
 _REFUSAL = "refusal"
 # Refused where the template does not read them. Names and reasoning are not among them: clients send names
 # with every message, and reasoning back with every reply; templates leave out earlier reasoning by design.
@@ -54,9 +56,12 @@ def decode_messages(raw_messages: Sequence[msgspec.Raw], lenient: bool, warnings
 
 
 def template_messages(
-    turns: Sequence[Turn], template: ChatTemplate, lenient: bool, warnings: list[str]
+    turns: Sequence[Turn], template: ChatTemplate, lenient: bool, warnings: list[str], images: ImageParts
 ) -> list[dict[str, Any]]:
-    """The messages for a template. Raises RequestError naming the field at fault."""
+    """The messages for a template; `images` collects theirs.
+
+    Raises RequestError naming the field at fault.
+    """
     source = template.source
     messages = []
     calls: list[Any] = []
@@ -70,7 +75,7 @@ def template_messages(
             if not source.reads("tool_call_id"):
                 message.tool_call_id = None
         _drop_unread(message, source, lenient, where, warnings)
-        fields = _for_template(message, source, where)
+        fields = _for_template(message, source, where, images)
         _check_shown(fields, template, lenient, where, warnings)
         messages.append(fields)
     return messages
@@ -119,11 +124,11 @@ def _leave_out(field: str, problem: str, lenient: bool, warnings: list[str]) -> 
     warnings.append(f"'{field}' {problem} and was left out")
 
 
-def _for_template(message: Message, source: TemplateSource, where: str) -> dict[str, Any]:
+def _for_template(message: Message, source: TemplateSource, where: str, images: ImageParts) -> dict[str, Any]:
     """The message as templates expect it: content as text or several parts, null fields left out."""
     fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
     fields.pop("refusal", None)
-    fields["content"] = _content(message, where)
+    fields["content"] = _content(message, where, images)
     if message.tool_calls is not None:
         fields["tool_calls"] = [
             template_call(call, source, f"{where}tool_calls[{index}]")
@@ -148,15 +153,22 @@ def _name_reasoning(fields: dict[str, Any], source: TemplateSource) -> None:
 
 def message_text(message: Message, where: str) -> str:
     """The text of a message. Raises RequestError for one without, and for parts of other types."""
-    return text_of(_content(message, where))
+    return text_of(_content(message, where, _NO_IMAGES))
 
 
-def _content(message: Message, where: str) -> str | list[dict[str, Any]]:
+def _content(message: Message, where: str, images: ImageParts) -> str | list[dict[str, Any]]:
     content = message.content
     if isinstance(content, list):
         is_reply = message.role == ASSISTANT
-        parts = [_text_part(part, f"{where}content[{i}]", is_reply) for i, part in enumerate(content)]
-        return parts if len(parts) > 1 else text_of(parts)
+        parts = []
+        for index, part in enumerate(content):
+            field = f"{where}content[{index}]"
+            is_image = part.get("type") == IMAGE_URL
+            parts.append(
+                images.add(part, message.role, field) if is_image else _text_part(part, field, is_reply)
+            )
+        is_text = all(part["type"] == _TEXT for part in parts)
+        return text_of(parts) if is_text and len(parts) < 2 else parts
     if not content and message.refusal:
         return message.refusal
     if content is None and not message.tool_calls and message.role != ASSISTANT:
@@ -169,7 +181,9 @@ def _text_part(part: dict[str, Any], where: str, is_reply: bool) -> dict[str, An
     kind = part.get("type")
     if kind != _TEXT and not (kind == _REFUSAL and is_reply):
         raise RequestError(
-            f"'{where}' has type {kind!r:.40}; this model takes parts of type 'text' only", param=where
+            f"'{where}' has type {kind!r:.40}; this model takes parts of type 'text', and some models "
+            f"'{IMAGE_URL}'",
+            param=where,
         )
     text = part.get(kind)
     if not isinstance(text, str):

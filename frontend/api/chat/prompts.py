@@ -12,6 +12,7 @@ from frontend.api.chat.template_options import template_options
 from frontend.api.chat.tools import Tools, read_tools
 from frontend.api.generation.prompts import Prompt
 from frontend.errors import RequestError
+from frontend.images.image_parts import ImageParts
 from frontend.text.chat_encoder import EncodedChat
 from frontend.text.reply_formats.base import ReplyFormat, ReplyOptions, ReplyParser
 from frontend.text.template_reading import text_of
@@ -22,10 +23,16 @@ __all__ = ["ChatPrompts"]
 class ChatPrompts:
     """Makes the prompts of all chat endpoints."""
 
-    def __init__(self, formats: ChatFormats | None, lenient: bool):
-        """`formats` is None for a model without a chat template."""
+    def __init__(
+        self, formats: ChatFormats | None, lenient: bool, no_images: str = "this model reads text alone"
+    ):
+        """`formats` is None for a model without a chat template.
+
+        `no_images`: why the model takes no images; empty if it does.
+        """
         self._formats = formats
         self._lenient = lenient
+        self._no_images = no_images
 
     def prompt(self, conversation: Conversation, warnings: list[str], excess: int = 0) -> Prompt:
         """The prompt; `excess` as in `InputProcessor.encode`. Runs in any thread. Raises RequestError."""
@@ -38,7 +45,8 @@ class ChatPrompts:
         chosen = self._formats.choose(conversation)
         try:
             tools = read_tools(conversation, chosen, self._lenient, warnings)
-            messages = self._messages(conversation, chosen, tools, warnings)
+            images = ImageParts(self._no_images)
+            messages = self._messages(conversation, chosen, tools, warnings, images)
             options = template_options(
                 conversation, chosen.encoder.template, chosen.reply, self._lenient, warnings
             )
@@ -65,16 +73,22 @@ class ChatPrompts:
             constraint=tools.constraint,
             optional_calls=tools.optional_calls,
             frame=None if reply_format is None else reply_format.frame,
+            sources=images.sources,
         )
 
     def _messages(
-        self, conversation: Conversation, chosen: ChatFormat, tools: Tools, warnings: list[str]
+        self,
+        conversation: Conversation,
+        chosen: ChatFormat,
+        tools: Tools,
+        warnings: list[str],
+        images: ImageParts,
     ) -> list[dict[str, Any]]:
         template = chosen.encoder.template
         turns = conversation.turns
         if chosen.tool_form == GENERIC:
             turns = with_tools(without_calls(turns), tools.described, template)
-        return template_messages(turns, template, self._lenient, warnings)
+        return template_messages(turns, template, self._lenient, warnings, images)
 
 
 def _reply(

@@ -16,6 +16,7 @@ from frontend.api.schemas.generation import (
     Usage,
 )
 from frontend.errors import RequestError
+from frontend.images.image_parts import IMAGE_URL
 
 __all__ = [
     "CHAT",
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 _HARMLESS = frozenset({"type", "annotations", "cache_control"})
-_PART_FIELDS = {"text": _HARMLESS | {"text"}, "refusal": _HARMLESS | {"refusal"}}
+_PART_FIELDS = {name: _HARMLESS | {name} for name in ("text", "refusal", IMAGE_URL)}
 """Fields of content parts, by their types."""
 # So many names of unknown fields in the parts of a message.
 _MAX_REPORTED = 8

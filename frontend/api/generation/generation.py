@@ -10,7 +10,7 @@ import dataclasses
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -27,6 +27,7 @@ from frontend.api.generation.endpoint import Endpoint, ParsedRequest
 from frontend.api.generation.field_checks import check_stream_options, checked_timeout, prompt_logprobs
 from frontend.api.generation.generate_request import GenerateRequest, ResponseOptions
 from frontend.api.generation.logprobs import TokenFormatter
+from frontend.api.generation.prompt_images import PromptImages
 from frontend.api.generation.prompts import Prompt, given_id, salt, text_offsets
 from frontend.api.generation.renderer import Renderer
 from frontend.api.generation.resumption import (
@@ -130,7 +131,10 @@ class Generation:
         executor: TextExecutor,
         grammars: GrammarCompiler,
         tracing: Tracing | None = None,
+        images: PromptImages | None = None,
     ):
+        """`images` is None for a model that takes none."""
+        self._images = images
         self._tracing = tracing
         self._client = client
         self._inputs = inputs
@@ -161,7 +165,7 @@ class Generation:
         size = len(body)
         if caller.is_resumable:
             check_resumable(parsed, self._client.resumption.grace_s)
-        checked = await self._executor.run(size + parsed.earlier_bytes, lambda: self._check(parsed, caller))
+        checked = await self._checked(size + parsed.earlier_bytes, parsed, caller, started)
         self._client.check_ready(checked.data_parallel_rank)
         grammar = None
         if checked.constraint is not None:
@@ -184,7 +188,7 @@ class Generation:
         form = read_form(resumable.form)
         size = len(form.body)
         parsed = await self._executor.run(size, lambda: endpoint.read(form.body, caller))
-        checked = await self._executor.run(size, lambda: self._check(parsed, caller))
+        checked = await self._checked(size, parsed, caller)
         checked = dataclasses.replace(checked, name=form.name, created=form.created, timeout_s=form.timeout_s)
         grammar = None
         if checked.constraint is not None:
@@ -305,6 +309,18 @@ class Generation:
                     yield events
         yield rendered.end(stream)
 
+    async def _checked(
+        self, size: int, parsed: ParsedRequest, caller: Caller, started: float | None = None
+    ) -> _Checked:
+        """Check a request of so many bytes, and prepare its images; `started`: within its timeout."""
+        checked = await self._executor.run(size, lambda: self._check(parsed, caller))
+        if self._images is None or not any(prompt.sources for prompt in checked.prompts):
+            return checked
+        timeout_s = None if started is None else checked.timeout_s
+        prompts = await self._images.prompts(checked.prompts, parsed.fields, timeout_s, started or 0.0)
+        again = dataclasses.replace(parsed, prompts=lambda: prompts)
+        return await self._executor.run(size, lambda: self._check(again, caller))
+
     def _check(self, parsed: ParsedRequest, caller: Caller) -> _Checked:
         fields = parsed.fields
         model = self._models.check(fields.model)
@@ -343,21 +359,31 @@ class Generation:
         opened = self._client.open(
             request.requests, request.text, every_step, request.data_parallel_rank, deadline, slot
         )
-        async with opened as stream:
-            if self._tracing is None:
-                yield stream
-                return
-            error = ""
-            try:
-                yield stream
-            except (GeneratorExit, asyncio.CancelledError):
-                error = "the client has disconnected"
-                raise
-            except BaseException as raised:
-                error = str(raised) or type(raised).__name__
-                raise
-            finally:
-                self._tracing.record(_trace(request, stream, error))
+        images = self._images
+        pixels = sum(each.pixel_bytes for each in request.requests)
+        held = contextlib.nullcontext() if images is None else images.held(pixels)
+        with held:
+            async with opened as stream:
+                with self._traced(request, stream):
+                    yield stream
+
+    @contextlib.contextmanager
+    def _traced(self, request: GenerateRequest, stream: Stream) -> Iterator[None]:
+        """A block that reads the stream, at whose end its trace is recorded."""
+        if self._tracing is None:
+            yield
+            return
+        error = ""
+        try:
+            yield
+        except (GeneratorExit, asyncio.CancelledError):
+            error = "the client has disconnected"
+            raise
+        except BaseException as raised:
+            error = str(raised) or type(raised).__name__
+            raise
+        finally:
+            self._tracing.record(_trace(request, stream, error))
 
     def _response_options(self, parsed: ParsedRequest) -> ResponseOptions:
         fields = parsed.fields
@@ -459,11 +485,8 @@ class Generation:
         requests = []
         for index, (prompt, params) in enumerate(zip(checked.prompts, checked.params, strict=True)):
             request_ids = ids[index * n : (index + 1) * n]
-            requests.append(
-                self._inputs.request(
-                    prompt.ids, params, request_ids, checked.cache_salt, shared, checked.prediction_ids
-                )
-            )
+            more = checked.cache_salt, shared, checked.prediction_ids, prompt.images
+            requests.append(self._inputs.request(prompt.ids, params, request_ids, *more))
         return requests
 
 

@@ -4,11 +4,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from atom.shared.messages.images import PromptImage
 from frontend.api.generation.caller import REQUEST_ID, Caller
 from frontend.api.generation.sampling import requested_max_tokens
 from frontend.api.generation.tag_parts import Format
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.errors import RequestError
+from frontend.images.image_parts import ImageSource
 from frontend.text.constraint import Constraint
 from frontend.text.detokenizer import Detokenizer
 from frontend.text.input_processor import MAX_EXCESS_TOKENS, InputProcessor
@@ -39,6 +41,10 @@ class Prompt:
     """The tool calls that it may have in place of structured output."""
     frame: ReplyFrame | None = None
     """As in ReplyFormat."""
+    sources: Sequence[ImageSource] = ()
+    """Images, each of which has one placeholder in `ids`."""
+    images: Sequence[PromptImage] = ()
+    """The same images once they are prepared; each has as many placeholders as tokens."""
 
 
 class PromptEncoder:

@@ -109,13 +109,14 @@ def resumable_requests(requests: Sequence[AddRequest], key: str, form: bytes) ->
         )
     size = sum(
         len(request.request_ids) * (len(form) + len(request.prompt_ids) + ID_BYTES * request.max_tokens)
+        + request.pixel_bytes
         for request in requests
     )
     if size > MAX_RESUMABLE_BYTES:
         raise RequestError(
-            f"the request may have {size} bytes of ids and text with its output, and a stream that can be "
-            f"resumed {MAX_RESUMABLE_BYTES} at most: send a shorter prompt, fewer sequences, or a smaller "
-            "'max_tokens'",
+            f"the request may have {size} bytes of ids, text and images with its output, and a stream that "
+            f"can be resumed {MAX_RESUMABLE_BYTES} at most: send a shorter prompt, fewer sequences, or a "
+            "smaller 'max_tokens'",
             param=RESUMABLE,
         )
     resumable = Resumable(key, form, ids[0], len(ids))

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
-import msgspec
-
 from frontend.api.chat.endpoint import check_message_count
 from frontend.api.chat.prompts import ChatPrompts
 from frontend.api.generation.caller import Caller
@@ -13,7 +11,7 @@ from frontend.api.generation.endpoint import ParsedRequest
 from frontend.api.generation.prompts import Prompt
 from frontend.api.messages.input import MessagesReader
 from frontend.api.messages.renderer import MessagesRenderer
-from frontend.api.messages.schema import COUNT, MESSAGES, CountRequest, CountResponse, MessagesRequest
+from frontend.api.messages.schema import COUNT, MESSAGES, CountRequest, MessagesRequest
 from frontend.api.models.service import ModelService
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.api.schemas.structured_output import JsonSchemaFormat, ResponseFormat
@@ -72,12 +70,12 @@ class MessagesEndpoint:
             warnings=warnings,
         )
 
-    def count_tokens(self, body: bytes) -> bytes:
-        """The number of prompt tokens, as JSON; runs in any thread. Raises RequestError."""
+    def counted_prompt(self, body: bytes) -> Prompt:
+        """The prompt of a body of count_tokens; runs in any thread. Raises RequestError."""
         request, warnings = COUNT.decode(body, self._lenient)
         self._models.check(request.model)
         (prompt,) = self._prompt(request, warnings, MAX_EXCESS_TOKENS)
-        return msgspec.json.encode(CountResponse(len(prompt.ids)))
+        return prompt
 
     def _prompt(self, request: CountRequest, warnings: list[str], excess: int = 0) -> list[Prompt]:
         check_message_count(len(request.messages), self._inputs.max_model_len, "messages")

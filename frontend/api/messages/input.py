@@ -14,6 +14,8 @@ from frontend.api.messages.schema import (
     TOOL,
     TURN,
     CountRequest,
+    ImageBlock,
+    ImageSource,
     RedactedThinkingBlock,
     TextBlock,
     Thinking,
@@ -24,6 +26,7 @@ from frontend.api.messages.schema import (
 from frontend.api.schemas.fields import type_of
 from frontend.api.schemas.tools import Function
 from frontend.errors import RequestError
+from frontend.images.image_parts import image_part
 
 __all__ = ["MessagesReader"]
 
@@ -97,24 +100,25 @@ class MessagesReader:
         if turn.role == ASSISTANT:
             yield where, _assistant(block for _, block in blocks)
             return
-        texts = []
+        others = []
         for field, block in blocks:  # results first: they belong to the calls before
             if isinstance(block, ToolResultBlock):
                 yield field, self._result(block, field)
             else:
-                texts.append(block.text)
-        if texts or not blocks:
-            yield where, Message(role=turn.role, content="\n".join(texts))
+                others.append((field, block))
+        if others or not blocks:
+            yield where, Message(role=turn.role, content=_content(others))
 
     def _result(self, block: ToolResultBlock, where: str) -> Message:
-        content = block.content or ""
-        if not isinstance(content, str):
-            parts = [
-                self._block(raw, f"{where}content[{index}].", "text") for index, raw in enumerate(content)
-            ]
-            content = "\n".join(part.text for part in parts)
+        given = block.content or ""
+        if isinstance(given, str):
+            content: str | list[dict[str, Any]] = given
+        else:
+            fields = [f"{where}content[{index}]." for index in range(len(given))]
+            blocks = [self._block(raw, at, *_RESULT) for at, raw in zip(fields, given, strict=True)]
+            content = _content([*zip(fields, blocks, strict=True)])
         if block.is_error:
-            content = f"Error: {content}"
+            content = _as_error(content)
         return Message(role="tool", content=content, tool_call_id=block.tool_use_id)
 
     def _block(self, raw: msgspec.Raw, where: str, *kinds: str) -> Any:
@@ -160,8 +164,34 @@ class MessagesReader:
         return functions
 
 
-_USER = ("text", "tool_result")
+_RESULT = ("text", "image")
+_USER = (*_RESULT, "tool_result")
 _ASSISTANT = ("text", "tool_use", "thinking", "redacted_thinking")
+
+
+def _content(blocks: Sequence[tuple[str, TextBlock | ImageBlock]]) -> str | list[dict[str, Any]]:
+    """Text, or parts in the form of chat completions if there are images."""
+    if all(isinstance(block, TextBlock) for _, block in blocks):
+        return "\n".join(block.text for _, block in blocks if isinstance(block, TextBlock))
+    return [
+        {"type": "text", "text": block.text}
+        if isinstance(block, TextBlock)
+        else image_part(_url(block.source, f"{field}source"))
+        for field, block in blocks
+    ]
+
+
+def _url(source: ImageSource, field: str) -> str:
+    """The data: URL of a file; a URL as it is."""
+    given = (source.media_type, source.data) if source.type == "base64" else (source.url,)
+    if None in given:
+        needed = "'media_type' and 'data'" if source.type == "base64" else "'url'"
+        raise RequestError(f"'{field}' of type {source.type!r} needs {needed}", param=field)
+    return source.url or f"data:{source.media_type};base64,{source.data}"
+
+
+def _as_error(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error:"}, *content]
 
 
 def _assistant(blocks: Iterator[Any]) -> Message:

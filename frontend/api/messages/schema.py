@@ -93,6 +93,22 @@ class TextBlock(msgspec.Struct, frozen=True):
     text: str
 
 
+class ImageSource(msgspec.Struct, frozen=True):
+    """A file in base64, or where one is."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(msgspec.Struct, frozen=True):
+    """An image."""
+
+    type: str
+    source: ImageSource
+
+
 class ToolUseBlock(msgspec.Struct, frozen=True):
     """A call that the model made."""
 
@@ -191,6 +207,7 @@ COUNT = Schema(CountRequest, _NEUTRAL, _HARMLESS, _NESTED)
 TURN = Schema(Turn, {}, frozenset())
 BLOCKS: dict[str, Schema[Any]] = {
     "text": Schema(TextBlock, {"citations": ([],)}, _CACHE),
+    "image": Schema(ImageBlock, {}, _CACHE, {"source": Schema(ImageSource, {}, frozenset())}),
     "tool_use": Schema(ToolUseBlock, {}, _CACHE | {"caller"}),
     "tool_result": Schema(ToolResultBlock, {}, _CACHE),
     "thinking": Schema(ThinkingBlock, {}, _CACHE | {"signature"}),

@@ -12,6 +12,7 @@ from frontend.api.chat.schema import Message
 from frontend.api.chat.tools import check_name, check_tools
 from frontend.api.responses.schema import (
     CUSTOM_TOOL,
+    IMAGE_PART,
     ITEMS,
     PARTS,
     TOOL,
@@ -24,12 +25,14 @@ from frontend.api.responses.schema import (
 from frontend.api.schemas.fields import type_of
 from frontend.api.schemas.tools import Function
 from frontend.errors import RequestError
+from frontend.images.image_parts import image_part
 
 __all__ = ["ItemReader", "tool_choice"]
 
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _MESSAGE_PARTS = ("input_text", "output_text", "text")
+_IMAGE = "input_image"
 
 
 class ItemReader:
@@ -95,7 +98,8 @@ class ItemReader:
         """Append an item. What the model wrote in one reply is one message."""
         match item:
             case MessageItem(role=role) if role != ASSISTANT:
-                turns.append((where, Message(role=role, content=self._text(item.content, where + "content"))))
+                read = self._text if role in _SYSTEM_ROLES else self._content
+                turns.append((where, Message(role=role, content=read(item.content, where + "content"))))
             case MessageItem():
                 text = self._text(item.content, where + "content")
                 _reply(turns, where, ("content",)).content = text
@@ -109,13 +113,26 @@ class ItemReader:
                 custom = {"name": item.name, "arguments": {"input": item.input}}
                 _add_call(_reply(turns, where, ()), item.call_id, custom)
             case FunctionOutputItem(call_id=call_id):
-                text = self._text(item.output, where + "output")
-                turns.append((where, Message(role="tool", content=text, tool_call_id=call_id)))
+                content = self._content(item.output, where + "output")
+                turns.append((where, Message(role="tool", content=content, tool_call_id=call_id)))
 
     def _text(self, content: str | Sequence[msgspec.Raw], field: str) -> str:
         if isinstance(content, str):
             return content
         return "\n".join(self._part(raw, f"{field}[{i}].", _MESSAGE_PARTS) for i, raw in enumerate(content))
+
+    def _content(self, content: str | Sequence[msgspec.Raw], field: str) -> str | list[dict[str, Any]]:
+        """Text, or parts in the form of chat completions if there are images."""
+        if isinstance(content, str) or not any(_is_image(raw, field) for raw in content):
+            return self._text(content, field)
+        return [self._chat_part(raw, f"{field}[{index}].") for index, raw in enumerate(content)]
+
+    def _chat_part(self, raw: msgspec.Raw, where: str) -> dict[str, Any]:
+        if not _is_image(raw, where):
+            return {"type": "text", "text": self._part(raw, where, (*_MESSAGE_PARTS, _IMAGE))}
+        part, left_out = IMAGE_PART.decode(bytes(raw), self._lenient, where)
+        self._warnings += left_out
+        return image_part(part.image_url, part.detail)
 
     def _reasoning(self, item: ReasoningItem, where: str) -> str:
         if item.encrypted_content and not item.content:
@@ -137,6 +154,10 @@ class ItemReader:
         part, left_out = PARTS.decode(bytes(raw), self._lenient, where)
         self._warnings += left_out
         return part.text
+
+
+def _is_image(raw: msgspec.Raw, where: str) -> bool:
+    return type_of(raw, where) == _IMAGE
 
 
 def tool_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:

@@ -129,6 +129,15 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str
 
 
+class ImagePart(msgspec.Struct, frozen=True):
+    """An image of a message or a result."""
+
+    type: str
+    image_url: str
+    """A data: URL."""
+    detail: str | None = None
+
+
 class Tool(msgspec.Struct, frozen=True):
     """A function."""
 
@@ -242,5 +251,6 @@ ITEMS: dict[str, Schema[Any]] = {
 }
 """By the type of an item of the input."""
 PARTS = Schema(TextPart, {}, frozenset({"annotations", "logprobs"}))
+IMAGE_PART = Schema(ImagePart, {"file_id": ()}, frozenset())
 TOOL = Schema(Tool, {"defer_loading": (False,)}, frozenset())
 CUSTOM_TOOL = Schema(CustomTool, {"defer_loading": (False,)}, frozenset(), {"format": None})

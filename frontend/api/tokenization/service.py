@@ -4,7 +4,10 @@ import msgspec
 
 from frontend.api.chat.endpoint import ChatEndpoint
 from frontend.api.chat.schema import ChatRequest
+from frontend.api.generation.prompt_images import PromptImages
+from frontend.api.generation.prompts import Prompt
 from frontend.api.messages.endpoint import MessagesEndpoint
+from frontend.api.messages.schema import CountResponse
 from frontend.api.models.service import ModelService
 from frontend.api.tokenization.schema import (
     DETOKENIZE,
@@ -40,7 +43,10 @@ class TokenizationService:
         chat: ChatEndpoint,
         messages: MessagesEndpoint,
         executor: TextExecutor,
+        images: PromptImages | None = None,
     ):
+        """`images` is None for a model that takes none."""
+        self._images = images
         self._inputs = inputs
         self._models = models
         self._chat = chat
@@ -49,7 +55,11 @@ class TokenizationService:
 
     async def tokenize(self, body: bytes) -> bytes:
         """Token ids of a text or a conversation. Raises RequestError for an invalid body."""
-        return await self._executor.run(len(body), lambda: self._tokenize(body))
+        request, _ = await self._executor.run(len(body), lambda: TOKENIZE.decode(body, lenient=False))
+        prompt = await self._executor.run(len(body), lambda: self._prompt(request))
+        if self._images is not None:
+            prompt = await self._images.prompt(prompt, MAX_EXCESS_TOKENS)
+        return await self._executor.run(len(body), lambda: self._tokenized(prompt.ids, request))
 
     async def detokenize(self, body: bytes) -> bytes:
         """The text of ids. Raises RequestError for ids outside the vocabulary."""
@@ -57,12 +67,12 @@ class TokenizationService:
 
     async def count_tokens(self, body: bytes) -> bytes:
         """The number of prompt tokens of /v1/messages. Raises RequestError for an invalid body."""
-        return await self._executor.run(len(body), lambda: self._messages.count_tokens(body))
+        prompt = await self._executor.run(len(body), lambda: self._messages.counted_prompt(body))
+        if self._images is not None:
+            prompt = await self._images.prompt(prompt, MAX_EXCESS_TOKENS)
+        return msgspec.json.encode(CountResponse(len(prompt.ids)))
 
-    def _tokenize(self, body: bytes) -> bytes:
-        request, _ = TOKENIZE.decode(body, lenient=False)
-        self._models.check(request.model)
-        ids = self._ids(request)
+    def _tokenized(self, ids: list[int], request: TokenizeRequest) -> bytes:
         names = [self._tokenizer().token_text(i) for i in ids] if request.return_token_strs else None
         return msgspec.json.encode(
             TokenizeResponse(
@@ -85,17 +95,19 @@ class TokenizationService:
             DetokenizeResponse(decode(tokenizer, request.tokens, skip_special_tokens=False))
         )
 
-    def _ids(self, request: TokenizeRequest) -> list[int]:
+    def _prompt(self, request: TokenizeRequest) -> Prompt:
+        self._models.check(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("send either 'prompt' or 'messages'", param="prompt")
         if request.prompt is None:
             chat = ChatRequest(**{name: getattr(request, name) for name in _CHAT_FIELDS})
             chat.add_special_tokens = request.add_special_tokens
-            return self._chat.prompt_ids(chat)
+            return self._chat.tokenized_prompt(chat)
         for name in _CHAT_FIELDS:
             if getattr(request, name) is not None:
                 raise RequestError(f"'{name}' belongs to 'messages', not to 'prompt'", param=name)
-        return self._inputs.encode(request.prompt, request.add_special_tokens is not False, MAX_EXCESS_TOKENS)
+        add_special_tokens = request.add_special_tokens is not False
+        return Prompt(self._inputs.encode(request.prompt, add_special_tokens, MAX_EXCESS_TOKENS))
 
     def _tokenizer(self) -> Tokenizer:
         if self._inputs.tokenizer is None:

@@ -23,6 +23,7 @@ class RotaryEmbedding(nn.Module):
 
     cos_sin_PR: torch.Tensor
     query_scale_P1: torch.Tensor | None
+    _axes_R: torch.Tensor | None
 
     def __init__(self, head_dim: int, rope: Rope | None, build: BuildContext, interleaved: bool = False):
         """`interleaved`: pairs are neighbouring features (GPT-J), not features of both halves (NeoX).
@@ -40,17 +41,48 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_PR", table.to(build.device))
         scale_P1 = None if rope is None else _query_scale(rope, build.max_positions)
         self.register_buffer("query_scale_P1", None if scale_P1 is None else scale_P1.to(build.device))
+        axes_R = None if rope is None else _axes(rope, len(frequencies))
+        self.register_buffer("_axes_R", None if axes_R is None else axes_R.repeat(2).to(build.device))
 
     def table(self) -> torch.Tensor:
         """Each position's cosines, then its sines, float32 [P, R]."""
         return self.cos_sin_PR
 
     def forward(self, positions_T: torch.Tensor) -> Rotation:
+        """The angles at `positions_T`; those of images have three, [3, T]: time, row and column."""
+        if positions_T.ndim > 1:
+            return self._by_axis(positions_T)
         cos_T1R, sin_T1R = rotation_at(self.cos_sin_PR, positions_T, self._interleaved)
         scale_T1 = None
         if self.query_scale_P1 is not None:
             scale_T1 = self.query_scale_P1.index_select(0, positions_T)
         return Rotation(cos_T1R, sin_T1R, self._interleaved, scale_T1)
+
+    def _by_axis(self, positions_3T: torch.Tensor) -> Rotation:
+        """Each feature pair turns by the position on its own axis."""
+        axes_R = self._axes_R
+        assert axes_R is not None, "images need mrope_section"
+        tables_3TR = self.cos_sin_PR[positions_3T]
+        axes_1TR = axes_R.expand(1, *tables_3TR.shape[1:])
+        table_TR = tables_3TR.gather(0, axes_1TR)[0]
+        tokens_T = torch.arange(len(table_TR), device=table_TR.device)
+        return Rotation(*rotation_at(table_TR, tokens_T, self._interleaved), self._interleaved)
+
+
+def _axes(rope: Rope, pairs: int) -> torch.Tensor | None:
+    """The axis of each feature pair, in turns as far as each axis has pairs left; None without sections.
+
+    Raises ValueError for sections that are not interleaved.
+    """
+    sections = rope.get("mrope_section")
+    if sections is None:
+        return None
+    if rope.get("mrope_interleaved") is False:
+        raise ValueError("rope_parameters with mrope_section, but not mrope_interleaved, are not supported")
+    axes_R = torch.zeros(pairs, dtype=torch.int64)
+    for axis in (1, 2):
+        axes_R[axis : 3 * sections[axis] : 3] = axis
+    return axes_R
 
 
 def _query_scale(rope: Rope, positions: int) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ import pytest
 
 from frontend.api.chat.messages import decode_messages, template_messages
 from frontend.errors import RequestError
+from frontend.images.image_parts import ImageParts
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.template_source import TemplateSource
 
@@ -36,7 +37,8 @@ def read(
     warnings: list[str] = []
     raw = [msgspec.Raw(json.dumps(message).encode()) for message in messages]
     turns = decode_messages(raw, lenient, warnings)
-    return template_messages(turns, ChatTemplate(text, {}), lenient, warnings), warnings
+    images = ImageParts("this model reads text alone")
+    return template_messages(turns, ChatTemplate(text, {}), lenient, warnings, images), warnings
 
 
 def refusal(text: str, *messages: dict[str, Any]) -> RequestError:
@@ -181,9 +183,10 @@ def test_refusals_of_the_assistant_are_text() -> None:
 
 def test_other_parts_are_refused_by_their_type() -> None:
     image = {"type": "image_url", "image_url": {"url": "x"}}
-    for lenient in (False, True):
-        with pytest.raises(RequestError, match="image_url.*parts of type 'text' only"):
-            read(PLAIN, {"role": "user", "content": [image]}, lenient=lenient)
+    for other, why in ((image, "is an image, and this model reads text alone"), ({"type": "x"}, "type 'x'")):
+        for lenient in (False, True):
+            with pytest.raises(RequestError, match=why):
+                read(PLAIN, {"role": "user", "content": [other]}, lenient=lenient)
 
 
 def test_arguments_that_nest_too_deeply() -> None:

@@ -28,6 +28,7 @@ WEATHER: dict[str, Any] = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
     "cache_control": {"type": "ephemeral"},
 }
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}}
 ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 4096, "messages": [USER]}
 
 
@@ -190,7 +191,8 @@ def test_count_tokens(sdk: anthropic.Anthropic) -> None:
         ({"messages": []}, "'messages' must hold"),
         ({"messages": [{"role": "user", "content": "q " * 150_000}]}, "maximum context length"),
         ({"color": 1}, "'color'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "is an image"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0].source"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role"),

@@ -1,10 +1,10 @@
-"""A process that has loaded xgrammar and the vocabulary, and forks itself for each grammar.
+"""A process that has loaded its libraries, and forks itself for each piece of work.
 
-    parent -> control socket: file descriptors, the first of them a new socket, for each grammar
+    parent -> control socket: file descriptors, the first of them a new socket, for each piece
     fork   <- that socket: what its module says
 
-So a grammar can crash, hang or exhaust nothing but its fork: the kernel ends it by its limits on time and
-memory. A fork has 4 MiB of its own, besides its grammar.
+So a piece can crash, hang or exhaust nothing but its fork: the kernel ends it by its limits on time and
+memory. A fork has 4 MiB of its own, besides its work.
 """
 
 import array
@@ -15,13 +15,9 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-from atom.shared.config.checkpoint import Checkpoint
-from workers.grammar.vocabulary import tokenizer_info
-
-if TYPE_CHECKING:
-    import xgrammar
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _MAX_DESCRIPTORS = 2
@@ -40,22 +36,21 @@ class ForkLimits:
 
 def serve_forks(
     control: socket.socket,
-    checkpoint: Checkpoint,
+    loaded: T,
     limits: ForkLimits,
-    serve: Callable[[socket.socket, list[int], "xgrammar.TokenizerInfo"], None],
+    serve: Callable[[socket.socket, list[int], T], None],
 ) -> None:
     """Fork for each socket that the parent passes, until it closes the control socket.
 
-    `serve` runs in the fork with that socket and the other descriptors; the fork ends after it. xgrammar
-    imports torch and transformers, which takes seconds: the first grammar waits for that.
+    `serve` runs in the fork with that socket, the other descriptors and what is `loaded`; the fork ends
+    after it.
     """
-    info = tokenizer_info(checkpoint)
     own_pid = os.getpid()
     running: set[int] = set()
     while descriptors := _next_descriptors(control):
         _reap(running, limits.parallel)
         if (pid := os.fork()) == 0:
-            _serve_and_exit(descriptors, limits.memory, own_pid, info, serve)
+            _serve_and_exit(descriptors, limits.memory, own_pid, loaded, serve)
         running.add(pid)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -84,8 +79,8 @@ def _serve_and_exit(
     descriptors: list[int],
     memory: int,
     parent: int,
-    info: "xgrammar.TokenizerInfo",
-    serve: Callable[[socket.socket, list[int], "xgrammar.TokenizerInfo"], None],
+    loaded: T,
+    serve: Callable[[socket.socket, list[int], T], None],
 ) -> None:
     status = 1
     try:
@@ -93,7 +88,7 @@ def _serve_and_exit(
         if os.getppid() == parent:  # otherwise it died before prctl
             resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + memory,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            serve(socket.socket(fileno=descriptors[0]), descriptors[1:], info)
+            serve(socket.socket(fileno=descriptors[0]), descriptors[1:], loaded)
             status = 0
     finally:
         os._exit(status)

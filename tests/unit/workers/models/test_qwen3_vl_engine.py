@@ -1,0 +1,173 @@
+"""Images in a whole engine: chunks, prefix cache, eviction, preemption, drafts, recorded steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from atom.shared.config.speculative import SpeculativeConfig
+from atom.shared.messages.engine import AddRequest, Sampling, pack_ids
+from tests.helpers.core_driver import GREEDY
+from tests.helpers.tiny_models import checkpoint_of, engine_config, place
+from tests.helpers.vision_models import Processed, build, hf_follows, picture, processed, prompt, save
+from tests.helpers.whole_engine import WholeEngine
+from workers.worker import Worker
+
+COUNT = 10
+WIDE, OTHER = (processed(picture(90, 33, seed)) for seed in (0, 1))
+TALL, SMALL = (processed(picture(*size)) for size in ((20, 70), (16, 17)))
+LOOK, WHY = [5, 6, 7, 8, 9], [11, 12, 13, 14, 15, 16]
+LARGEST = max(image.num_tokens for image in (WIDE, TALL, SMALL))
+ALL = 1 << 10
+
+each = pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])
+
+
+class Tiny(NamedTuple):
+    directory: Path
+    groups: int
+    model: torch.nn.Module
+
+    def engine(
+        self,
+        blocks: int = 400,
+        budget: int = 16,
+        image_tokens: int = ALL,
+        speculative: SpeculativeConfig | None = None,
+        capture_sizes: str = "[]",
+    ) -> WholeEngine:
+        config = engine_config()
+        device = replace(
+            config.device, cudagraph_capture_sizes=capture_sizes, cudagraph_mode="FULL_DECODE_ONLY"
+        )
+        config = replace(config, device=device, speculative=speculative or config.speculative)
+        worker = Worker(config, checkpoint_of(self.directory), place(), lambda *progress: None)
+        return WholeEngine(worker, [blocks] * self.groups, budget, image_tokens=image_tokens)
+
+    def follows(self, output: list[int], *parts: Processed | list[int]) -> list[int]:
+        """`output` if transformers continues the prompt so."""
+        assert len(output) == COUNT
+        images = [part for part in parts if isinstance(part, Processed)]
+        return hf_follows(self.model, prompt(*parts)[0], images, output)
+
+
+Saved = Callable[[str], Tiny]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    @cache
+    def make(model_type: str) -> Tiny:
+        model, directory = build(model_type), tmp_path_factory.mktemp(model_type)
+        save(model, directory)
+        return Tiny(directory, 1 + (model_type == "qwen3_5"), model)
+
+    return make
+
+
+def add(engine: WholeEngine, number: int, *parts: Processed | list[int], n: int = 1) -> None:
+    ids, images = prompt(*parts)
+    engine.add(number, ids, COUNT, n=n, images=images)
+
+
+def check(tiny: Tiny, engine: WholeEngine, requests: Sequence[Sequence[Processed | list[int]]]) -> None:
+    """Run the requests, numbered from 0, and compare what they generate."""
+    engine.run()
+    for number, parts in enumerate(requests):
+        output = engine.outputs[number]
+        assert not output.error
+        assert output.token_ids == tiny.follows(output.token_ids, *parts)
+
+
+@each
+def test_a_batch_in_chunks_and_its_prefixes(model_type: str, saved: Saved) -> None:
+    tiny = saved(model_type)
+    engine = tiny.engine()
+    first, text, other = (LOOK, WIDE, WHY, TALL, SMALL, LOOK), (LOOK, WHY), (LOOK, OTHER, WHY)
+    add(engine, 0, *first, n=2)
+    add(engine, 2, *text)
+    add(engine, 3, *other)
+    check(tiny, engine, [first, first, text, other])
+    assert engine.num_encoded == 4
+    # The same ids stand for another image: nothing but the text before it is shared.
+    assert engine.outputs[3].cached_tokens < len(LOOK)
+    # Within a block the image is followed by other text: the cached prefix ends inside the image.
+    changed = (LOOK, WIDE, LOOK)
+    add(engine, 4, *changed)
+    check(tiny, engine, [first, first, text, other, changed])
+    if model_type == "qwen3_vl":
+        assert len(LOOK) + 1 < engine.outputs[4].cached_tokens < len(LOOK) + 1 + WIDE.num_tokens
+    assert engine.num_encoded == 4
+
+
+@each
+def test_more_images_than_the_workers_hold(model_type: str, saved: Saved) -> None:
+    tiny = saved(model_type)
+    engine = tiny.engine(budget=64, image_tokens=LARGEST)
+    requests = [(LOOK, WIDE, WHY), (TALL, WIDE, LOOK), (WHY, SMALL, TALL, SMALL)]
+    for number, parts in enumerate(requests):
+        add(engine, number, *parts)
+    check(tiny, engine, requests)
+    assert len(engine._worker._images._features) <= 3
+
+
+@each
+def test_preemption(model_type: str, saved: Saved) -> None:
+    tiny = saved(model_type)
+    parts = (LOOK, SMALL, WHY)
+    length = len(prompt(*parts)[0])
+    engine = tiny.engine(blocks=2 * -(-(length + COUNT) // 4) + 2, budget=64)
+    for number in range(3):
+        add(engine, number, [20 + number], *parts)
+    check(tiny, engine, [([20 + number], *parts) for number in range(3)])
+    assert engine.core.stats().preemptions
+
+
+@each
+@pytest.mark.parametrize("drafts", [False, True])
+def test_drafts_and_recorded_steps(drafts: bool, model_type: str, saved: Saved) -> None:
+    tiny = saved(model_type)
+    method = SpeculativeConfig("ngram", 3, 4, 1) if drafts else None
+    engine = tiny.engine(budget=64, speculative=method, capture_sizes="[1,2,4]")
+    requests = [(LOOK, WIDE, WHY), (WHY, LOOK), (SMALL, LOOK, TALL)]
+    for number, parts in enumerate(requests):
+        add(engine, number, *parts)
+    check(tiny, engine, requests)
+
+
+def test_sampled_with_a_seed_in_any_batch(saved: Saved) -> None:
+    tiny = saved("qwen3_vl")
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5)
+    ids, images = prompt(LOOK, TALL, WHY)
+    found = []
+    for others in (0, 2):
+        engine = tiny.engine(budget=32)
+        for other in range(others):
+            add(engine, 1 + other, [other + 3], WIDE)
+        engine.add(0, ids, COUNT, sampling=sampling, images=images)
+        engine.run()
+        found.append(engine.outputs[0].token_ids)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"start": 200}, "after the prompt"),
+        ({"key": b"short"}, "no place"),
+        ({"pixels": b"123"}, "has 3 bytes"),
+        ({"rows": 1 << 20}, "larger than"),
+    ],
+)
+def test_an_image_that_does_not_fit_its_request(change: dict[str, Any], error: str, saved: Saved) -> None:
+    """Such a request fails alone."""
+    engine = saved("qwen3_vl").engine()
+    ids, images = prompt(LOOK, SMALL)
+    image = msgspec.structs.replace(images[0], **change)
+    refusal = engine.core.add(AddRequest([0], pack_ids(ids), COUNT, GREEDY, images=[image]), b"a")
+    assert refusal is not None and error in refusal.finished[0].message

@@ -1,0 +1,158 @@
+"""Where the images of the batch's rows are, and the positions that RoPE has because of them.
+
+An image of r x c tokens takes as many positions as its longer side: its tokens have the position of the first
+one in time, and their own in row and column. So what follows an image is closer than its index says:
+
+    index           0 1 2 | 3 4 5 6 7 8 | 9 10        an image of 2 x 3 tokens
+    time            0 1 2 | 3 3 3 3 3 3 | 6 7
+    row             0 1 2 | 3 3 3 4 4 4 | 6 7
+    column          0 1 2 | 3 4 5 3 4 5 | 6 7
+    offset          0       0             -3          of tokens that are not in an image
+
+T tokens of a step, M of them in images, N rows of the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from atom.shared.messages.images import RowImage
+from atom.shared.messages.worker import NewRow
+from atom_ops import to_device
+from workers.batch.block_table import BatchLimits
+from workers.batch.group_rows import Rows
+from workers.layers.context import ImageTokens
+
+Features = Callable[[bytes], torch.Tensor]
+"""The features [tokens, L, D] of the image with a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of a step on the host, row by row."""
+
+    rows: Rows
+    starts: Rows
+    counts: Rows
+    past_tokens: Rows
+    """The step's tokens before the row's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What images change in a step."""
+
+    positions: torch.Tensor
+    """Those of RoPE, int64: [T], or [3, T] with tokens in images."""
+    tokens: ImageTokens | None
+    """None without tokens in images."""
+
+
+class _Places:
+    """The images of one row, in order."""
+
+    def __init__(self, images: Sequence[RowImage]):
+        self.images = images
+        self.starts = np.array([image.start for image in images])
+        self.ends = np.array([image.start + image.rows * image.columns for image in images])
+        saved = [max(image.rows, image.columns) - image.rows * image.columns for image in images]
+        self.offsets = np.concatenate(([0], np.cumsum(saved)))
+        """Before the first image, and after each."""
+
+
+class ImageRows:
+    """The images of each row of the batch."""
+
+    def __init__(self, limits: BatchLimits, device: torch.device, features: Features):
+        self._device = device
+        self._features = features
+        self._places: dict[int, _Places] = {}
+        self._offsets = np.zeros(limits.max_rows + 1, np.int64)
+        self.offsets_N = torch.zeros(limits.max_rows + 1, dtype=torch.int64, device=device)
+        """RoPE position minus index of the tokens that each row generates; also of the padding row."""
+
+    def admit(self, new: NewRow) -> None:
+        """Take over the images of a new request."""
+        self._places.pop(new.row, None)
+        offset = 0
+        if new.images:
+            self._places[new.row] = places = _Places(new.images)
+            offset = int(places.offsets[-1])
+        if offset != self._offsets[new.row]:
+            self._offsets[new.row] = offset
+            self.offsets_N[new.row] = offset
+
+    def prefills(self, rows: Rows, decodes: NDArray[np.bool_]) -> bool:
+        """Whether a row with images computes tokens of its prompt."""
+        return any(row in self._places for row in rows[~decodes].tolist()) if self._places else False
+
+    def any(self, rows: Rows) -> bool:
+        """Whether RoPE positions of tokens that these rows generate differ from their indices."""
+        return bool(self._offsets[rows].any())
+
+    def positions(self, positions_S: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        """RoPE positions [S] of tokens that R rows generate, each the same number of them."""
+        offsets_R = self.offsets_N.index_select(0, rows_R)
+        return (positions_S.view(len(rows_R), -1) + offsets_R[:, None]).view(-1)
+
+    def see(self, step: StepTokens, positions_T: torch.Tensor) -> Seen | None:
+        """What images change in a step; None: nothing. `positions_T` are the indices, on the device.
+
+        Raises KeyError for an image whose features were not computed.
+        """
+        affected = [index for index, row in enumerate(step.rows.tolist()) if row in self._places]
+        if not affected:
+            return None
+        offsets = np.zeros(len(positions_T), np.int64)
+        found = _Found([], [], [])
+        for index in affected:
+            places = self._places[int(step.rows[index])]
+            first, start = int(step.past_tokens[index]), int(step.starts[index])
+            count = int(step.counts[index])
+            passed = np.searchsorted(places.ends, np.arange(start, start + count), side="right")
+            offsets[first : first + count] = places.offsets[passed]
+            for number, image in enumerate(places.images):
+                low, high = (
+                    max(start, int(places.starts[number])),
+                    min(start + count, int(places.ends[number])),
+                )
+                if low < high:
+                    position = image.start + int(places.offsets[number])
+                    found.add(
+                        image, position, slice(low - image.start, high - image.start), first + low - start
+                    )
+        rope_T = positions_T + self._upload(offsets)
+        if not found.keys:
+            return Seen(rope_T, None)
+        columns = np.concatenate(found.columns, axis=1)
+        tokens_M, *axes = self._upload(columns)
+        rope_3T = rope_T.repeat(3, 1)
+        rope_3T[:, tokens_M] = torch.stack(axes)
+        parts = [self._features(key)[part] for key, part in zip(found.keys, found.parts, strict=True)]
+        return Seen(rope_3T, ImageTokens(tokens_M, torch.cat(parts)))
+
+    def _upload(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        return to_device(numbers, self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The parts of images that a step computes."""
+
+    keys: list[bytes]
+    parts: list[slice]
+    """Which of the image's tokens."""
+    columns: list[NDArray[np.int64]]
+    """Index in the step, then position in time, row and column [4, tokens]."""
+
+    def add(self, image: RowImage, position: int, part: slice, token: int) -> None:
+        """Add a part that begins at a token of the step, of an image that begins at a RoPE position."""
+        self.keys.append(image.key)
+        self.parts.append(part)
+        numbers = np.arange(part.start, part.stop)
+        rows, columns = position + numbers // image.columns, position + numbers % image.columns
+        tokens = token + numbers - part.start
+        self.columns.append(np.stack((tokens, np.full_like(numbers, position), rows, columns)))

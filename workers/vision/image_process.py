@@ -1,0 +1,106 @@
+"""`python -m workers.vision.image_process`: makes pixels of image files, started by a frontend.
+
+A frontend does not import torch, which transformers' image processors do, and decoders of images read what
+strangers send. So each file is decoded and scaled in a fork (`workers.forks`), whose time and memory the
+kernel bounds; and once, not on every rank: a step of the workers does not wait for it.
+
+    fork   <- ImageFile,  -> PreparedImage; the socket is closed without one if the fork was ended
+"""
+
+import hashlib
+import io
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atom.shared.config.checkpoint import ImageSettings
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.images import (
+    KEY_BYTES,
+    MAX_FILE_BYTES,
+    MAX_FILE_PIXELS,
+    ImageFile,
+    ImageProcessLaunch,
+    PreparedImage,
+)
+from atom.shared.utils.errors import one_line
+from atom.shared.utils.logger import setup_logging
+from atom.shared.utils.process import read_launch
+from workers.checkpoint.image_settings import pixel_limits, processor_settings
+from workers.forks import ForkLimits, serve_forks
+
+if TYPE_CHECKING:
+    from transformers import Qwen2VLImageProcessorPil
+
+# Before numpy and torch start pools of threads, which a fork would not have.
+os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+_MAX_MEMORY = 1 << 30  # that a fork may allocate
+_NICE = 10  # preparing gives way to the steps of the engine
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Formats that clients send; Pillow's decoders of others are not offered to strangers."""
+
+
+def main() -> None:
+    """Serve until the parent closes the control socket."""
+    launch = read_launch(ImageProcessLaunch)
+    setup_logging("images")
+    os.nice(_NICE)
+    settings = launch.checkpoint.images
+    assert settings is not None, "only models that take images have this process"
+
+    def serve(connection: socket.socket, _: list[int], processor: "Qwen2VLImageProcessorPil") -> None:
+        signal.setitimer(signal.ITIMER_PROF, launch.cpu_s)
+        signal.alarm(launch.deadline_s)
+        with connection.makefile("rwb") as stream:
+            file = Decoder[ImageFile](ImageFile).decode(stream.read())
+            stream.write(encode(prepared(file.content, processor, settings)))
+
+    processor = make_processor(Path(launch.checkpoint.directory), settings)
+    limits = ForkLimits(_MAX_MEMORY, launch.max_parallel)
+    serve_forks(socket.socket(fileno=launch.control_fd), processor, limits, serve)
+
+
+def make_processor(directory: Path, settings: ImageSettings) -> "Qwen2VLImageProcessorPil":
+    """transformers' processor of a checkpoint, which scales and cuts; the workers normalise."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    stated: dict[str, Any] = processor_settings(directory)
+    kept = {name: value for name, value in stated.items() if name not in ("min_pixels", "max_pixels")}
+    size = {"shortest_edge": pixel_limits(stated)[0], "longest_edge": settings.max_pixels}
+    made = kept | {"size": size, "do_rescale": False, "do_normalize": False}
+    return Qwen2VLImageProcessorPil.from_dict(made)
+
+
+def prepared(content: bytes, processor: "Qwen2VLImageProcessorPil", settings: ImageSettings) -> PreparedImage:
+    """The pixels of a file, or why it cannot be used."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    if len(content) > MAX_FILE_BYTES:
+        return PreparedImage(error=f"it has {len(content)} bytes, and at most {MAX_FILE_BYTES} are possible")
+    Image.MAX_IMAGE_PIXELS = None  # checked here, with an error instead of a warning
+    try:
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as file:
+            width, height = file.size
+            if width * height > MAX_FILE_PIXELS:
+                return PreparedImage(
+                    error=f"it has {width} x {height} pixels, and at most {MAX_FILE_PIXELS} are possible"
+                )
+            image = ImageOps.exif_transpose(file).convert("RGB")
+        found = processor(images=image, return_tensors="np")
+    except UnidentifiedImageError:
+        return PreparedImage(error=f"it is not an image of a known format ({', '.join(_FORMATS)})")
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow's, of a damaged file; of a shape like a line
+        return PreparedImage(error=one_line(error, OSError, SyntaxError, ValueError))
+    _, rows, columns = found["image_grid_thw"][0].tolist()
+    frames = found["pixel_values"].reshape(rows * columns, 3, -1, settings.patch**2)
+    pixels = frames[:, :, 0].astype("uint8").tobytes()
+    tokens = rows // settings.merge, columns // settings.merge
+    key = hashlib.blake2b(repr(tokens).encode() + pixels, digest_size=KEY_BYTES).digest()
+    return PreparedImage(key, *tokens, pixels)
+
+
+if __name__ == "__main__":
+    main()
