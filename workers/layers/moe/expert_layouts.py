@@ -97,6 +97,35 @@ PER_EXPERT = PerExpert()
 PER_EXPERT_OR_STACKED = PerExpert(or_stacked=True)
 
 
+class InputsFirst(ExpertLayout):
+    """Llama 4: all experts stacked in one tensor, inputs before outputs, gate before up.
+
+    gate_up_proj [X, D, 2F]   down_proj [X, F, D]
+    """
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return ("gate_up_proj", "down_proj")
+
+    def matrix(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
+        rows, columns = sizes.matrix(part)
+        name, stored_rows = ("down_proj", rows) if part == "down" else ("gate_up_proj", 2 * rows)
+        tensor = CheckpointTensor(name, ((sizes.experts, columns, stored_rows),), expert)
+        return replace(shard, tensor=tensor, reading=ReadDecoded(partial(_transposed_part, part, rows)))
+
+    def bias(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
+        raise ValueError("biases of experts whose inputs come first are not supported")
+
+    def check(self, scheme: Scheme, path: str) -> None:
+        if scheme.in_checkpoint is not PLAIN.tensors:
+            raise ValueError(
+                f"{path}: the experts of Llama 4 in {scheme.name} are not supported: use a plain checkpoint"
+            )
+
+
+INPUTS_FIRST = InputsFirst()
+
+
 class Interleaved(ExpertLayout):
     """GPT-OSS: all experts stacked in one tensor, rows of gate and up interleaved.
 
@@ -146,6 +175,10 @@ def _half(part: Part, interleaved: Tensor) -> Tensor:
 
 def _transposed(matrix: Tensor) -> Tensor:
     return matrix.t()
+
+
+def _transposed_part(part: Part, rows: int, stacked: Tensor) -> Tensor:
+    return stacked.t()[rows:] if part == "up" else stacked.t()[:rows]
 
 
 def _transposed_half(part: Part, interleaved_D2F: Tensor) -> Tensor:
