@@ -41,6 +41,10 @@ class AttentionConfig:
     """Sliding window in tokens; 0: none."""
     sinks: bool
     """Whether the layers have attention sinks."""
+    soft_cap: bool = False
+    """Whether the layers cap their scores."""
+    chunked: bool = False
+    """Whether the window begins at its last multiple: see `AttentionRule`."""
 
 
 class AttentionBackend(ABC):

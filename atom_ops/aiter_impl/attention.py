@@ -33,7 +33,10 @@ class FlashCache:
 
 
 class AiterAttention(AttentionBackend):
-    """Layers with a cache in the compute dtype, with or without sliding window and sinks."""
+    """Layers with a cache in the compute dtype, with or without sliding window and sinks.
+
+    Layers with capped scores or chunked windows run by the other kernels of the device.
+    """
 
     name = "aiter"
     needs = NEEDS
@@ -45,6 +48,8 @@ class AiterAttention(AttentionBackend):
         return (
             takes_dtype(config.dtype)
             and config.kv_dtype == config.dtype
+            and not config.soft_cap
+            and not config.chunked
             and config.block_size.bit_count() == 1
             and config.head_dim % 8 == 0
             and config.head_dim <= _WIDEST_HEAD

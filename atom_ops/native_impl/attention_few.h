@@ -35,13 +35,27 @@ template <typename T> struct Queries {
     int64_t group, count;
     int64_t position;  // the first token's, in the context
     int64_t window;
+    bool chunked;  // the window begins at its last multiple
 
     const T* in(int64_t token) const { return q + token * q_stride; }
     T* result(int64_t token) const { return out + token * out_stride; }
     // What a token sees of the context.
     int64_t last(int64_t token) const { return position + token; }
     int64_t first(int64_t token) const {
+        if (window > 0 && chunked) return last(token) / window * window;
         return window > 0 && last(token) >= window ? last(token) - window + 1 : 0;
+    }
+};
+
+// Scores s become scale * s, and with a cap then cap * tanh(scale * s / cap).
+struct Scores {
+    float scale, cap;
+
+    void apply_cap(float* scores, int count, float factor) const {
+        const float doubled = 2.0f * factor / cap;
+#pragma omp simd
+        for (int i = 0; i < count; ++i)
+            scores[i] = cap - 2.0f * cap / (exponential(scores[i] * doubled) + 1.0f);
     }
 };
 
@@ -125,7 +139,7 @@ template <int WIDTH> struct Query<BFloat16, WIDTH, true> {
 // COUNT query heads of one key/value head over the keys and values of `count` tokens, rounded up to
 // TOGETHER; `keys` has AHEAD more, to be fetched.
 template <typename T, int WIDTH, int COUNT>
-void attend(const T* q, const T* const* keys, int64_t value_offset, int count, float scale,
+void attend(const T* q, const T* const* keys, int64_t value_offset, int count, Scores rule,
             HeadState<WIDTH>* states) {
     constexpr int PARTS = WIDTH / LANES, LINE = 64 / int(sizeof(T));
     typedef Query<T, WIDTH, WIDTH % (2 * LANES) == 0> HeadQuery;
@@ -143,12 +157,13 @@ void attend(const T* q, const T* const* keys, int64_t value_offset, int count, f
                 for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(four[t + AHEAD] + i, 0, 2);
             }
             const HeadQuery& query = queries[n];
-            const Quarter sums = scale * sums_of(query.times(known[0]), query.times(known[1]),
+            const Quarter sums = rule.scale * sums_of(query.times(known[0]), query.times(known[1]),
                                                  query.times(known[2]), query.times(known[3]));
             std::memcpy(&scores[n][token], &sums, sizeof sums);
         }
     }
     for (int n = 0; n < COUNT; ++n) {
+        if (rule.cap > 0.0f) rule.apply_cap(scores[n], count, 1.0f);
         const float rescale = states[n].softmax.add(scores[n], count);
         for (int i = 0; i < PARTS; ++i) states[n].sum[i] *= rescale;
     }
@@ -168,15 +183,15 @@ void attend(const T* q, const T* const* keys, int64_t value_offset, int count, f
 }
 
 template <typename T, int WIDTH>
-void attend_group(const T* q, const T* const* keys, int64_t value_offset, int count, float scale,
+void attend_group(const T* q, const T* const* keys, int64_t value_offset, int count, Scores rule,
                   HeadState<WIDTH>* states, int64_t heads) {
     while (heads > 0) {
         const int64_t taken = heads < HEADS ? heads : HEADS;
         switch (taken) {
-            case 1: attend<T, WIDTH, 1>(q, keys, value_offset, count, scale, states); break;
-            case 2: attend<T, WIDTH, 2>(q, keys, value_offset, count, scale, states); break;
-            case 3: attend<T, WIDTH, 3>(q, keys, value_offset, count, scale, states); break;
-            default: attend<T, WIDTH, HEADS>(q, keys, value_offset, count, scale, states);
+            case 1: attend<T, WIDTH, 1>(q, keys, value_offset, count, rule, states); break;
+            case 2: attend<T, WIDTH, 2>(q, keys, value_offset, count, rule, states); break;
+            case 3: attend<T, WIDTH, 3>(q, keys, value_offset, count, rule, states); break;
+            default: attend<T, WIDTH, HEADS>(q, keys, value_offset, count, rule, states);
         }
         q += taken * WIDTH, states += taken, heads -= taken;
     }
@@ -199,7 +214,7 @@ template <typename T, int WIDTH> void finish(HeadState<WIDTH>& state, const T* s
 // Each token with the query heads of `kv_heads` key/value heads. All of them take a chunk before the next
 // one, so that memory is read in its order.
 template <typename T, int WIDTH>
-void attend_each(const Queries<T>& queries, const Context<T>& context, float scale, int64_t kv_heads) {
+void attend_each(const Queries<T>& queries, const Context<T>& context, Scores rule, int64_t kv_heads) {
     const int64_t group = queries.group;
     const T* keys[CHUNK + AHEAD];
     for (int64_t token = 0; token < queries.count; ++token) {
@@ -213,7 +228,7 @@ void attend_each(const Queries<T>& queries, const Context<T>& context, float sca
             for (int n = known; n < filled; ++n) keys[n] = keys[known - 1];
             for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
                 attend_group<T, WIDTH>(queries.in(token) + kv_head * group * WIDTH, keys,
-                                       context.value_offset, count, scale, states.data() + kv_head * group,
+                                       context.value_offset, count, rule, states.data() + kv_head * group,
                                        group);
                 for (int n = 0; n < filled; ++n) keys[n] += WIDTH;
             }

@@ -131,7 +131,7 @@ template <int SIZE> struct LaneSoftmax {
 // VECTORS * LANES queries of one key/value head, number `from` and those after it; numbers go through the
 // heads of a token, then the tokens.
 template <typename T, int WIDTH, int VECTORS>
-void attend_tile(const Queries<T>& queries, const Context<T>& context, float scale, int64_t from) {
+void attend_tile(const Queries<T>& queries, const Context<T>& context, Scores rule, int64_t from) {
     typedef Products<T> P;
     typedef typename P::Word Word;
     constexpr int SIZE = VECTORS * LANES;
@@ -166,6 +166,11 @@ void attend_tile(const Queries<T>& queries, const Context<T>& context, float sca
         multiply<P, VECTORS>(keys[0], WIDTH / P::VALUES, 1, (const Vector*)right, WIDTH / P::VALUES,
                              (Vector*)scores, rows, nullptr);
         const bool all_seen = start >= softmax.first[SIZE - 1] && start + count - 1 <= softmax.last[0];
+        float scale = rule.scale;
+        if (rule.cap > 0.0f) {
+            rule.apply_cap(scores[0], count * SIZE, scale);
+            scale = 1.0f;
+        }
         softmax.add(scores[0], start, count, scale, all_seen, factor);
         for (int key = 0; key < count; key += P::VALUES) {
             // A word of the last key alone has it twice, the second time with weight 0.
@@ -197,12 +202,12 @@ void attend_tile(const Queries<T>& queries, const Context<T>& context, float sca
 
 // The tile that starts with query number `from`.
 template <typename T, int WIDTH>
-void attend_tile(const Queries<T>& queries, const Context<T>& context, float scale, int64_t from) {
+void attend_tile(const Queries<T>& queries, const Context<T>& context, Scores rule, int64_t from) {
     const int64_t left = queries.count * queries.group - from;
-    if (left > 3 * LANES) return attend_tile<T, WIDTH, 4>(queries, context, scale, from);
-    if (left > 2 * LANES) return attend_tile<T, WIDTH, 3>(queries, context, scale, from);
-    if (left > LANES) return attend_tile<T, WIDTH, 2>(queries, context, scale, from);
-    return attend_tile<T, WIDTH, 1>(queries, context, scale, from);
+    if (left > 3 * LANES) return attend_tile<T, WIDTH, 4>(queries, context, rule, from);
+    if (left > 2 * LANES) return attend_tile<T, WIDTH, 3>(queries, context, rule, from);
+    if (left > LANES) return attend_tile<T, WIDTH, 2>(queries, context, rule, from);
+    return attend_tile<T, WIDTH, 1>(queries, context, rule, from);
 }
 
 }  // namespace

@@ -139,7 +139,7 @@ template <typename T, int WIDTH>
 void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table, int64_t table_stride,
                  const int32_t* contexts, const int32_t* starts, const T* sinks, T* out, int64_t rows,
                  int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t window,
-                 float scale) {
+                 bool chunked, Scores rule) {
     const int64_t group = heads / kv_heads;
     std::memset(out, 0, tokens * heads * WIDTH * sizeof(T));  // padding tokens get zeros
     const std::vector<Task> tasks = attention_tasks(starts, rows, kv_heads, group);
@@ -158,11 +158,12 @@ void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table
                                  group,
                                  count,
                                  contexts[task.row] - count,
-                                 window};
+                                 window,
+                                 chunked};
         if (task.from == NO_TILE)
-            attend_each<T, WIDTH>(queries, context, scale, task.kv_heads);
+            attend_each<T, WIDTH>(queries, context, rule, task.kv_heads);
         else
-            attend_tile<T, WIDTH>(queries, context, scale, task.from);
+            attend_tile<T, WIDTH>(queries, context, rule, task.from);
     }
 }
 
@@ -203,12 +204,12 @@ KERNEL(rotate_and_write)(const void* qkv, int64_t qkv_stride, const float* cos, 
     case WIDTH:                                                                                            \
         return attend_rows<T, WIDTH>((const T*)q, q_stride, (const T*)kv, table, table_stride, contexts,   \
                                      starts, (const T*)sinks, (T*)out, rows, tokens, heads, kv_heads,      \
-                                     block_size, window, scale);
+                                     block_size, window, chunked != 0, Scores{scale, cap});
 
 KERNEL(attend)(const void* q, int64_t q_stride, const void* kv, const int32_t* table, int64_t table_stride,
                const int32_t* contexts, const int32_t* starts, const void* sinks, void* out, int64_t rows,
                int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t block_size,
-               int64_t window, float scale) {
+               int64_t window, int64_t chunked, float scale, float cap) {
     switch (width) { ATTEND(16) ATTEND(64) ATTEND(80) ATTEND(128) ATTEND(256) }
 }
 

@@ -245,6 +245,17 @@ def test_windows_and_sinks(chip: str) -> None:
 
 
 @chips
+def test_soft_caps_and_chunks(chip: str) -> None:
+    """With the heads of Gemma 2 and Llama 4."""
+    triton_impl.load()
+    with compiling_for(CHIPS[chip]) as compiled:
+        for split_tokens in (0, BATCH_INVARIANT_SPLIT):
+            attention(8, 4, 256, AttentionRule(0.1, 4096, soft_cap=50.0), split_tokens)
+            attention(40, 8, 128, AttentionRule(0.1, 8192, chunked=True), split_tokens)
+    check(compiled, chip)
+
+
+@chips
 def test_every_plan_and_tile_of_linear(chip: str) -> None:
     triton_impl.load()
     from atom_ops.triton_impl.linear import batch_invariant, linear

@@ -1,4 +1,4 @@
-"""Tiny GGUF files of Llama and Qwen models, with tensors of any type."""
+"""Tiny GGUF files of any architecture without experts, as llama.cpp writes them, with tensors of any type."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +37,9 @@ class Sizes:
 
 
 SMALL = Sizes()
+_ROTATES_NEIGHBOURS = ("llama", "granite", "smollm3", "mistral3")
+_ADDS_ONE = ("gemma2", "gemma3")
+"""Architectures whose norms are stored with 1 added."""
 
 
 def hf_weights(tied: bool = False, sizes: Sizes = SMALL, kind: str = "llama") -> dict[str, np.ndarray]:
@@ -96,7 +99,7 @@ def write_gguf(
     """A file with these weights. `types`: of quantized matrices; K- and I-quants have random blocks."""
     architecture = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), None)
     names = gguf.get_tensor_name_map(architecture or gguf.MODEL_ARCH.LLAMA, sizes.layers)
-    if kind == "llama":
+    if kind in _ROTATES_NEIGHBOURS:
         weights = {name: _as_in_file(name, array, sizes) for name, array in weights.items()}
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(sizes.layers)
@@ -117,6 +120,8 @@ def write_gguf(
     writer.add_chat_template("{{ messages }}")
     for key, value in more.items():
         getattr(writer, key)(value)
+    if kind in _ADDS_ONE:
+        weights = {name: array + np.float32(name.endswith("norm.weight")) for name, array in weights.items()}
     for name, array in weights.items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         wanted = types.get(name) if isinstance(types, Mapping) else types

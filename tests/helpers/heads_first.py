@@ -39,7 +39,7 @@ class HeadsFirst(AttentionBackend):
         return device.type == "cpu"
 
     def supports(self, config: AttentionConfig) -> bool:
-        return config.kv_dtype == config.dtype and not config.window
+        return config.kv_dtype == config.dtype and not config.window and not config.soft_cap
 
     def bytes_per_block(self, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return 2 * block_size * kv_heads * head_dim * dtype.itemsize

@@ -77,18 +77,21 @@ ROWS = {
     "deepseek_v4": "deepseek-v4",
     "kimi_linear": "kimi-linear-odd-heads",
     "smollm3": "smollm3-odd-gqa-biases-windows",
+    "gemma2": "gemma2-odd-gqa-biases-windows",
     "gemma3_text": "gemma3-odd-gqa-biases-linear-rope",
     "phi3": "phi3-odd-gqa-tied-window-longrope",
     "granite": "granite-odd-gqa-biases-tied",
     "granitemoehybrid": "granite4-odd-gqa-biases-tied-without-rope",
     "olmo2": "olmo2-odd-gqa-biases",
     "olmo3": "olmo3-odd-gqa-biases",
+    "llama4_text": "llama4-odd-gqa-biases-dense",
     "ministral": "ministral-odd-gqa-tied",
     "ministral3": "ministral3-odd-gqa-tied-window",
 }
 """Family -> its row of the tiny models. Two ranks have unequal shares of most, three can share all."""
 _WITHOUT_EXPERTS = (
-    *("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3_text", "phi3", "granite", "granitemoehybrid"),
+    *("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "phi3", "granite"),
+    "granitemoehybrid",
     *("olmo2", "olmo3", "ministral", "ministral3", "qwen3_5_text"),
 )
 _IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")

@@ -38,11 +38,13 @@ class Step:
         device: torch.device = CPU,
         window: int = 0,
         sinks: bool = False,
+        soft_cap: float = 0.0,
+        chunked: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
         self.heads, self.kv_heads, self.dtype = heads, kv_heads, dtype
         sinks_H = (2 * torch.randn(heads, generator=generator)).to(dtype).to(device) if sinks else None
-        self.rule = atom_ops.AttentionRule(0.2, window, sinks_H)
+        self.rule = atom_ops.AttentionRule(0.2, window, sinks_H, soft_cap, chunked)
         self.device = device
         self.block_size = block_size
         self.query_lens = np.array(query_lens, np.int32)
@@ -58,7 +60,7 @@ class Step:
         self.rows: list[tuple[Tensor, Tensor]] = []
         used = 0
         for row, (count, length) in enumerate(zip(needed, context_lens, strict=True)):
-            seen = max(length - query_lens[row] - window + 1, 0) if window else 0
+            seen = self._first_seen(length - query_lens[row])
             live = slice(seen // block_size, count)
             self.table[row, live] = blocks[used : used + count][live]
             used += count
@@ -78,8 +80,9 @@ class Step:
 
     def work(self) -> tuple[attention_plan.WorkItems, ...]:
         return self.plan().work_items(
-            self.heads, self.kv_heads, self.block_size, self.dtype, self.rule.window
-        )
+            self.heads, self.kv_heads, self.block_size, self.dtype, self.rule.window,
+            chunked=self.rule.chunked,
+        )  # fmt: skip
 
     def run(self) -> Tensor:
         return atom_ops.paged_attention(self.q, self.cache, self.plan(), self.rule)
@@ -91,13 +94,23 @@ class Step:
             keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
             q = self.q[first : first + count].double().cpu()
             scores = torch.einsum("qhe,khe->hqk", q, keys) * self.rule.scale
+            if cap := self.rule.soft_cap:
+                scores = cap * torch.tanh(scores / cap)
             hidden = torch.ones(count, len(k)).triu(len(k) - count + 1).bool()
-            if self.rule.window:
-                hidden |= torch.ones(count, len(k)).tril(len(k) - count - self.rule.window).bool()
+            for query in range(count):
+                hidden[query, : self._first_seen(len(k) - count + query)] = True
             weights = self._softmax(scores.masked_fill(hidden, -torch.inf))
             out.append(torch.einsum("hqk,khe->qhe", weights, values))
             first += count
         return torch.cat(out)
+
+    def _first_seen(self, position: int) -> int:
+        """The first token that the query at `position` sees."""
+        if not self.rule.window:
+            return 0
+        if self.rule.chunked:
+            return position - position % self.rule.window
+        return max(position - self.rule.window + 1, 0)
 
     def _softmax(self, scores_HQC: Tensor) -> Tensor:
         """Sinks are appended to a row's scores, and dropped after the softmax."""

@@ -85,11 +85,11 @@ def _continuation(model: torch.nn.Module, prompt: list[int], greedy: Greedy) -> 
 
 
 def windows(config: Any) -> list[int | None]:
-    """Sliding window of each layer, as transformers reads this configuration."""
-    width = getattr(config, "sliding_window", None)
+    """Sliding window or chunk of each layer, as transformers reads this configuration."""
+    width = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     everywhere = "sliding_attention" if width else "full_attention"
     kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
-    return [width if kind == "sliding_attention" else None for kind in kinds]
+    return [width if kind in ("sliding_attention", "chunked_attention") else None for kind in kinds]
 
 
 def problems(continuations: list[Greedy], widths: list[int | None]) -> list[str]:

@@ -154,6 +154,13 @@ _GEMMA3 = _NO_TOKENS | {
         "full_attention": _DEFAULT_ROPE | {"rope_theta": 1e6},
     },
 }
+_GEMMA2 = _NO_TOKENS | {
+    "sliding_window": 22,
+    "query_pre_attn_scalar": 1,
+    "attn_logit_softcapping": 6.0,
+    "final_logit_softcapping": 2.0,
+    "tie_word_embeddings": True,
+}
 _PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
               "long_factor": [1.0, 1.5, 2.5, 6.0]}  # fmt: skip
@@ -213,6 +220,16 @@ _DEEPSEEK_V4 = _NO_TOKENS | {
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
     "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
 }
+_LLAMA4 = _NO_TOKENS | {
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "intermediate_size": 28,
+    "intermediate_size_mlp": 100,
+    "attention_chunk_size": 45,
+    "floor_scale": 20,
+    "attn_scale": 0.5,
+}
+_SCOUT_ROPE = _LLAMA3_ROPE | {"factor": 16.0, "high_freq_factor": 1.0}
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 
 TINY_MODELS = [
@@ -307,6 +324,12 @@ TINY_MODELS = [
     Tiny("smollm3-odd-gqa-biases-windows", "smollm3", 1,
          _NO_TOKENS | _ODD_HEADS | {"attention_bias": True, "mlp_bias": True, "use_sliding_window": True,
                                     "sliding_window": 22, "no_rope_layers": [0, 1, 0]}),
+    Tiny("gemma2", "gemma2", 1, _GEMMA2 | _MHA_TIED),
+    Tiny("gemma2-odd-gqa-biases-windows", "gemma2", 2,
+         _GEMMA2 | _ODD_HEADS | {"attention_bias": True, "tie_word_embeddings": False, "sliding_window": 33,
+                                 "final_logit_softcapping": None, "attn_logit_softcapping": 4.0,
+                                 "layer_types": ["full_attention"] + ["sliding_attention"] * 2},
+         embedding=1.0),
     Tiny("gemma3", "gemma3_text", 6, _GEMMA3 | _MHA_TIED),
     Tiny("gemma3-odd-gqa-biases-linear-rope", "gemma3_text", 8,
          _GEMMA3 | _ODD_HEADS | {"attention_bias": True, "query_pre_attn_scalar": 2, "num_hidden_layers": 4,
@@ -361,6 +384,12 @@ TINY_MODELS = [
                                         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
          scale=1.2),
     Tiny("deepseek-v4", "deepseek_v4", 1, _DEEPSEEK_V4),
+    Tiny("llama4", "llama4_text", 1, _LLAMA4 | {"rope_parameters": _SCOUT_ROPE}),
+    Tiny("llama4-odd-gqa-biases-dense", "llama4_text", 2,
+         _LLAMA4 | _ODD_HEADS | {"attention_bias": True, "use_qk_norm": False, "interleave_moe_layer_step": 2,
+                                 "attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1, 0],
+                                 "tie_word_embeddings": True, "attention_chunk_size": 24,
+                                 "layer_types": ["full_attention", "chunked_attention"] * 2}),
     Tiny("qwen3.5-moe", "qwen3_5_moe_text", 2, _QWEN3_NEXT),
     Tiny("qwen3.5-moe-odd-heads-biases", "qwen3_5_moe_text", 1,
          _QWEN3_NEXT | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,

@@ -41,13 +41,13 @@ from parallel.sharding import head_shard
 from workers.layers.activation import gated_linear
 from workers.layers.attention.attention import Attention, KVGroup, group_by_window
 from workers.layers.attention.cache_groups import CacheGroup
-from workers.layers.attention.rotary import Rope, RotaryEmbedding
+from workers.layers.attention.rotary import NoRope, Rope, RotaryEmbedding
 from workers.layers.attention.rotation import Rotation
 from workers.layers.attention.window import Windows
 from workers.layers.causal_lm import OTHER_MODALITIES, CausalLM, WeightedModel
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
-from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, mlp_range
+from workers.layers.linear import ColumnParallelLinear, ReorderedLinear, RowParallelLinear, mlp_range
 from workers.layers.norm import NormAcrossRanks, RMSNorm, norm_queries_and_keys
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer, consecutive
 from workers.vision.tower import VisionTower
@@ -100,14 +100,19 @@ class DecoderArgs:
     """Whether each head's queries and keys are normalised before RoPE."""
     norm_across_heads: bool = False
     """Whether the queries of all heads are normalised together before RoPE, and their keys."""
+    qk_interleaved_on_disk: bool = False
+    """Whether RoPE's pairs are neighbouring rows of the checkpoint's queries and keys (GPT-J): loading moves
+    the first ones of a head before the others (NeoX)."""
     qkv_fused_on_disk: bool = False
     """Whether the checkpoint has one matrix for queries, keys and values."""
     mlp_fused_on_disk: bool = False
     """Whether it has one matrix for gate and up."""
     windows: Windows = ()
     """Sliding window of each layer; empty: full attention in every layer."""
-    ropes: tuple[Rope | None, ...] = ()
-    """RoPE parameters of each layer, None: no RoPE in it; empty: `rope_parameters` in every layer."""
+    chunked: bool = False
+    """Whether windows do not slide: queries see the tokens from the last multiple of the window on."""
+    ropes: tuple[Rope | NoRope | None, ...] = ()
+    """RoPE parameters of each layer, or none; empty: `rope_parameters` in every layer."""
     rope_interleaved: bool = False
     """RoPE style: pairs of neighbouring features (GPT-J), or of both halves (NeoX)."""
     zero_centred_norms: bool = False
@@ -115,6 +120,10 @@ class DecoderArgs:
     norms: LayerNorms = PRE_NORMS
     attention_scale: float | None = None
     """Softmax scale; None: 1 / sqrt(head_dim)."""
+    attention_soft_cap: float = 0.0
+    """Attention scores s become cap * tanh(s / cap); 0: they stay as they are."""
+    logits_soft_cap: float = 0.0
+    """The same for the logits."""
     embedding_scale: float = 1.0
     """Factor of the embeddings, but not of a tied LM head."""
     logits_scale: float = 1.0
@@ -163,14 +172,16 @@ def kv_groups(args: DecoderArgs, build: BuildContext) -> list[KVGroup]:
     """One group for each distinct window, or for each layer with `separate_tables`."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
     windows = (*(args.windows or (None,) * args.num_hidden_layers), *(None,) * args.mtp_layers)
-    groups = group_by_window(windows, shard.kv_count, args.head_dim, build.separate_tables)
-    return [group.bound(shard.q_count, args.sinks, build) for group in groups]
+    groups = group_by_window(windows, shard.kv_count, args.head_dim, build.separate_tables, args.chunked)
+    capped = args.attention_soft_cap > 0
+    return [group.bound(shard.q_count, args.sinks, build, capped) for group in groups]
 
 
 def kv_group(args: DecoderArgs, layers: Sequence[int], build: BuildContext) -> KVGroup:
     """The group of `layers` with full attention."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
-    return KVGroup(layers, shard.kv_count, args.head_dim).bound(shard.q_count, args.sinks, build)
+    group = KVGroup(layers, shard.kv_count, args.head_dim)
+    return group.bound(shard.q_count, args.sinks, build, args.attention_soft_cap > 0)
 
 
 class SelfAttention(WeightedLayer):
@@ -190,7 +201,12 @@ class SelfAttention(WeightedLayer):
         kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
         qkv = consecutive([q, kv, kv]) if args.qkv_fused_on_disk else [q, kv, kv]
         inputs = args.attention_inputs or args.hidden_size
-        self.qkv_proj = ColumnParallelLinear(inputs, qkv, args.qkv_bias, build.at("qkv_proj"))
+        at = build.at("qkv_proj")
+        if args.qk_interleaved_on_disk:
+            order = _halves_first(q.size + kv.size, kv.size, head_dim)
+            self.qkv_proj: ColumnParallelLinear = ReorderedLinear(inputs, qkv, args.qkv_bias, at, order)
+        else:
+            self.qkv_proj = ColumnParallelLinear(inputs, qkv, args.qkv_bias, at)
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build.at("o_proj"))
         self.q_norm: RMSNorm | None = self._head_norm(args, build)
         self.k_norm: RMSNorm | None = self._head_norm(args, build)
@@ -204,7 +220,7 @@ class SelfAttention(WeightedLayer):
                 "sinks", [ShardSpec((heads,), 0, ShardRange(heads, shard.q_start, shard.q_count))], build
             )
         self._q_features = q.size
-        self.attention = Attention(layer, groups, args.attention_scale)
+        self.attention = Attention(layer, groups, args.attention_scale, args.attention_soft_cap)
 
     @staticmethod
     def _head_norm(args: DecoderArgs, build: BuildContext) -> RMSNorm | None:
@@ -241,6 +257,12 @@ class SelfAttention(WeightedLayer):
         if self.q_norm is None or self.k_norm is None or isinstance(self.q_norm, NormAcrossRanks):
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+
+def _halves_first(rotated: int, others: int, head_dim: int) -> torch.Tensor:
+    """The rows of `rotated` features, of each head the even ones, then the odd ones; then `others`."""
+    pairs = torch.arange(rotated).view(-1, head_dim // 2, 2)
+    return torch.cat((pairs.transpose(1, 2).flatten(), torch.arange(rotated, rotated + others)))
 
 
 def _repeated_heads(heads: int, kv_heads: int, build: BuildContext) -> int:
@@ -542,6 +564,7 @@ class DecoderLM(CausalLM):
             args.hidden_size,
             build.at("lm_head"),
             self.model.embed_tokens if tied else None,
+            args.logits_soft_cap,
         )
         self.unused_on_disk = (*_ROPE_TABLES, *(("lm_head.weight",) if tied else ()), *OTHER_MODALITIES)
 

@@ -66,13 +66,20 @@ class VocabEmbedding(WeightedLayer):
 class LMHead(Linear):
     """Maps hidden states to float32 logits over the whole vocabulary, the same on every rank.
 
-    With `tied_to` it uses that embedding's weight and loads none.
+    With `tied_to` it uses that embedding's weight and loads none. With a `soft_cap` logits x become
+    soft_cap * tanh(x / soft_cap).
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, build: BuildContext, tied_to: VocabEmbedding | None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        build: BuildContext,
+        tied_to: VocabEmbedding | None,
+        soft_cap: float = 0.0,
     ):
         super().__init__()
+        self._soft_cap = soft_cap
         self._tp = build.tp
         self._first, _ = split(vocab_size, build.tp.size, build.tp.rank)
         self._sizes = [split(vocab_size, build.tp.size, rank)[1] for rank in range(build.tp.size)]
@@ -97,8 +104,9 @@ class LMHead(Linear):
         self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
     ) -> torch.Tensor:
         """The ids that the op `sample` returns for the logits; greedy rows need no gathered logits."""
-        if not settings.any_random and self._tp.size == 1 and hidden_RD.device.type == "cpu":
-            # On a GPU `sample` reads logits faster than torch finds the largest.
+        on_cpu = hidden_RD.device.type == "cpu"
+        if not settings.any_random and self._tp.size == 1 and on_cpu and not self._soft_cap:
+            # On a GPU `sample` reads logits faster than torch finds the largest. A cap makes some equal.
             return linear_argmax(hidden_RD, self.weight)
         if settings.any_random or self._tp.size == 1:
             # Always of the same logits: a row's token must not depend on the settings of other rows.
@@ -109,4 +117,7 @@ class LMHead(Linear):
     def _shard(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Logits of this rank's part of the vocabulary."""
         # float32, because rounding logits to 16 bits makes different tokens tie.
-        return linear(hidden_RD, self.weight, None, torch.float32)
+        logits_RV = linear(hidden_RD, self.weight, None, torch.float32)
+        if self._soft_cap:
+            logits_RV = logits_RV.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits_RV

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from workers.layers.context import BuildContext
-from workers.layers.moe.expert_layouts import TRANSPOSED, ExpertLayout
+from workers.layers.moe.expert_layouts import INPUTS_FIRST, ExpertLayout
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.vision.attach import attach_tower
 from workers.vision.qwen3_vl import Qwen3VLTower
@@ -15,7 +15,7 @@ TAKES_IMAGES = True
 class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
     """With its vision tower, or the text model alone. Weights of experts always sum to one."""
 
-    expert_layout: ClassVar[ExpertLayout] = TRANSPOSED
+    expert_layout: ClassVar[ExpertLayout] = INPUTS_FIRST
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         super().__init__({**config, "norm_topk_prob": True}, build)

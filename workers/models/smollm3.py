@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from workers.layers.attention.rotary import layers_with_rope
 from workers.layers.attention.window import windows_by_type
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
@@ -27,7 +28,7 @@ class SmolLM3ForCausalLM(DecoderLM):
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         config = {**_DEFAULTS, **config}
         fields = common_fields(config)
-        has_rope = _has_rope(config)
+        has_rope = layers_with_rope(config)
         bias = config["attention_bias"]
         args = DecoderArgs(
             **fields,
@@ -38,18 +39,6 @@ class SmolLM3ForCausalLM(DecoderLM):
             windows=_windows(config, has_rope),
         )
         super().__init__(config, args, build)
-
-
-def _has_rope(config: Mapping[str, Any]) -> list[bool]:
-    """By layer. Raises ValueError for a list that is shorter than the model."""
-    layers = config["num_hidden_layers"]
-    stated = config["no_rope_layers"]
-    if stated is None:
-        return [(layer + 1) % config["no_rope_layer_interval"] != 0 for layer in range(layers)]
-    if len(stated) < layers:
-        raise ValueError(f"no_rope_layers has {len(stated)} entries for {layers} layers: state one for each")
-    # Despite its name, an entry is 1 for a layer with RoPE.
-    return [bool(each) for each in stated[:layers]]
 
 
 def _windows(config: Mapping[str, Any], has_rope: list[bool]) -> tuple[int | None, ...]:

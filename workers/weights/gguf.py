@@ -16,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -23,12 +24,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from workers.weights.gguf_blocks import KEPT, STORED, Format, decoded, in_format, joined, kept_format
+from workers.weights.gguf_families import GGUF_FAMILIES, Metadata, rope_scaling, why_refused
 
 MAX_SHARD_BYTES = 10**9
 
-# Values of general.architecture. Other families run from safetensors only: it has not been checked what
-# transformers ignores of their GGUF files.
+# Values of general.architecture whose settings transformers reads; those of others are in `gguf_families`.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_NEIGHBOURS = ("llama", *(name for name, family in GGUF_FAMILIES.items() if family.rotates_neighbours))
 
 _ROPE_FACTORS = "rope_freqs.weight"
 # GGUF files have only the divisors of the frequencies; Llama 3.1 and later derive them from these parameters.
@@ -39,6 +41,9 @@ _WHOLE_WORDS = (
     *("jina-v5-nano", "tekken"),
 )
 _GPT2_PRETOKENIZERS = ("default", "gpt-2")
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact")
+# Architectures whose SentencePiece tokenizers put no space before a text.
+_WITHOUT_PREFIX = ("gemma2", "gemma3")
 
 # Tokens of the supported families that end a sequence in llama.cpp too, whatever the metadata says: files
 # often name one end of several. The last three begin other parts of a code base.
@@ -51,7 +56,7 @@ _END_TEXTS = frozenset(
 )
 # Modules that the engine fuses: their matrices get one format.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ROTATED = ("q_proj.weight", "k_proj.weight")
+_ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 _FLOATS = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
 
 # (phase, done, total)
@@ -77,9 +82,10 @@ def convert(path: Path, directory: Path, report: Report, keep_integers: bool = T
     _write_json(directory / "generation_config.json", ids | {"eos_token_id": _ends(reader)})
     tokenizer.save_pretrained(directory)
     shards = _Shards(directory)
+    architecture = _value(reader, "general.architecture")
     for done, (name, tensor) in enumerate(tensors.items()):
         report(f"Converting {path.name}", done, len(tensors))
-        rows = _rows(name, tensor, model.config)
+        rows = _rows(name, tensor, model.config, architecture)
         for part, stored in _converted(name, rows, tensor.tensor_type, formats.get(name)).items():
             shards.add(part, stored)
     shards.close()
@@ -97,8 +103,8 @@ def _ends(reader: gguf.GGUFReader) -> list[int]:
 def _tensors_of(model: Any, reader: gguf.GGUFReader, path: Path) -> dict[str, gguf.ReaderTensor]:
     """The file's tensors by the model's names. Raises ValueError unless it has exactly the model's."""
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    architecture = numbers[_value(reader, "general.architecture")]
-    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    architecture = _value(reader, "general.architecture")
+    names = gguf.get_tensor_name_map(numbers[architecture], model.config.num_hidden_layers)
     held = {tensor.name: tensor for tensor in reader.tensors}
     found = {}
     for name, wanted in model.state_dict().items():
@@ -108,7 +114,8 @@ def _tensors_of(model: Any, reader: gguf.GGUFReader, path: Path) -> dict[str, gg
         if tensor is None or tuple(map(int, reversed(tensor.shape))) != tuple(wanted.shape):
             raise ValueError(f"{path.name} lacks {name} in the shape that transformers expects")
         found[name] = tensor
-    if unused := held.keys() - {_ROPE_FACTORS}:
+    family = GGUF_FAMILIES.get(architecture)
+    if unused := held.keys() - ({_ROPE_FACTORS} if family is None else family.settings):
         raise ValueError(f"{path.name} holds a tensor {min(unused)!r}, which is not supported")
     return found
 
@@ -129,13 +136,16 @@ def _formats(tensors: Mapping[str, gguf.ReaderTensor]) -> dict[str, Format]:
     return formats
 
 
-def _rows(name: str, tensor: gguf.ReaderTensor, config: Any) -> np.ndarray:
-    """The tensor in the file's type, its rows in the order of transformers."""
-    if config.model_type != "llama" or not name.endswith(_ROTATED):
+def _rows(name: str, tensor: gguf.ReaderTensor, config: Any, architecture: str) -> np.ndarray:
+    """The tensor in the file's type, as transformers has it: the order of its rows, the offset of a norm."""
+    family = GGUF_FAMILIES.get(architecture)
+    if family is not None and family.norm_offset and name.endswith("norm.weight"):
+        return np.asarray(tensor.data - np.float32(family.norm_offset))
+    if architecture not in _NEIGHBOURS or not name.endswith(_ROTATED):
         return tensor.data
     # llama.cpp rotates neighbouring features, and transformers those of the halves of a head.
-    heads = config.num_attention_heads if name.endswith("q_proj.weight") else config.num_key_value_heads
-    pairs = tensor.data.reshape(heads, -1, 2, tensor.data.shape[1])
+    heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+    pairs = tensor.data.reshape(heads, -1, 2, *tensor.data.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.data.shape)
 
 
@@ -189,10 +199,8 @@ def _open(path: Path) -> gguf.GGUFReader:
     except (ValueError, IndexError) as error:
         raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
     architecture = _value(reader, "general.architecture", "(none)")
-    if architecture not in _ARCHITECTURES:
-        raise ValueError(
-            f"{path.name} has the architecture {architecture}; supported: {', '.join(_ARCHITECTURES)}"
-        )
+    if why := why_refused(architecture, _ARCHITECTURES):
+        raise ValueError(f"{path.name} has {why}")
     if _value(reader, "split.count", 1) > 1:
         raise ValueError(f"{path.name} is one part of a split model; merge the parts into one file first")
     if _value(reader, f"{architecture}.expert_count", 0) > 0:
@@ -217,10 +225,19 @@ def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
         with contextlib.redirect_stderr(io.StringIO()), _read_once(reader), torch.device("meta"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(**source, **add_bos)
             _complete_tokenizer(tokenizer.backend_tokenizer, reader, pre_tokenizer)
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source))
-    except (ValueError, NotImplementedError, RuntimeError, KeyError) as error:
+            model = AutoModelForCausalLM.from_config(_model_config(reader, source))
+    except (ValueError, NotImplementedError, RuntimeError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"{path.name} cannot be expanded: {' '.join(str(error).split())}") from error
     return tokenizer, model
+
+
+def _model_config(reader: gguf.GGUFReader, source: Mapping[str, Any]) -> Any:
+    """transformers' configuration of the file's model."""
+    architecture = _value(reader, "general.architecture")
+    if architecture not in GGUF_FAMILIES:
+        return AutoConfig.from_pretrained(**source)
+    settings = dict(GGUF_FAMILIES[architecture].config(Metadata(reader, architecture)))
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
 @contextlib.contextmanager
@@ -244,10 +261,11 @@ def _read_once(reader: gguf.GGUFReader) -> Iterator[None]:
 def _complete_tokenizer(backend: Any, reader: gguf.GGUFReader, pre_tokenizer: str) -> None:
     """Set what transformers leaves out for this `pre_tokenizer` (tokenizer.ggml.pre)."""
     if _value(reader, "tokenizer.ggml.model") != "gpt2":
-        if not _value(reader, "tokenizer.ggml.add_space_prefix", True):
-            raise ValueError("add_space_prefix = false is not supported")
+        stated = bool(_value(reader, "tokenizer.ggml.add_space_prefix", True))
+        if stated == (_value(reader, "general.architecture") in _WITHOUT_PREFIX):
+            raise ValueError(f"add_space_prefix = {str(stated).lower()} is not supported")
         return
-    if pre_tokenizer == "smollm":
+    if pre_tokenizer in _SINGLE_DIGITS:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
@@ -281,6 +299,9 @@ def _config(reader: gguf.GGUFReader, model: Any, formats: Mapping[str, Format]) 
 def _rope(reader: gguf.GGUFReader, config: Any) -> dict[str, Any]:
     """rope_parameters with the file's scaling, which transformers does not read."""
     plain: dict[str, Any] = config.rope_parameters
+    architecture = _value(reader, "general.architecture")
+    if architecture in GGUF_FAMILIES:
+        return plain
     factors = [torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == _ROPE_FACTORS]
     if factors:
         scaled = plain | _LLAMA3_ROPE | {"rope_type": "llama3", "factor": float(factors[0].max())}
@@ -290,12 +311,7 @@ def _rope(reader: gguf.GGUFReader, config: Any) -> dict[str, Any]:
         if not torch.allclose(unscaled / factors[0], frequencies, rtol=1e-3):
             raise ValueError("the GGUF's rotary frequency factors are not those of Llama 3: not supported")
         return scaled
-    prefix = f"{config.model_type}.rope.scaling"
-    if (kind := _value(reader, f"{prefix}.type", "none")) == "none":
-        return plain
-    original = _value(reader, f"{prefix}.original_context_length", config.max_position_embeddings)
-    factor = _value(reader, f"{prefix}.factor", 1.0)
-    return plain | {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    return plain | rope_scaling(Metadata(reader, architecture))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -28,42 +28,63 @@ class AttentionRule:
     """Sliding window: tokens that a query sees, itself included; 0: no window."""
     sinks_H: Tensor | None = None
     """Attention sinks: an extra score for each query head, not scaled, in the softmax's denominator."""
+    soft_cap: float = 0.0
+    """Scores s become soft_cap * tanh(s / soft_cap), before the mask; 0: they stay as they are."""
+    chunked: bool = False
+    """The window does not slide: a query sees the tokens from the last multiple of `window` on."""
 
 
-def _masked_case(heads: int, kv_heads: int, queries: int, mask_queries: int) -> Case:
-    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+def _masked_case(heads: int, kv_heads: int, queries: int, mask_queries: int, soft_cap: float = 0.0) -> Case:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float]:
         q = torch.randn(3, heads, queries, 32, generator=generator).to(dtype)
         k, v = torch.randn(2, 3, kv_heads, 40, 32, generator=generator).to(dtype)
         hidden = torch.rand(3, 1, mask_queries, 40, generator=generator) < 0.4
         hidden[1] = True
         mask = torch.zeros(hidden.shape, dtype=dtype)
-        return q, k, v, mask.masked_fill_(hidden, torch.finfo(dtype).min / 2), 0.2
+        return q, k, v, mask.masked_fill_(hidden, torch.finfo(dtype).min / 2), 0.2, soft_cap
 
-    return Case(f"{heads}/{kv_heads}x{queries}", make)
+    return Case(f"{heads}/{kv_heads}x{queries}{f'-cap{soft_cap:g}' if soft_cap else ''}", make)
 
 
-@op([_masked_case(9, 3, 5, 5), _masked_case(4, 4, 1, 1), _masked_case(2, 2, 3, 1)], REDUCTION)
+@op(
+    [
+        _masked_case(9, 3, 5, 5),
+        _masked_case(4, 4, 1, 1),
+        _masked_case(2, 2, 3, 1),
+        _masked_case(9, 3, 5, 5, soft_cap=1.5),
+    ],
+    REDUCTION,
+)
 def masked_attention(
-    q_NHLE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, mask_N1LC: Tensor, scale: float
+    q_NHLE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, mask_N1LC: Tensor, scale: float, soft_cap: float
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q kᵀ + mask) v, and the log-sum-exp of those scores, [N, H, L] float32.
+    """softmax(capped(scale * q kᵀ) + mask) v, and the log-sum-exp of those scores, [N, H, L] float32.
 
     Query head h reads key/value head h // (H / K). The mask is finite and of q's dtype; its L
-    may be 1. Only the last dimension of each tensor must be contiguous.
+    may be 1. Only the last dimension of each tensor must be contiguous. See `AttentionRule.soft_cap`.
     """
     kv_heads = k_NKCE.shape[1]
     q_NKGLE = q_NHLE.unflatten(1, (kv_heads, -1))
-    scores = torch.matmul(q_NKGLE, k_NKCE.unsqueeze(2).mT).float() * scale + mask_N1LC.unsqueeze(2)
+    scores = torch.matmul(q_NKGLE, k_NKCE.unsqueeze(2).mT).float() * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores + mask_N1LC.unsqueeze(2)
     lse = scores.logsumexp(-1)
     weights = scores.softmax(-1).to(v_NKCE.dtype)
     return torch.matmul(weights, v_NKCE.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
 
 
 @masked_attention.provider(
-    "sdpa_cpu", needs="a CPU", supported=lambda device: device.type == "cpu", batch_invariant=False
+    "sdpa_cpu",
+    needs="a CPU",
+    supported=lambda device: device.type == "cpu",
+    supports=lambda q_NHLE, k_NKCE, v_NKCE, mask_N1LC, scale, soft_cap: not soft_cap,
+    batch_invariant=False,
 )
 def _sdpa_cpu(
-    q_NHLE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, mask_N1LC: Tensor, scale: float
+    q_NHLE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, mask_N1LC: Tensor, scale: float, soft_cap: float
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_NHLE, k_NKCE, v_NKCE, attn_mask=mask_N1LC, scale=scale
@@ -80,6 +101,8 @@ def _paged_case(
     window: int = 0,
     sinks: bool = False,
     decode_query_len: int = 1,
+    soft_cap: float = 0.0,
+    chunked: bool = False,
 ) -> Case:
     """`heads` are query heads and key/value heads."""
 
@@ -98,11 +121,13 @@ def _paged_case(
         lens = np.array([query_lens, context_lens], np.int32)
         host_table = table.numpy().astype(np.int32)
         sinks_H = torch.randn(heads[0], generator=generator).to(dtype) if sinks else None
-        rule = AttentionRule(width**-0.5, window, sinks_H)
+        rule = AttentionRule(width**-0.5, window, sinks_H, soft_cap, chunked)
         plan = plan_attention(lens[0], lens[1], host_table, device, decode_query_len=decode_query_len)
         return q, cache, plan, rule
 
-    more = f"{f'-window{window}' if window else ''}{'-sinks' if sinks else ''}{'-fp8' if fp8 else ''}"
+    kind = "chunks" if chunked else "window"
+    more = f"{f'-{kind}{window}' if window else ''}{'-sinks' if sinks else ''}{'-fp8' if fp8 else ''}"
+    more += f"-cap{soft_cap:g}" if soft_cap else ""
     more += f"-decodes{decode_query_len}" if decode_query_len > 1 else ""
     label = f"{heads[0]}/{heads[1]}x{width}-{query_lens}of{context_lens}{more}"
     return Case(label.replace(" ", ""), make)
@@ -123,6 +148,12 @@ def _paged_case(
         _paged_case([4, 4, 4], [4, 40, 700], (16, 2), 64, decode_query_len=4),
         _paged_case([5, 30, 1, 5], [300, 30, 70, 5], (16, 2), 64, window=24, sinks=True, decode_query_len=5),
         _paged_case([7, 7], [90, 7], (24, 2), 32, decode_query_len=7),
+        _paged_case([1, 70, 1], [700, 190, 17], (16, 2), 64, soft_cap=1.5),
+        _paged_case([1, 20, 1, 5], [33, 300, 700, 5], (8, 4), 256, window=24, soft_cap=1.5),
+        _paged_case([1, 9], [64, 30], soft_cap=1.5, fp8=True),
+        _paged_case([1, 70, 1, 1], [200, 190, 17, 193], (16, 2), 64, window=64, chunked=True),
+        _paged_case([1, 9, 1], [64, 30, 300], window=96, chunked=True, fp8=True),
+        _paged_case([4, 4, 4], [4, 40, 700], (16, 2), 64, window=30, chunked=True, decode_query_len=4),
     ],
     REDUCTION,
 )
@@ -133,7 +164,9 @@ def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: At
     windows of a row's new tokens are never read.
     """
     _, block_size, _, kv_heads, _ = cache.kv.shape
-    groups = plan.work_items(q_THE.shape[1], kv_heads, block_size, q_THE.dtype, rule.window)
+    groups = plan.work_items(
+        q_THE.shape[1], kv_heads, block_size, q_THE.dtype, rule.window, chunked=rule.chunked
+    )
     return in_step_order(groups, lambda items: _attend(q_THE, cache, items, rule), q_THE)
 
 
@@ -152,14 +185,14 @@ def attend_items(
 
     The result holds no padding, in the group's order.
     """
-    out, lse = item_attention(q_THE, k_NKCE, v_NKCE, items, rule.scale)
+    out, lse = item_attention(q_THE, k_NKCE, v_NKCE, items, rule.scale, rule.soft_cap)
     if rule.sinks_H is not None:
         out = _apply_sinks(out, lse, rule.sinks_H)
     return without_padding(out, items)
 
 
 def item_attention(
-    q_THE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, items: WorkItems, scale: float
+    q_THE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, items: WorkItems, scale: float, soft_cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attention of each tile to its items' keys and values, [M, L, H, E], and its log-sum-exp [M, L, H]."""
     count, _, length, _ = items.mask_N1LC.shape
@@ -170,12 +203,12 @@ def item_attention(
         # Decodes: the query heads of a group become queries of their key/value head, for G times
         # fewer and larger GEMMs.
         q_NKGE = q.reshape(count, kv_heads, -1, width)
-        out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
+        out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, scale, soft_cap)
         out = out.reshape(count, 1, heads, -1)
         lse = lse.reshape(count, 1, heads)
     else:
         q_NHLE = q.reshape(count, length, heads, width).transpose(1, 2)
-        out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
+        out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, scale, soft_cap)
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     return (out, lse) if items.tile_N is None else _merge(out, lse, items.tile_N, items.tiles)
 

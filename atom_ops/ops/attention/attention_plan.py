@@ -102,6 +102,15 @@ class _WorkKey:
     dtype: torch.dtype
     window: int
     shard: TokenShard = ALL_TOKENS
+    chunked: bool = False
+
+    def first_seen(self, positions: Ints) -> Ints:
+        """The first token that the query at each position sees."""
+        if not self.window:
+            return np.zeros_like(positions)
+        if self.chunked:
+            return positions // self.window * self.window
+        return (positions - self.window + 1).clip(min=0)
 
 
 @dataclass(frozen=True)
@@ -146,14 +155,15 @@ class AttentionPlan:
         dtype: torch.dtype,
         window: int = 0,
         shard: TokenShard = ALL_TOKENS,
+        chunked: bool = False,
     ) -> tuple[WorkItems, ...]:
         """Groups of items; each token of a row is a query of exactly one group.
 
-        Cached after the first call. `dtype` is the queries', `window` the layer's. Contexts are the
-        tokens of `shard`; `block_size` counts those in a block. Raises ValueError for a plan without
-        host rows.
+        Cached after the first call. `dtype` is the queries', `window` and `chunked` the layer's (see
+        `AttentionRule`). Contexts are the tokens of `shard`; `block_size` counts those in a block. Raises
+        ValueError for a plan without host rows.
         """
-        return self._made(_WorkKey(num_heads, num_kv_heads, block_size, dtype, window, shard))
+        return self._made(_WorkKey(num_heads, num_kv_heads, block_size, dtype, window, shard, chunked))
 
     def prompt_items(self, num_heads: int, dtype: torch.dtype) -> tuple[WorkItems, ...]:
         """Like `work_items` for a step of `whole_prompts`: slots are indices of the step's tokens."""
@@ -329,13 +339,12 @@ def _cut(rows: Ints, query_lens: Ints, first_tokens: Ints, context_lens: Ints, k
     offset = _counting(counts) * length
     owner = np.repeat(np.arange(len(rows)), counts)
     first_position = (context_lens - query_lens)[owner] + offset
-    visible = (first_position - key.window + 1).clip(min=0) if key.window else np.zeros_like(first_position)
     return _Tiles(
         length,
         rows[owner],
         first_tokens[owner] + offset,
         first_position,
-        key.shard.count(visible),
+        key.shard.count(key.first_seen(first_position)),
         np.minimum(query_lens[owner] - offset, length),
         key.shard,
     )
@@ -395,7 +404,7 @@ def _items(
     seen_NL = tiles.first_position[tile_N][:, None] + within_L
     hidden_NLC = position_NC[:, None, :] > seen_NL[:, :, None]
     if key.window:
-        hidden_NLC |= position_NC[:, None, :] <= seen_NL[:, :, None] - key.window
+        hidden_NLC |= position_NC[:, None, :] < key.first_seen(seen_NL)[:, :, None]
     mask = torch.zeros(hidden_NLC.shape, dtype=key.dtype, device=device)
     # Finite: a query that sees nothing of an item must get weight 0 in the merge, not NaN.
     mask.masked_fill_(tensor(hidden_NLC), torch.finfo(key.dtype).min / 2)

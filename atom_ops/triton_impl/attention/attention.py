@@ -192,7 +192,7 @@ def _attend_prompts(
     # Gluon for Hopper comes only with Triton for NVIDIA GPUs.
     from atom_ops.triton_impl.attention import hopper_attention
 
-    if not hopper_attention.supports(q_THE, cache):
+    if not hopper_attention.supports(q_THE, cache, rule):
         return left
     length = hopper_attention.tile_length(q_THE.shape[1], cache.kv.shape[3])
     kv = cache.kv
@@ -263,7 +263,7 @@ def _launch_decode(
         torch.empty(partials * 2, dtype=torch.float32, device=q_THE.device),
         arrival_counters(q_THE.device),
         *_strides(q_THE, cache, plan),
-        rule.scale * LOG2_E.value,
+        score_scale(rule),
         **_constants(q_THE, cache, plan, rule, config, tile),
         MERGED_AT_ONCE=MERGED_AT_ONCE,
         LEAST_BLOCKS=config.least_blocks,
@@ -281,7 +281,7 @@ def _launch_prefill(
     prefill_attention[(plan.num_tokens // tile + rows, kv_heads)](
         *_tensors(q_THE, out_THE, cache, plan, rule),
         *_strides(q_THE, cache, plan),
-        rule.scale * LOG2_E.value,
+        score_scale(rule),
         rows,
         min_tokens,
         whole_prompt,
@@ -297,6 +297,11 @@ def _splits(plan: AttentionPlan, seen: int, pairs: int, config: _KernelConfig, d
     wanted = config.programs * num_sms(device) // pairs
     least = config.tokens * config.least_blocks
     return max(1, min(wanted, triton.cdiv(min(seen, plan.max_context_len), least)))
+
+
+def score_scale(rule: AttentionRule) -> float:
+    """The kernels' factor of q kᵀ: scores are in units of log2 e, or of the soft cap."""
+    return rule.scale / rule.soft_cap if rule.soft_cap else rule.scale * LOG2_E.value
 
 
 def _tensors(
@@ -339,6 +344,8 @@ def _constants(
         "BLOCK_E": max(triton.next_power_of_2(width), 16 if cache.scale is None else 32),
         "SCALED": cache.scale is not None,
         "WINDOW": rule.window,
+        "CHUNKED": rule.chunked,
+        "SOFT_CAP": rule.soft_cap * LOG2_E.value,
         "PTX": converts_float8(q_THE.device),
         "num_warps": config.warps,
         "num_stages": config.stages,

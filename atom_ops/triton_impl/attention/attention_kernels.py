@@ -31,9 +31,15 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _first_seen(position, WINDOW: tl.constexpr, SPLIT_TOKENS: tl.constexpr):
+def oldest_seen(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first token that a query at `position` sees, in a layer with a window: see `AttentionRule`."""
+    return position // WINDOW * WINDOW if CHUNKED else position - WINDOW + 1
+
+
+@triton.jit
+def _first_seen(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPLIT_TOKENS: tl.constexpr):
     """The first token that a query at `position` sees, and where the first split or block begins."""
-    oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    oldest = tl.maximum(oldest_seen(position, WINDOW, CHUNKED), 0) if WINDOW > 0 else 0
     return oldest, oldest // SPLIT_TOKENS * SPLIT_TOKENS if SPLIT_TOKENS > 0 else oldest
 
 
@@ -49,11 +55,18 @@ def _within(token_N, oldest, stop, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def soft_capped(score, SOFT_CAP: tl.constexpr):
+    """SOFT_CAP * tanh(score), where scores come divided by the cap; SOFT_CAP is times LOG2_E."""
+    return SOFT_CAP - 2.0 * SOFT_CAP / (tl.exp2(score * (2.0 * LOG2_E)) + 1.0)
+
+
+@triton.jit
 def _attend_block(
     top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N, keys,
     scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr,
+    PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One iteration of the online softmax, over tokens start … start + BLOCK_N - 1 of the context.
 
@@ -83,10 +96,13 @@ def _attend_block(
         score_MN = score_MN * (key_scale_N * score_scale)[None, :]
     else:
         score_MN = score_MN * score_scale
+    if SOFT_CAP > 0.0:
+        score_MN = soft_capped(score_MN, SOFT_CAP)
     if MASKED:
         score_MN = tl.where(token_N[None, :] <= seen_M[:, None], score_MN, float("-inf"))
     if WINDOW > 0:
-        score_MN = tl.where(token_N[None, :] > seen_M[:, None] - WINDOW, score_MN, float("-inf"))
+        oldest_M = oldest_seen(seen_M, WINDOW, CHUNKED)
+        score_MN = tl.where(token_N[None, :] >= oldest_M[:, None], score_MN, float("-inf"))
 
     if SCALED:
         value_scale_N = tl.load(scales + kv_heads + scale_at_N)
@@ -125,7 +141,8 @@ def _attend(
     q_ME, seen_M, oldest, first, seen_by_all, stop, table, keys, scales,
     block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_E: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Maximum score, sum of weights and weighted sum of values over tokens first … stop - 1.
 
@@ -155,7 +172,8 @@ def _attend(
         top_M, unit_M, total_MN, sum_ME, odd_ME = _attend_block(
             top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N,
             keys, scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
-            WIDTH // CODES, BLOCK_SIZE, BLOCK_N, WORDS, SCALED, WINDOW, PTX, False,
+            WIDTH // CODES, BLOCK_SIZE, BLOCK_N, WORDS, SCALED, WINDOW, CHUNKED, SOFT_CAP,
+            PTX, False,
         )  # fmt: skip
     for start in range(seen_by_all, stop, BLOCK_N):
         block_N = next_block_N
@@ -163,7 +181,8 @@ def _attend(
         top_M, unit_M, total_MN, sum_ME, odd_ME = _attend_block(
             top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N,
             keys, scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
-            WIDTH // CODES, BLOCK_SIZE, BLOCK_N, WORDS, SCALED, WINDOW, PTX, True,
+            WIDTH // CODES, BLOCK_SIZE, BLOCK_N, WORDS, SCALED, WINDOW, CHUNKED, SOFT_CAP,
+            PTX, True,
         )  # fmt: skip
     if SCALED:
         sum_ME = tl.interleave(sum_ME, odd_ME) * unit_M[:, None]
@@ -303,7 +322,8 @@ def decode_attention(
     score_scale,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
     MERGED_AT_ONCE: tl.constexpr, LEAST_BLOCKS: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, R, splits), for rows of at most TILE tokens. Programs without a split come last."""
@@ -312,7 +332,7 @@ def decode_attention(
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token
     context = tl.load(contexts + row)
-    oldest, origin = _first_seen(context - length, WINDOW, SPLIT_TOKENS)
+    oldest, origin = _first_seen(context - length, WINDOW, CHUNKED, SPLIT_TOKENS)
     blocks = tl.cdiv(context - origin, BLOCK_N)
     blocks_each = _blocks_of_split(
         context, blocks, contexts, tl.num_programs(1), tl.num_programs(0), tl.num_programs(2),
@@ -336,7 +356,7 @@ def decode_attention(
         q_ME, context - length + m // GROUP, oldest, first, first, stop,
         table + row.to(tl.int64) * table_stride, kv + head * head_stride, scales + head,
         block_stride, token_stride, half_stride, tl.num_programs(0), score_scale,
-        WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, PTX,
+        WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, CHUNKED, SOFT_CAP, PTX,
     )  # fmt: skip
 
     heads = tl.num_programs(0)
@@ -360,7 +380,8 @@ def prefill_attention(
     score_scale, rows, min_tokens, whole_prompt,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tile numbers, K). The last tiles of a row take longest and are launched first.
 
@@ -391,7 +412,7 @@ def prefill_attention(
     q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
     before = context - length + tile_start
     stop = tl.minimum(before + TILE, context)
-    oldest, origin = _first_seen(before, WINDOW, SPLIT_TOKENS)
+    oldest, origin = _first_seen(before, WINDOW, CHUNKED, SPLIT_TOKENS)
     seen_by_all = origin if WINDOW > 0 else tl.maximum(before + 1, 0) // BLOCK_N * BLOCK_N
     row_table = table + row.to(tl.int64) * table_stride
 
@@ -404,7 +425,7 @@ def prefill_attention(
                 q_ME, before + m // GROUP, oldest, first, first, tl.minimum(first + SPLIT_TOKENS, stop),
                 row_table, kv + head * head_stride, scales + head,
                 block_stride, token_stride, half_stride, tl.num_programs(1), score_scale,
-                WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, PTX,
+                WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, CHUNKED, SOFT_CAP, PTX,
             )  # fmt: skip
             top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
     else:
@@ -412,7 +433,7 @@ def prefill_attention(
             q_ME, before + m // GROUP, oldest, origin, seen_by_all, stop,
             row_table, kv + head * head_stride, scales + head,
             block_stride, token_stride, half_stride, tl.num_programs(1), score_scale,
-            WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, PTX,
+            WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, CHUNKED, SOFT_CAP, PTX,
         )  # fmt: skip
     out_at_ME = ((token_M * tl.num_programs(1) * GROUP + head_M) * WIDTH)[:, None] + feature_E[None, :]
     store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)

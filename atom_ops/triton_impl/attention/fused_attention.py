@@ -22,11 +22,13 @@ from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.fused_attention import attend_projection
 from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.ops.attention.qkv import HeadNorms
-from atom_ops.triton_impl.attention.attention import MERGED_AT_ONCE, arrival_counters, supports
+from atom_ops.triton_impl.attention.attention import MERGED_AT_ONCE, arrival_counters, score_scale, supports
 from atom_ops.triton_impl.attention.attention_kernels import (
     LOG2_E,
     LOWEST,
     merge_last,
+    oldest_seen,
+    soft_capped,
     store_output,
 )
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait
@@ -86,9 +88,13 @@ def _keys_values(
 
 
 @triton.jit
-def _attend_block(top_M, total_M, sum_ME, q_ME, k_NE, v_NE, inside_N, score_scale):
+def _attend_block(
+    top_M, total_M, sum_ME, q_ME, k_NE, v_NE, inside_N, score_scale, SOFT_CAP: tl.constexpr
+):  # fmt: skip
     """One iteration of the online softmax."""
     score_MN = tl.dot(q_ME, tl.trans(k_NE), input_precision="ieee") * score_scale
+    if SOFT_CAP > 0.0:
+        score_MN = soft_capped(score_MN, SOFT_CAP)
     score_MN = tl.where(inside_N[None, :], score_MN, float("-inf"))
     new_top_M = tl.maximum(top_M, tl.max(score_MN, 1))
     rescale_M = tl.exp2(top_M - new_top_M)
@@ -101,9 +107,13 @@ def _attend_block(top_M, total_M, sum_ME, q_ME, k_NE, v_NE, inside_N, score_scal
 
 
 @triton.jit
-def _attend_new(top_M, total_M, sum_ME, q_ME, key_E, value_E, score_scale, there):
+def _attend_new(
+    top_M, total_M, sum_ME, q_ME, key_E, value_E, score_scale, there, SOFT_CAP: tl.constexpr
+):  # fmt: skip
     """The same for the new token; nothing changes unless it is `there`."""
     score_M = tl.sum(q_ME.to(tl.float32) * key_E.to(tl.float32)[None, :], 1) * score_scale
+    if SOFT_CAP > 0.0:
+        score_M = soft_capped(score_M, SOFT_CAP)
     score_M = tl.where(there, score_M, float("-inf"))
     new_top_M = tl.maximum(top_M, score_M)
     rescale_M, weight_M = tl.exp2(top_M - new_top_M), tl.exp2(score_M - new_top_M)
@@ -132,6 +142,7 @@ def attend_new_tokens(
     qkv_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
     score_scale, cos, sin, q_weight, k_weight, eps, cos_stride, sin_stride,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +153,7 @@ def attend_new_tokens(
     heads = tl.num_programs(0)
     context = tl.load(contexts + row, cache_modifier=".cg")
     old = tl.maximum(context - 1, 0)
-    oldest = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
+    oldest = tl.maximum(oldest_seen(old, WINDOW, CHUNKED), 0) if WINDOW > 0 else 0
     blocks = tl.cdiv(old - oldest, BLOCK_N)
     each = _blocks_of_split(blocks, tl.num_programs(2))
     splits = tl.maximum(tl.cdiv(blocks, each), 1)
@@ -194,10 +205,12 @@ def attend_new_tokens(
         next_block_N = _block_ids(table, ahead + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N)
         inside_N = start + tl.arange(0, BLOCK_N) < stop
         top_M, total_M, sum_ME = _attend_block(
-            top_M, total_M, sum_ME, q_ME, k_NE, v_NE, inside_N, score_scale
+            top_M, total_M, sum_ME, q_ME, k_NE, v_NE, inside_N, score_scale, SOFT_CAP
         )
         k_NE, v_NE = next_k_NE, next_v_NE
-    top_M, total_M, sum_ME = _attend_new(top_M, total_M, sum_ME, q_ME, key_E, value_E, score_scale, is_last)
+    top_M, total_M, sum_ME = _attend_new(
+        top_M, total_M, sum_ME, q_ME, key_E, value_E, score_scale, is_last, SOFT_CAP
+    )
 
     out_at_ME = ((row * heads * GROUP + head_M) * WIDTH)[:, None] + feature_E[None, :]
     if splits == 1:
@@ -304,9 +317,10 @@ def _launch(
         torch.empty(partials * 2, dtype=torch.float32, device=device),
         arrival_counters(device),
         qkv_TO.stride(0), plan.block_table_RW.stride(0), *cache.kv.stride()[:4],
-        rule.scale * LOG2_E.value, cos_T1R, sin_T1R, q_weight_E, k_weight_E, eps,
+        score_scale(rule), cos_T1R, sin_T1R, q_weight_E, k_weight_E, eps,
         cos_T1R.stride(0), sin_T1R.stride(0),
         GROUP=group, WIDTH=width, BLOCK_SIZE=cache.kv.shape[1], WINDOW=rule.window,
+        CHUNKED=rule.chunked, SOFT_CAP=rule.soft_cap * LOG2_E.value,
         BLOCK_M=queries, BLOCK_N=config.tokens, BLOCK_E=padded, AT_ONCE=MERGED_AT_ONCE,
         num_warps=config.warps, num_stages=1, **launch_options(device),
     )  # fmt: skip

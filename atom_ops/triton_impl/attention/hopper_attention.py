@@ -60,12 +60,14 @@ _FIELDS = gl.constexpr(5)
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-def supports(q_THE: Tensor, cache: KVLayer) -> bool:
+def supports(q_THE: Tensor, cache: KVLayer, rule: AttentionRule) -> bool:
     """Whether `attend` computes such queries, from `cache` or from what was gathered from a float8 one."""
     width = q_THE.shape[2]
     return (
         q_THE.dtype in (torch.bfloat16, torch.float16)
         and width in (64, 128)
+        and not rule.soft_cap
+        and not rule.chunked
         and q_THE.stride(1) == width
         and q_THE.stride(0) % 8 == q_THE.data_ptr() % 16 == 0
         and (cache.scale is not None or (cache.kv.dtype == q_THE.dtype and cache.kv.shape[1] in _BLOCK_SIZES))

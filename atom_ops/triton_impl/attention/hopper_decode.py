@@ -320,6 +320,7 @@ def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: Attention
         and not plan.split_tokens
         and not rule.window
         and rule.sinks_H is None
+        and not rule.soft_cap
         and q_THE.dtype in (torch.bfloat16, torch.float16)
         and cache.kv.is_contiguous()
         and is_hopper(q_THE.device)

@@ -25,10 +25,12 @@ class KVGroup:
     """Sliding window in tokens, the current token included; 0: full attention.
 
     Blocks that have left the window are freed."""
+    chunked: bool = False
+    """Queries see the tokens from the last multiple of `window` on, never more than the window holds."""
     backend: AttentionBackend = INTERLEAVED_KV
     """Owns the layout of these layers' caches."""
 
-    def bound(self, heads: int, sinks: bool, build: BuildContext) -> "KVGroup":
+    def bound(self, heads: int, sinks: bool, build: BuildContext, soft_cap: bool = False) -> "KVGroup":
         """The group with the first backend that supports its layers, which have `heads` query heads."""
         config = AttentionConfig(
             device=build.device,
@@ -40,23 +42,34 @@ class KVGroup:
             head_dim=self.head_dim,
             window=self.window,
             sinks=sinks,
+            soft_cap=soft_cap,
+            chunked=self.chunked,
         )
         return replace(self, backend=choose_backend(config))
 
 
 def group_by_window(
-    windows: Sequence[int | None], kv_heads: int, head_dim: int, separate: bool = False
+    windows: Sequence[int | None],
+    kv_heads: int,
+    head_dim: int,
+    separate: bool = False,
+    chunked: bool = False,
 ) -> list[KVGroup]:
     """One group for each distinct window, in the order of their first layers; `separate`: one for each layer.
 
-    `windows` has the sliding window of each layer; None or 0: full attention.
+    `windows` has the sliding window of each layer; None or 0: full attention. `chunked`: see `KVGroup`.
     """
     by_layer = [window or 0 for window in windows]
+    layers = range(len(by_layer))
     if separate:
-        return [KVGroup([layer], kv_heads, head_dim, window) for layer, window in enumerate(by_layer)]
+        members = [([layer], by_layer[layer]) for layer in layers]
+    else:
+        members = [
+            ([layer for layer in layers if by_layer[layer] == window], window)
+            for window in dict.fromkeys(by_layer)
+        ]
     return [
-        KVGroup([layer for layer, own in enumerate(by_layer) if own == window], kv_heads, head_dim, window)
-        for window in dict.fromkeys(by_layer)
+        KVGroup(own, kv_heads, head_dim, window, chunked=chunked and window > 0) for own, window in members
     ]
 
 
@@ -67,16 +80,19 @@ class Attention(nn.Module):
     tables are described by the context's attention plan alone.
     """
 
-    def __init__(self, layer: int, groups: Sequence[KVGroup], scale: float | None = None):
+    def __init__(
+        self, layer: int, groups: Sequence[KVGroup], scale: float | None = None, soft_cap: float = 0.0
+    ):
         """`groups` are all KV groups of the model; one of them contains `layer`.
 
-        `scale` is the softmax scale, by default 1 / sqrt(head_dim).
+        `scale` is the softmax scale, by default 1 / sqrt(head_dim); `soft_cap` that of `AttentionRule`.
         """
         super().__init__()
         self._layer = layer
         self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
         group = groups[self._group]
-        self._rule = AttentionRule(group.head_dim**-0.5 if scale is None else scale, group.window)
+        scale = group.head_dim**-0.5 if scale is None else scale
+        self._rule = AttentionRule(scale, group.window, soft_cap=soft_cap, chunked=group.chunked)
         self._plan = group.backend.plan
         self._attend = group.backend.attend
 

@@ -5,6 +5,7 @@ P positions, R rotary dimension of a head (its first R features), T tokens.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ Rope = Mapping[str, Any]
 """`rope_parameters` of config.json."""
 
 
+@dataclass(frozen=True, slots=True)
+class NoRope:
+    """Layers without RoPE, whose queries grow with their position."""
+
+    growth: float
+    """The factor at position p is 1 + growth * log1p((p + 1) // step)."""
+    step: int
+
+
 class RotaryEmbedding(nn.Module):
     """Maps positions to a `Rotation`."""
 
@@ -25,14 +35,16 @@ class RotaryEmbedding(nn.Module):
     query_scale_P1: torch.Tensor | None
     _axes_R: torch.Tensor | None
 
-    def __init__(self, head_dim: int, rope: Rope | None, build: BuildContext, interleaved: bool = False):
+    def __init__(
+        self, head_dim: int, rope: Rope | NoRope | None, build: BuildContext, interleaved: bool = False
+    ):
         """`interleaved`: pairs are neighbouring features (GPT-J), not features of both halves (NeoX).
 
-        Without `rope` all angles are 0, which leaves queries and keys as they are in every kernel.
+        Without RoPE all angles are 0, which leaves queries and keys as they are in every kernel.
         """
         super().__init__()
         self._interleaved = interleaved
-        if rope is None:
+        if rope is None or isinstance(rope, NoRope):
             frequencies, attention_factor = torch.zeros(head_dim // 2), 1.0
         else:
             frequencies, attention_factor = rope_frequencies(head_dim, rope, build.max_positions)
@@ -85,12 +97,30 @@ def _axes(rope: Rope, pairs: int) -> torch.Tensor | None:
     return axes_R
 
 
-def _query_scale(rope: Rope, positions: int) -> torch.Tensor | None:
-    """Factors [P, 1] of queries, which grow with each multiple of the trained length; None: 1."""
+def _query_scale(rope: Rope | NoRope, positions: int) -> torch.Tensor | None:
+    """Factors [P, 1] of queries, which grow with each multiple of a length; None: 1."""
+    if isinstance(rope, NoRope):
+        lengths_P = torch.arange(1, positions + 1) // rope.step
+        return (1 + rope.growth * torch.log1p(lengths_P.float()))[:, None]
     if not (beta := rope.get("llama_4_scaling_beta")):
         return None
     lengths_P = torch.arange(positions) // int(rope["original_max_position_embeddings"])
     return (1 + beta * torch.log1p(lengths_P.float()))[:, None]
+
+
+def layers_with_rope(config: Mapping[str, Any]) -> list[bool]:
+    """By layer, from `no_rope_layers` or `no_rope_layer_interval`.
+
+    Raises ValueError for a list that is shorter than the model.
+    """
+    layers = config["num_hidden_layers"]
+    stated = config["no_rope_layers"]
+    if stated is None:
+        return [(layer + 1) % config["no_rope_layer_interval"] != 0 for layer in range(layers)]
+    if len(stated) < layers:
+        raise ValueError(f"no_rope_layers has {len(stated)} entries for {layers} layers: state one for each")
+    # Despite its name, an entry is 1 for a layer with RoPE.
+    return [bool(each) for each in stated[:layers]]
 
 
 def ropes_by_type(

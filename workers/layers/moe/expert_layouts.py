@@ -97,6 +97,40 @@ PER_EXPERT = PerExpert()
 PER_EXPERT_OR_STACKED = PerExpert(or_stacked=True)
 
 
+class InputsFirst(ExpertLayout):
+    """Llama 4, Qwen3-VL: all experts stacked in one tensor, inputs before outputs, gate before up.
+
+    as published           gate_up_proj [X, D, 2F]   down_proj [X, F, D]
+    transformers may save  gate_up_proj [X, 2F, D]   down_proj [X, D, F]
+    """
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return ("gate_up_proj", "down_proj")
+
+    def matrix(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
+        rows, columns = sizes.matrix(part)
+        name, all_rows = ("down_proj", rows) if part == "down" else ("gate_up_proj", 2 * rows)
+        shapes = (columns, all_rows), (all_rows, columns)
+        tensor = CheckpointTensor(name, tuple((sizes.experts, *shape) for shape in shapes), expert)
+        first = rows if part == "up" else 0
+        decode = partial(_rows_of_outputs, shapes[0], first, rows)
+        return replace(shard, tensor=tensor, reading=ReadDecoded(decode))
+
+    def bias(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
+        raise ValueError("biases of stacked experts whose inputs come first are not supported")
+
+    def check(self, scheme: Scheme, path: str) -> None:
+        if scheme.in_checkpoint is not PLAIN.tensors:
+            raise ValueError(
+                f"{path}: stacked experts whose inputs come first are not supported in {scheme.name}: use a plain "
+                "checkpoint"
+            )
+
+
+INPUTS_FIRST = InputsFirst()
+
+
 class Interleaved(ExpertLayout):
     """GPT-OSS: all experts stacked in one tensor, rows of gate and up interleaved.
 
@@ -138,37 +172,6 @@ class Interleaved(ExpertLayout):
 
 
 INTERLEAVED = Interleaved()
-
-
-class Transposed(ExpertLayout):
-    """Qwen3-VL: all experts stacked in one tensor, inputs before outputs, and gate before up.
-
-    as published           gate_up_proj [X, D, 2F]   down_proj [X, F, D]
-    transformers may save  gate_up_proj [X, 2F, D]   down_proj [X, D, F]
-    """
-
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        return ("gate_up_proj", "down_proj")
-
-    def matrix(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
-        rows, columns = sizes.matrix(part)
-        name, all_rows = ("down_proj", rows) if part == "down" else ("gate_up_proj", 2 * rows)
-        shapes = (columns, all_rows), (all_rows, columns)
-        tensor = CheckpointTensor(name, tuple((sizes.experts, *shape) for shape in shapes), expert)
-        first = rows if part == "up" else 0
-        decode = partial(_rows_of_outputs, shapes[0], first, rows)
-        return replace(shard, tensor=tensor, reading=ReadDecoded(decode))
-
-    def bias(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
-        raise ValueError("stacked experts of Qwen3-VL with biases are not supported")
-
-    def check(self, scheme: Scheme, path: str) -> None:
-        if scheme.in_checkpoint is not PLAIN.tensors:
-            raise ValueError(f"{path}: the stacked experts of Qwen3-VL in {scheme.name} are not supported")
-
-
-TRANSPOSED = Transposed()
 
 
 def _half(part: Part, interleaved: Tensor) -> Tensor:

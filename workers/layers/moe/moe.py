@@ -54,6 +54,8 @@ class MoEArgs:
     hidden_act: str = "silu"
     activation: ExpertActivation = None
     """Replaces `hidden_act` in the routed experts."""
+    scales_inputs: bool = False
+    """Whether an expert's weight multiplies its input, not its output; with one expert per token."""
     router_bias: bool = False
     router_dtype: torch.dtype | None = None
     """Dtype of the router's logits; None: the model's."""
@@ -82,6 +84,11 @@ class MoE(nn.Module):
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
+        if args.scales_inputs and args.rule.top_k != 1:
+            raise ValueError(
+                f"num_experts_per_tok {args.rule.top_k} is not supported with scaled inputs: 1 is"
+            )
+        self._scales_inputs = args.scales_inputs
         self._dispatch = build.dispatch
         self._second_stream = build.second_stream
         self.slots = None if build.redundant_experts is None else SlotMap(args.num_experts, build)
@@ -126,6 +133,9 @@ class MoE(nn.Module):
     def _routed(
         self, x_TD: torch.Tensor, topk_ids_TJ: torch.Tensor, topk_weights_TJ: torch.Tensor
     ) -> torch.Tensor:
+        if self._scales_inputs:
+            x_TD = x_TD * topk_weights_TJ.to(x_TD.dtype)
+            topk_weights_TJ = torch.ones_like(topk_weights_TJ)
         routed = self._dispatch.dispatch(x_TD, topk_ids_TJ, topk_weights_TJ, self._num_slots)
         return self._dispatch.combine(self.experts(*routed))
 

@@ -405,7 +405,8 @@ def test_layers_that_the_backend_does_not_take(installed: Install) -> None:
         heads=8, kv_heads=2, head_dim=128, window=0, sinks=False,
     )  # fmt: skip
     assert attention_backend(config).name == "aiter"
-    for change in ({"kv_dtype": torch.float8_e4m3fn}, {"block_size": 24}, {"head_dim": 320}):
+    unlike = ({"kv_dtype": torch.float8_e4m3fn}, {"block_size": 24}, {"head_dim": 320})
+    for change in (*unlike, {"soft_cap": True}, {"chunked": True}):
         assert attention_backend(replace(config, **change)) is INTERLEAVED_KV
 
 

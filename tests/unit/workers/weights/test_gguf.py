@@ -78,7 +78,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "gemma3"}, "architecture gemma3; supported: llama, qwen2, qwen3"),
+        ({"kind": "starcoder2"}, "architecture starcoder2; supported: gemma2, gemma3, granite, llama"),
         ({"add_expert_count": 8}, "mixture of experts"),
         ({"add_rope_dimension_count": 4}, "lacks .*_proj.weight in the shape"),
         ({"add_tokenizer_pre": "unheard-of"}, "unheard-of"),
@@ -137,7 +137,10 @@ def test_rope_scaling_is_kept(tmp_path: Path) -> None:
     assert rope == expected | {"original_max_position_embeddings": 128}
 
 
-@pytest.mark.parametrize(("words", "tokens"), [("smollm", ["ĠĠ", "1", "2"]), ("qwen2", ["Ġ", "Ġ", "1", "2"])])
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [("smollm", ["ĠĠ", "1", "2"]), ("refact", ["ĠĠ", "1", "2"]), ("qwen2", ["Ġ", "Ġ", "1", "2"])],
+)
 def test_pre_tokenizers_split_digits_as_named(tmp_path: Path, words: str, tokens: list[str]) -> None:
     write_gguf(tmp_path / "m.gguf", hf_weights(), add_tokenizer_pre=words)
     file = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).tokenizer_file

@@ -43,6 +43,20 @@ def test_windows_and_sinks(
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("window", "chunked"), [(0, False), (20, False), (33, True), (128, True)])
+@pytest.mark.parametrize("width", [16, 32])  # of 16 features for the CPU's own kernels
+def test_soft_caps_and_chunks(window: int, chunked: bool, width: int, provider: str) -> None:
+    """Most scores are beyond the cap; tokens before a chunk are poisoned. Rows of many tokens span chunks."""
+    step = Step(
+        [1, 40, 1, 7, 1], [300, 40, 1, 600, 66], width=width, window=window, sinks=window == 20,
+        soft_cap=0.5, chunked=chunked,
+    )  # fmt: skip
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
+    if provider != "triton":
+        step = Step([400, 3], [700, 66], width=width, window=window, chunked=chunked)
+        torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("window", [9, 100])
 @pytest.mark.parametrize("block_size", [1, 7, 64])
 def test_windows_of_other_blocks_and_heads(window: int, block_size: int) -> None:

@@ -1,0 +1,257 @@
+"""Settings of GGUF files as config.json has them, and how their tensors differ, by general.architecture.
+
+What llama.cpp's converter leaves out of a file follows from its architecture, as in llama.cpp itself: the
+alternation of Gemma's windows, SmolLM3's layers without RoPE, the softmax scale of the largest Gemmas.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+
+_KNOWN_SCALING = (
+    *("type", "factor", "original_context_length", "finetuned", "attn_factor"),
+    *("yarn_log_multiplier", "yarn_beta_fast", "yarn_beta_slow"),
+)
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class Metadata:
+    """A file's settings, without the architecture before their names, and its tensors by name."""
+
+    def __init__(self, reader: gguf.GGUFReader, architecture: str):
+        self._reader = reader
+        self._architecture = architecture
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The setting, or the default."""
+        field = self._reader.get_field(f"{self._architecture}.{key}")
+        return default if field is None else field.contents()
+
+    def need(self, key: str) -> Any:
+        """The setting. Raises ValueError if there is none, or one for each layer."""
+        value = self.get(key)
+        if value is None or isinstance(value, list):
+            what = "lacks" if value is None else "has one for each layer of"
+            raise ValueError(f"its metadata {what} {self._architecture}.{key}")
+        return value
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """The settings of RoPE scaling. Raises ValueError for one that is not supported."""
+        prefix = f"{self._architecture}.rope.scaling."
+        names = [name.removeprefix(prefix) for name in self._reader.fields if name.startswith(prefix)]
+        if unknown := sorted(set(names) - set(_KNOWN_SCALING)):
+            raise ValueError(f"its {prefix}{unknown[0]} is not supported")
+        return {name: self.get(f"rope.scaling.{name}") for name in names}
+
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GGUFFamily:
+    """How the files of an architecture become a checkpoint of transformers' model."""
+
+    config: Callable[[Metadata], Config]
+    """Makes config.json, `model_type` included."""
+    rotates_neighbours: bool = False
+    """Whether llama.cpp rotates neighbouring features, and the file's queries and keys are in that order."""
+    norm_offset: float = 0.0
+    """What was added to the weights of all norms."""
+    settings: frozenset[str] = frozenset()
+    """Names of tensors that `config` reads."""
+
+
+def _common(data: Metadata) -> dict[str, Any]:
+    """The settings of every decoder without experts."""
+    hidden, heads = data.need("embedding_length"), data.need("attention.head_count")
+    return {
+        "vocab_size": int(data.tensors["token_embd.weight"].shape[1]),
+        "hidden_size": hidden,
+        "intermediate_size": data.need("feed_forward_length"),
+        "num_hidden_layers": data.need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": data.get("attention.head_count_kv", heads),
+        "head_dim": data.get("attention.key_length", hidden // heads),
+        "max_position_embeddings": data.need("context_length"),
+        "rms_norm_eps": data.need("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in data.tensors,
+        "rope_parameters": _rope(data),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def _rope(data: Metadata, theta: float = 10000.0) -> dict[str, Any]:
+    """rope_parameters of layers with full attention."""
+    plain = {"rope_type": "default", "rope_theta": data.get("rope.freq_base", theta)}
+    return plain | rope_scaling(data)
+
+
+def rope_scaling(data: Metadata) -> dict[str, Any]:
+    """The entries of rope_parameters for linear scaling or YaRN. Raises ValueError for another type."""
+    scaling = data.scaling
+    kind = scaling.get("type", "none")
+    if kind == "none":
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"its RoPE scaling {kind} is not supported")
+    made = {"rope_type": kind, "factor": scaling.get("factor", 1.0)}
+    if kind == "linear":
+        return made
+    made["original_max_position_embeddings"] = scaling.get(
+        "original_context_length", data.need("context_length")
+    )
+    renamed = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    made |= {name: scaling[key] for key, name in renamed.items() if key in scaling}
+    if scaling.get("attn_factor", 1.0) != 1.0:
+        raise ValueError(f"its YaRN with an attention factor of {scaling['attn_factor']} is not supported")
+    return made
+
+
+def _gemma_scale(data: Metadata, layers_of_largest: int) -> int:
+    """query_pre_attn_scalar: the largest model of a family has another than the rest."""
+    if data.need("block_count") == layers_of_largest:
+        return int(data.need("embedding_length") // data.need("attention.head_count"))
+    return int(data.need("attention.key_length"))
+
+
+def _pattern(data: Metadata, period: int) -> list[str]:
+    """`layer_types` by the file, or with full attention in every `period`-th layer."""
+    layers = data.need("block_count")
+    stated = data.get("attention.sliding_window_pattern", period)
+    if isinstance(stated, int):
+        stated = [(layer + 1) % stated != 0 for layer in range(layers)] if stated else [False] * layers
+    return [_SLIDING if each else _FULL for each in stated]
+
+
+def _gemma2(data: Metadata) -> Config:
+    return _common(data) | {
+        "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _gemma_scale(data, 46),
+        "attn_logit_softcapping": data.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": data.get("final_logit_softcapping", 30.0),
+        "sliding_window": data.get("attention.sliding_window", 4096),
+        "layer_types": _pattern(data, 2),
+    }
+
+
+def _gemma3(data: Metadata) -> Config:
+    window = data.get("attention.sliding_window", 0)
+    types = _pattern(data, 6) if window else [_FULL] * data.need("block_count")
+    local = {"rope_type": "default", "rope_theta": data.get("rope.freq_base_swa", 10000.0)}
+    return _common(data) | {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _gemma_scale(data, 62),
+        "final_logit_softcapping": data.get("final_logit_softcapping"),
+        "sliding_window": window or None,
+        "layer_types": types,
+        "rope_parameters": {_FULL: _rope(data, 1e6), _SLIDING: local},
+    }
+
+
+def _phi3(data: Metadata) -> Config:
+    made = _common(data)
+    original = data.get("rope.scaling.original_context_length", made["max_position_embeddings"])
+    rope = dict(made["rope_parameters"])
+    width = data.get("rope.dimension_count", made["head_dim"])
+    if width != made["head_dim"]:
+        rope["partial_rotary_factor"] = width / made["head_dim"]
+    if _LONG_FACTORS in data.tensors:
+        rope |= {
+            "rope_type": "longrope",
+            "short_factor": data.tensors[_SHORT_FACTORS].data.tolist(),
+            "long_factor": data.tensors[_LONG_FACTORS].data.tolist(),
+            "original_max_position_embeddings": original,
+            "attention_factor": data.need("rope.scaling.attn_factor"),
+        }
+    return made | {
+        "model_type": "phi3",
+        "rope_parameters": rope,
+        "original_max_position_embeddings": original,
+        # Phi-4 has none, and states 0.
+        "sliding_window": data.get("attention.sliding_window") or None,
+    }
+
+
+def _olmo(data: Metadata) -> Config:
+    made = _common(data)
+    if not (window := data.get("attention.sliding_window", 0)):
+        return made | {"model_type": "olmo2", "attention_bias": False}
+    local = {"rope_type": "default", "rope_theta": made["rope_parameters"]["rope_theta"]}
+    return made | {
+        "model_type": "olmo3",
+        "attention_bias": False,
+        "sliding_window": window,
+        "layer_types": _pattern(data, 4),
+        "rope_parameters": {_FULL: made["rope_parameters"], _SLIDING: local},
+    }
+
+
+def _granite(data: Metadata) -> Config:
+    # llama.cpp's converter marks by it the models without RoPE.
+    if data.get("rope.scaling.finetuned", True) is False:
+        raise ValueError("it is a Granite without RoPE, which is not supported as GGUF: use its safetensors")
+    return _common(data) | {
+        "model_type": "granite",
+        "attention_bias": "blk.0.attn_q.bias" in data.tensors,
+        "attention_multiplier": data.need("attention.scale"),
+        "embedding_multiplier": data.get("embedding_scale", 1.0),
+        "residual_multiplier": data.get("residual_scale", 1.0),
+        "logits_scaling": data.get("logit_scale", 1.0),
+    }
+
+
+def _smollm3(data: Metadata) -> Config:
+    return _common(data) | {
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 4,
+        "attention_bias": "blk.0.attn_q.bias" in data.tensors,
+        "use_sliding_window": False,
+    }
+
+
+def _mistral3(data: Metadata) -> Config:
+    made = _common(data) | {"sliding_window": None}
+    beta = data.get("attention.temperature_scale", 0.0)
+    if not beta:
+        return made | {"model_type": "mistral"}
+    all_dim = data.scaling.get("yarn_log_multiplier", 1.0)
+    more = {"mscale": all_dim, "mscale_all_dim": all_dim, "llama_4_scaling_beta": beta}
+    return made | {"model_type": "ministral3", "rope_parameters": {**made["rope_parameters"], **more}}
+
+
+GGUF_FAMILIES = {
+    "gemma2": GGUFFamily(_gemma2, norm_offset=1.0),
+    "gemma3": GGUFFamily(_gemma3, norm_offset=1.0),
+    "phi3": GGUFFamily(_phi3, settings=frozenset({_LONG_FACTORS, _SHORT_FACTORS})),
+    "olmo2": GGUFFamily(_olmo),
+    "granite": GGUFFamily(_granite, rotates_neighbours=True),
+    "smollm3": GGUFFamily(_smollm3, rotates_neighbours=True),
+    "mistral3": GGUFFamily(_mistral3, rotates_neighbours=True),
+}
+
+_EXPERTS = (
+    *("qwen2moe", "qwen3moe", "glm4moe", "minimax-m2", "deepseek2", "glm-dsa", "gpt-oss", "granitemoe"),
+    *("llama4", "mistral4"),
+)
+_RECURRENT = ("qwen3next", "qwen35", "qwen35moe", "kimi-linear", "granitehybrid")
+
+
+def why_refused(name: str, others: Sequence[str]) -> str | None:
+    """Why files of an architecture are refused; None for a family here, or one of the `others`."""
+    if name in GGUF_FAMILIES or name in others:
+        return None
+    why = ""
+    if name in _EXPERTS:
+        why = ", whose experts are not supported as GGUF: use the model's safetensors"
+    elif name in _RECURRENT:
+        why = ", whose recurrent layers are not supported as GGUF: use the model's safetensors"
+    return f"the architecture {name}{why}; supported: {', '.join(sorted({*GGUF_FAMILIES, *others}))}"
