@@ -123,8 +123,8 @@ class InputsFirst(ExpertLayout):
     def check(self, scheme: Scheme, path: str) -> None:
         if scheme.in_checkpoint is not PLAIN.tensors:
             raise ValueError(
-                f"{path}: stacked experts whose inputs come first are not supported in {scheme.name}: use a plain "
-                "checkpoint"
+                f"{path}: stacked experts whose inputs come first are not supported in {scheme.name}: use a "
+                "plain checkpoint"
             )
 
 
