@@ -39,7 +39,7 @@ _COLUMNS = {
     "output tok/s": ("serving", "output_throughput"),
     "first turn, ms": ("first_ttft_ms",),
     "later turns, ms": ("later_ttft_ms",),
-    "per token, ms": ("serving", "median_tpot_ms"),
+    "per token, ms": ("serving", "distributions", "tpot", "median"),
     "hit rate": ("hit_rate",),
 }
 """Figures of a result file, by its keys."""

@@ -33,10 +33,14 @@ DEADLINE_S = 90.0
 pytestmark = pytest.mark.timeout(480)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(
+    scope="module",
+    params=["llama-gqa", pytest.param("qwen3-next", marks=pytest.mark.slow)],
+    ids=["attention", "recurrent states"],
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     directory: Path = tmp_path_factory.mktemp("model")
-    save_tiny(tiny("llama-gqa"), directory)
+    save_tiny(tiny(request.param), directory)
     return str(directory)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -59,14 +60,22 @@ def two_servers(store: RedisProcess, directory: Path, *roles: str) -> Iterator[l
         yield servers
 
 
+async def post(session: aiohttp.ClientSession, path: str, body: object = None) -> Any:
+    """The response's JSON. Requests are refused while the only engine starts again."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            async with session.post(path, json=body) as response:
+                if response.status == 200:
+                    return await response.json()
+                assert response.status == 503, await response.text()
+            await asyncio.sleep(0.1)
+
+
 async def forget(server: Server) -> None:
     """What the cache and the index of the tier have; the store keeps its blocks."""
     (path,) = re.findall(r"--admin-socket (\S+)", " ".join(server.process.args))
-    async with (
-        aiohttp.ClientSession("http://localhost", connector=aiohttp.UnixConnector(path)) as session,
-        session.post("/reset_prefix_cache") as response,
-    ):
-        assert response.status == 200, await response.text()
+    async with aiohttp.ClientSession("http://localhost", connector=aiohttp.UnixConnector(path)) as session:
+        await post(session, "/reset_prefix_cache")
 
 
 async def complete(server: Server, number: int, max_tokens: int = NEW_TOKENS) -> str:
@@ -78,13 +87,8 @@ async def complete(server: Server, number: int, max_tokens: int = NEW_TOKENS) ->
         "seed": number,
         "ignore_eos": True,
     }
-    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
-    async with (
-        aiohttp.ClientSession(server.url, timeout=timeout) as session,
-        session.post("/v1/completions", json=body) as response,
-    ):
-        assert response.status == 200, await response.text()
-        return str((await response.json())["choices"][0]["text"])
+    async with aiohttp.ClientSession(server.url) as session:
+        return str((await post(session, "/v1/completions", body))["choices"][0]["text"])
 
 
 def all_of(*servers: Server) -> list[list[str]]:

@@ -37,9 +37,7 @@ def kv_role(cache: CacheConfig) -> KVRole:
         return "kv_both"
     given = json_object(cache.kv_transfer_config)
     tier = _tier(given.pop("kv_connector", None))
-    role = given.pop("kv_role", None)
-    if role not in _ROLES:
-        raise ConfigError(f"{_FLAG}: kv_role is {role!r:.80}: use {', '.join(_ROLES)}")
+    role = _role(given.pop("kv_role", None))
     for name, value in given.items():
         _check(name, value, tier)
     flags = {
@@ -57,6 +55,13 @@ def kv_role(cache: CacheConfig) -> KVRole:
             "--kv-offload-shared"
         )
     return role
+
+
+def _role(given: Any) -> KVRole:
+    for role in _ROLES:
+        if given == role:
+            return role
+    raise ConfigError(f"{_FLAG}: kv_role is {given!r:.80}: use {', '.join(_ROLES)}")
 
 
 def _tier(connector: Any) -> str:

@@ -55,7 +55,7 @@ def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
 
 def test_figures_are_medians_of_the_rounds() -> None:
     def result(rate: float, hits: float | None) -> dict[str, object]:
-        serving = {"output_throughput": rate, "median_tpot_ms": 10.0}
+        serving = {"output_throughput": rate, "distributions": {"tpot": {"median": 10.0}}}
         return {"serving": serving, "first_ttft_ms": 1.0, "later_ttft_ms": 2.0, "hit_rate": hits}
 
     lines = table({"a": [result(1, 0.5), result(9, 0.5), result(2, 0.5)], "b": [result(3, None)]})
