@@ -50,7 +50,7 @@ class Prompt:
 
     @property
     def is_marked(self) -> bool:
-        """Whether its ids alone do not tell its blocks from those of other prompts: it has a salt or images."""
+        """Whether ids alone do not tell its blocks from those of others: it has a salt, or images."""
         return bool(self.root or self.images)
 
     @property
