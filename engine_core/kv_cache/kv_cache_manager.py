@@ -280,7 +280,7 @@ class KVCacheManager:
         first_live = blocks.first_live
         tables = blocks.tables
         # Events carry ids alone: a router would send requests here for blocks that they cannot share.
-        events = None if blocks.tokens.prompt.has_secrets else self.events
+        events = None if blocks.tokens.prompt.is_marked else self.events
         self.quota.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
         for index in range(blocks.num_cached, num_full):
             if index < in_prompt:

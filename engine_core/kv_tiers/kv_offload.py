@@ -551,4 +551,4 @@ class KVOffload:
 
 
 def _is_salted(blocks: RequestBlocks) -> bool:
-    return blocks.tokens.prompt.has_secrets
+    return blocks.tokens.prompt.is_marked

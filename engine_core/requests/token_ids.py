@@ -49,8 +49,8 @@ class Prompt:
             self._distinct = set()
 
     @property
-    def has_secrets(self) -> bool:
-        """Whether other prompts with the same ids may not share its blocks: by a salt, or by images."""
+    def is_marked(self) -> bool:
+        """Whether ids alone do not tell its blocks from those of others: it has a salt, or images."""
         return bool(self.root or self.images)
 
     @property

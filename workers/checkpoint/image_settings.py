@@ -74,8 +74,8 @@ def _problem(vision: Mapping[str, Any], processor: Mapping[str, Any]) -> str:
     """What of the processor is not supported, or does not fit the vision tower; empty if all is well."""
     if (kind := processor["image_processor_type"]) not in _PROCESSORS:
         return f"the type {kind}, not {_PROCESSORS[0]}"
-    for name, value in _NEUTRAL.items():
-        if processor.get(name, value) is not value:
+    for name, neutral in _NEUTRAL.items():
+        if processor.get(name, neutral) is not neutral:
             return f"{name} {processor[name]}"
     for name, value, wanted in (
         ("patch_size", 14, vision.get("patch_size", _PATCH)),

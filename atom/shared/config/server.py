@@ -54,7 +54,8 @@ class ServerConfig:
     max_queued_requests: Annotated[int, Meta(ge=0)] = 1024
     """Most waiting requests; further ones get status 429 with Retry-After."""
     max_body_bytes: Annotated[int, bytes_from(1024)] | None = None
-    """Largest request body. If unset: 8 MiB, or 16 bytes per token of the context length if that is more."""
+    """Largest request body. If unset: 8 MiB, 64 MiB for a model that reads images, or 16 bytes per token of
+    the context length if that is more."""
     disable_status_page: bool = False
     """Do not serve the status page at / and its data at /status."""
     max_stored_response_bytes: Annotated[int, bytes_from(0)] = 64 << 20

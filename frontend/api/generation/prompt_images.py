@@ -56,7 +56,7 @@ class PromptImages:
             len(given.ids) + sum(len(image.pixels) for image in images) // 64,
             lambda: expanded(given.ids, self._preparer.token_id, images, most),
         )
-        return dataclasses.replace(given, ids=ids, images=placed)
+        return dataclasses.replace(given, ids=ids, sources=(), images=placed)
 
     @contextlib.contextmanager
     def held(self, size: int) -> Iterator[None]:

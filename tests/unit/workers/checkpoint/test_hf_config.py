@@ -208,7 +208,8 @@ def test_the_text_settings_of_a_multimodal_config_are_at_the_top(tmp_path: Path)
     overrides = {"text_config": {"num_hidden_layers": 2}, "max_position_embeddings": 512}
     checkpoint = checkpoint_of(tmp_path, overrides, given)
     assert checkpoint.model_type == "llama" and checkpoint.max_model_len == 512
-    assert checkpoint.warnings == [] and checkpoint.dtype == "bfloat16"
+    (warning,) = checkpoint.warnings
+    assert "images are refused" in warning and checkpoint.dtype == "bfloat16"
     assert checkpoint.eos_token_ids == [2]
     wanted = {
         "num_hidden_layers": 2,
