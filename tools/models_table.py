@@ -36,17 +36,22 @@ results of `tests/models`.
 
 - A directory with `config.json` and safetensors, as one file or as shards with an index; from the Hugging
   Face hub, or local.
-- For Llama, Qwen2 and Qwen3, a GGUF file. It is converted once, into `ATOM_CACHE_DIR`; on a CPU its integers
-  are [kept](quantization.md#gguf).
+- For Llama, Mistral, Ministral 3, Qwen2, Qwen3, Gemma 2 and 3, Phi-3 and Phi-4, OLMo 2 and 3, Granite and SmolLM3,
+  a GGUF file. It is converted once, into `ATOM_CACHE_DIR`; on a CPU its integers are
+  [kept](quantization.md#gguf). Files of models with experts or recurrent layers, of Granite without RoPE, and in
+  several parts are refused by name: use the safetensors.
 - A missing, unused or misshaped tensor is an error that names it. Biases of zeros, RoPE tables and MTP layers
   are not needed, and are not read.
-- Qwen3-VL and Qwen3.5 read [images](images.md). Of another multimodal directory (Gemma 3, Mistral Small 3,
-  Ministral 3, Kimi-K2.5) the language model runs, whose settings are in `text_config`; requests with images
-  are refused.
+- Qwen3-VL and Qwen3.5 read [images](images.md). Of another multimodal directory (Gemma 3, Llama 4, Mistral
+  Small 3, Ministral 3, Kimi-K2.5) the language model runs, whose settings are in `text_config`; requests with
+  images are refused.
 - `generation_config.json` gives the end-of-sequence ids and the default sampling parameters.
 - RoPE types: default, linear, dynamic, llama3, yarn and longrope. Dynamic and longrope choose their
   frequencies once, for `--max-model-len`, because cached keys are not recomputed; transformers chooses
   them for each text. They agree if `--max-model-len` is not above the length before scaling.
+- Llama 4's chunked layers cache the last `attention_chunk_size` tokens, as a sliding window of that length
+  would: blocks before them are freed, and a prefix is found in the cache if they are there. Tokens of the
+  chunk before are hidden by the kernels.
 
 """
 _TESTED = """\

@@ -40,7 +40,7 @@ def log(tmp_path: Path) -> Path:
 
 
 # With these, make takes itself for part of the run that started this test.
-_MAKES_OWN = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MODEL", "PYTHON")
+_MAKES_OWN = ("ARGS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MODEL", "PYTHON")
 
 
 def make(tmp_path: Path, *arguments: str, at: Path = ROOT) -> "subprocess.CompletedProcess[str]":

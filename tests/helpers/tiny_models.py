@@ -390,6 +390,8 @@ TINY_MODELS = [
                                  "attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1, 0],
                                  "tie_word_embeddings": True, "attention_chunk_size": 24,
                                  "layer_types": ["full_attention", "chunked_attention"] * 2}),
+    Tiny("llama4-mha-chunks-everywhere", "llama4_text", 6,
+         _LLAMA4 | _MHA | {"num_hidden_layers": 3, "layer_types": ["chunked_attention"] * 3}),
     Tiny("qwen3.5-moe", "qwen3_5_moe_text", 2, _QWEN3_NEXT),
     Tiny("qwen3.5-moe-odd-heads-biases", "qwen3_5_moe_text", 1,
          _QWEN3_NEXT | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,

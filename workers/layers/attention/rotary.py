@@ -44,16 +44,17 @@ class RotaryEmbedding(nn.Module):
         """
         super().__init__()
         self._interleaved = interleaved
+        axes_R = None
         if rope is None or isinstance(rope, NoRope):
             frequencies, attention_factor = torch.zeros(head_dim // 2), 1.0
         else:
             frequencies, attention_factor = rope_frequencies(head_dim, rope, build.max_positions)
+            axes_R = _axes(rope, len(frequencies))
         angles = torch.outer(torch.arange(build.max_positions, dtype=torch.float32), frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
         self.register_buffer("cos_sin_PR", table.to(build.device))
         scale_P1 = None if rope is None else _query_scale(rope, build.max_positions)
         self.register_buffer("query_scale_P1", None if scale_P1 is None else scale_P1.to(build.device))
-        axes_R = None if rope is None else _axes(rope, len(frequencies))
         self.register_buffer("_axes_R", None if axes_R is None else axes_R.repeat(2).to(build.device))
 
     def table(self) -> torch.Tensor:
