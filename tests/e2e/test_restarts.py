@@ -269,6 +269,10 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
+_WITHOUT_DELAYS = (
+    "from atom.supervisor import failure; failure.MAX_DELAY_S = 0.1; import atom.launch; atom.launch.main()"
+)
+"""Runs a server that starts an engine again at once, however often it was killed."""
 DRAFTS = ("--method", "ngram", "--num-speculative-tokens", "3", "--prompt-lookup-min", "1")
 
 
@@ -348,7 +352,8 @@ def test_a_structured_stream_with_drafts_survives_a_kill_at_every_token(model: s
         return text, len(killed)
 
     limits = ("--max-replays", "100", "--max-restarts", "100")
-    with running_server("--model", model, *ARGS, *drafts, *limits) as server:
+    program = ("-c", _WITHOUT_DELAYS)
+    with running_server("--model", model, *ARGS, *drafts, *limits, program=program) as server:
         undisturbed, _ = asyncio.run(stream(server, kill=False))
         text, num_killed = asyncio.run(stream(server, kill=True))
         assert server.terminate() == 0

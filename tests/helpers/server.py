@@ -9,20 +9,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0
 _REPLACED_DEADLINE_S = 90.0
+_PROGRAM = ("-m", "atom.entrypoints.openai_server")
 
 
 class Server:
     """`python -m atom.entrypoints.openai_server` with its log; ended for certain by `kill`."""
 
-    def __init__(self, *args: str):
-        command = [sys.executable, "-m", "atom.entrypoints.openai_server"]
+    def __init__(self, *args: str, program: Sequence[str] = _PROGRAM):
+        """`program`: what Python runs."""
         self.process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--server-port", "0", *args],
+            [sys.executable, *program, "--host", "127.0.0.1", "--server-port", "0", *args],
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -69,9 +70,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(*args: str) -> Iterator[Server]:
+def running_server(*args: str, program: Sequence[str] = _PROGRAM) -> Iterator[Server]:
     """A ready server, gone when the block ends."""
-    server = Server(*args)
+    server = Server(*args, program=program)
     try:
         server.wait_ready()
         yield server
