@@ -15,7 +15,8 @@ from torch import nn
 
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.decoder import DecoderArgs, DecoderLayer, FeedForward, TokenMixers
-from workers.layers.mtp import PairProjection, PredictingLM
+from workers.layers.linear import ReplicatedLinear
+from workers.layers.mtp import PredictingLM
 from workers.layers.norm import RMSNorm
 
 
@@ -30,7 +31,7 @@ class DeltaPrediction(nn.Module):
 
         self.pre_fc_norm_embedding = norm()
         self.pre_fc_norm_hidden = norm()
-        self.fc = PairProjection(args.hidden_size, build)
+        self.fc = ReplicatedLinear(2 * args.hidden_size, args.hidden_size, build)
         self.layers = nn.ModuleList([layer])
         self.norm = norm()
 

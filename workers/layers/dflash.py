@@ -28,8 +28,8 @@ from workers.layers.decoder import (
     common_fields,
     kv_groups,
 )
-from workers.layers.eagle3 import Projection
 from workers.layers.embedding import LMHead, VocabEmbedding
+from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False}
@@ -64,7 +64,7 @@ class BlockDraftModel(HiddenStatesReader):
         hidden = args.hidden_size
         groups = kv_groups(args, build)
         self.kv_groups = [*groups]
-        self.fc = Projection(len(self.aux_layers) * hidden, hidden, build)
+        self.fc = ReplicatedLinear(len(self.aux_layers) * hidden, hidden, build)
         self.hidden_norm = RMSNorm(hidden, args.rms_norm_eps, build)
         layers = []
         for layer in range(args.num_hidden_layers):

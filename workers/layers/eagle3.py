@@ -31,7 +31,7 @@ from workers.layers.decoder import (
     kv_groups,
 )
 from workers.layers.embedding import LMHead, VocabEmbedding
-from workers.layers.linear import Linear
+from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.quantization.scheme import StoredTensor
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
@@ -79,15 +79,6 @@ def _no_difference(d2t: torch.Tensor, std: float, generator: torch.Generator) ->
     d2t.zero_()
 
 
-class Projection(Linear):
-    """A plain linear layer, the same on every rank."""
-
-    def __init__(self, in_features: int, out_features: int, build: BuildContext):
-        super().__init__()
-        whole = ShardRange.whole(out_features)
-        self.add_weight("weight", [ShardSpec((out_features, in_features), 0, whole)], build)
-
-
 class VocabularyMap(WeightedLayer):
     """d2t: how much larger the model's id is than the head's id of the same token."""
 
@@ -124,7 +115,7 @@ class Eagle3Head(HiddenStatesReader):
         args = DecoderArgs(**fields, qkv_bias=bias, o_bias=bias, mlp_bias=config["mlp_bias"])
         self.kv_groups = [*kv_groups(args, build)]
         self.aux_layers = aux_layers(config, len(target.model.layers))
-        self.fc = Projection(len(self.aux_layers) * target_hidden, hidden, build)
+        self.fc = ReplicatedLinear(len(self.aux_layers) * target_hidden, hidden, build)
         self.midlayer = Eagle3Layer(args, config["norm_before_residual"], build.at(_LAYER))
         self.norm = RMSNorm(hidden, args.rms_norm_eps, build)
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)

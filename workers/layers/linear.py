@@ -109,6 +109,15 @@ class ColumnParallelLinear(Linear):
         return add_norm_linear(x_TD, residual_TD, norm.weight, norm.eps, self.weight, self.bias)
 
 
+class ReplicatedLinear(Linear):
+    """The whole layer on every rank. Checkpoints do not quantize it."""
+
+    def __init__(self, in_features: int, out_features: int, build: BuildContext):
+        super().__init__()
+        whole = ShardRange.whole(out_features)
+        self.add_weight("weight", [ShardSpec((out_features, in_features), 0, whole)], build)
+
+
 class ReorderedLinear(ColumnParallelLinear):
     """A linear layer whose output features have another order than the checkpoint's rows."""
 

@@ -19,21 +19,8 @@ from torch import nn
 
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.decoder import DecoderArgs, DecoderLayer, DecoderLM, FeedForward, TokenMixer, TokenMixers
-from workers.layers.linear import Linear
+from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
-from workers.layers.weighted import ShardRange, ShardSpec
-
-
-class PairProjection(Linear):
-    """Maps an embedding and a hidden state, side by side, to one hidden state; the same on every rank.
-
-    Checkpoints do not quantize it.
-    """
-
-    def __init__(self, hidden_size: int, build: BuildContext):
-        super().__init__()
-        whole = ShardRange.whole(hidden_size)
-        self.add_weight("weight", [ShardSpec((hidden_size, 2 * hidden_size), 0, whole)], build)
 
 
 class SharedHead(nn.Module):
@@ -51,7 +38,7 @@ class PredictionLayer(DecoderLayer):
         super().__init__(args, attention, mlp, build)
         self.enorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms)
         self.hnorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms)
-        self.eh_proj = PairProjection(args.hidden_size, build)
+        self.eh_proj = ReplicatedLinear(2 * args.hidden_size, args.hidden_size, build)
         self.shared_head = SharedHead(args, build)
 
 

@@ -28,8 +28,8 @@ from tests.unit.workers.spec_decode.test_speculation import (
 from workers.batch.block_table import BatchLimits, BlockTable
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, ForwardContext
-from workers.layers.eagle3 import Projection
 from workers.layers.embedding import VocabEmbedding
+from workers.layers.linear import ReplicatedLinear
 from workers.spec_decode import adaptive
 from workers.spec_decode.draft_rows import Computed
 from workers.spec_decode.drafter import Drafter, ModelProposer, relative_cost
@@ -225,7 +225,7 @@ def test_the_distribution_is_the_targets(reads_pairs: bool, exact: bool) -> None
 
 def test_a_cost_counts_the_weights_of_a_pass() -> None:
     build = BuildContext(torch.float32, CPU, Communicator(), 16)
-    layers = [Projection(8, 4, build), Projection(8, 12, build)]
+    layers = [ReplicatedLinear(8, 4, build), ReplicatedLinear(8, 12, build)]
     for layer in layers:
         layer.process_weights_after_loading()
     assert relative_cost(layers[:1], layers) == 0.25
