@@ -56,7 +56,13 @@ PAIRS = (
     *("dflash llama-gqa", "dspark llama-gqa"),
 )
 """A method, and the family of the model."""
-SIMULATED = ("mtp glm4-moe", "eagle3 llama-gqa", "draft_model llama-gqa", "dflash llama-gqa", "dspark llama-gqa")
+SIMULATED = (
+    "mtp glm4-moe",
+    "eagle3 llama-gqa",
+    "draft_model llama-gqa",
+    "dflash llama-gqa",
+    "dspark llama-gqa",
+)
 """Those that run with `simulate_gpu`."""
 
 
