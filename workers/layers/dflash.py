@@ -40,7 +40,6 @@ class BlockDraftModel(HiddenStatesReader):
 
     packed_modules_mapping: ClassVar = DecoderLM.packed_modules_mapping
     supported: ClassVar[Mapping[str, Any]] = {
-        "model_type": "qwen3",
         "input_embedding_scale": 1.0,
         "fc_layernorm": False,
         "is_causal": False,
@@ -85,7 +84,7 @@ class BlockDraftModel(HiddenStatesReader):
         self.lm_head: LMHead | None = None
         if "lm_head.weight" in names:
             self.lm_head = LMHead(args.vocab_size, hidden, build.at("lm_head"), None)
-            self._logits = self.lm_head
+            self._logits = self.lm_head.forward
             self._sample = self.lm_head.sample
 
     @staticmethod
