@@ -27,14 +27,22 @@ class LogStream:
     """A pipe, a terminal or a socket as a text stream whose `write` waits at most `_PATIENCE_MS`."""
 
     def __init__(self, fd: int):
-        """`fd` stays as it is for others who share it. Raises OSError if it cannot be opened again."""
+        """`fd` stays as it is for others who share it. Raises OSError for another user's terminal."""
         self._socket = None
-        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+        self._may_block = False
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(fd))
             self._fd = self._socket.fileno()
         else:
-            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-            self._fd = os.open(f"/proc/self/fd/{fd}", flags)
+            try:
+                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+                self._fd = os.open(f"/proc/self/fd/{fd}", flags)
+            except OSError:  # it is another user's, as the pipe of a container without root
+                if not stat.S_ISFIFO(mode):
+                    raise
+                self._fd = os.dup(fd)
+                self._may_block = True
         self._poller = select.poll()
         self._poller.register(self._fd, select.POLLOUT)
         self._num_lost = 0
@@ -71,6 +79,8 @@ class LogStream:
         try:
             if self._socket is not None:
                 return self._socket.send(content, socket.MSG_DONTWAIT)
+            if self._may_block:  # so much fits in a pipe where anything does
+                return os.write(self._fd, content[: select.PIPE_BUF]) if self._poller.poll(0) else 0
             return os.write(self._fd, content)
         except BlockingIOError:
             return 0
@@ -83,7 +93,7 @@ def _standard_error() -> TextIO | LogStream:
         kind = os.fstat(fd).st_mode
         if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(fd):
             return LogStream(fd)
-    except OSError:  # it is closed, replaced by an object without a file, or may not be opened
+    except OSError:  # it is closed, replaced by an object without a file, or the terminal of another user
         pass
     return sys.stderr
 

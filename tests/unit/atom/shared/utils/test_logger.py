@@ -50,7 +50,21 @@ def _read(fd: int) -> str:
 
 
 def test_lines_that_nobody_reads_are_lost_and_counted(ends: tuple[int, int]) -> None:
-    reader, writer = ends
+    _check_lost_lines(*ends)
+
+
+def test_the_pipe_of_another_user_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "open", refuse)
+    ends = os.pipe()
+    _check_lost_lines(*ends)
+    for fd in ends:
+        os.close(fd)
+
+
+def _check_lost_lines(reader: int, writer: int) -> None:
     stream = LogStream(writer)
     begun = time.monotonic()
     for _ in range(20_000):
