@@ -27,6 +27,7 @@ RESULTS = Path("docs/operate/reliability-tests.json")
 _RESTARTS = "tests/e2e/test_restarts.py"
 _SHUTDOWN = "tests/e2e/test_shutdown.py"
 _EDGES = "tests/e2e/test_edges.py"
+_EVERY_TOKEN = "tests/e2e/test_kills_at_every_token.py"
 _HOSTILE = "tests/e2e/test_hostile.py"
 _WIRE = "tests/unit/frontend/test_app_wire.py"
 
@@ -41,7 +42,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Requirement(NamedTuple):
-    """`tests`: files, or tests in them, or programs in tests/evaluation."""
+    """`tests`: files, or tests in them, or programs in tests/evaluation with their flags."""
 
     name: str
     promise: str
@@ -55,6 +56,7 @@ REQUIREMENTS = (
         (
             f"{_RESTARTS}::test_an_engine_that_dies_is_restarted",
             f"{_RESTARTS}::test_requests_of_every_kind_go_on",
+            _EVERY_TOKEN,
         ),
     ),
     Requirement(
@@ -68,7 +70,12 @@ REQUIREMENTS = (
     Requirement(
         "R4",
         "a frontend dies: streams that asked for it are resumed at another one, orphans end in time",
-        ("tests/e2e/test_resumption.py", "tests/unit/engine_core/requests/test_resumable.py"),
+        (
+            "tests/e2e/test_resumption.py",
+            _EVERY_TOKEN,
+            "tests/unit/engine_core/requests/test_resumable.py",
+            "tests/unit/frontend/engine_client/test_resumption.py",
+        ),
     ),
     Requirement(
         "R5",
@@ -167,7 +174,7 @@ REQUIREMENTS = (
         "SIGTERM drains, a second one ends at once; an upgrade and a restart of the engines fail no request",
         (
             "tests/e2e/test_upgrades.py",
-            "tests/evaluation/upgrades.py",
+            "tests/evaluation/upgrades.py --upgrades 4 --rate 20",
             f"{_SHUTDOWN}::test_draining_lets_requests_finish",
             f"{_SHUTDOWN}::test_the_first_signal_drains_and_the_second_ends",
         ),
@@ -193,7 +200,7 @@ REQUIREMENTS = (
     Requirement(
         "R27",
         "mixed load for long leaves memory, files and threads as they were",
-        ("tests/evaluation/soak.py",),
+        ("tests/evaluation/soak.py --minutes 30 --kill-every 60",),
     ),
     Requirement("R28", "no message can carry code", ("tests/arch/test_wire_rules.py",)),
     Requirement("R29", "strangers on internal ports change nothing", ("tests/nodes/test_hostile_ports.py",)),
@@ -250,9 +257,10 @@ def _tests_text(found: list[Result | None]) -> str:
 
 
 def _link(test: str) -> str:
+    test, _, flags = test.partition(" ")
     path, _, name = test.partition("::")
     shown = re.sub(r"^test_", "", name or Path(path).stem).replace("_", " ")
-    return f"[{shown}](../../{path})"
+    return f"[{shown}](../../{path})" + (f" `{flags}`" if flags else "")
 
 
 def _figure(report: Report) -> str:

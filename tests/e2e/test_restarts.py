@@ -17,10 +17,10 @@ from tests.helpers.edges import metrics_text
 from tests.helpers.random_server import ARGS, MODEL_NAME, Crowd, seconds_until_unready
 from tests.helpers.server import Server, running_server
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("shared_memory_is_left_as_it_was")]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.usefixtures("shared_memory_is_left_as_it_was")]
 
 STREAMS = 6
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def pids_of(server: Server, module: str) -> list[int]:
