@@ -43,7 +43,8 @@ _TINY = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 _LIMITS = ("--max-model-len", "4096", "--num-kv-blocks", "700", "--max-queued-requests", "64")
 _WORDS = ("one", "two", "three", "four", "five", "six", "seven", "fox", "dog", "jumps")
 _SAMPLE_S = 10.0
-_REQUEST_DEADLINE_S = 120.0
+_REQUEST_DEADLINE_S = 240.0
+"""On a busy machine a frontend may take a minute to start again, and an engine longer."""
 _PRINTED_S = 30.0
 _CUT_S = 2.0
 """A client notices within so long that the frontend of its open connection has died."""
@@ -77,6 +78,8 @@ def main() -> None:
             wait_until(server, Gauges.is_idle, "idle again")
             soak.take_sample()
             problems = soak.report()
+            if problems:
+                print(server.text())
     sys.exit("\n".join(problems) or None)
 
 
@@ -192,7 +195,8 @@ class Soak:
 
     def _fail(self, error: Exception) -> None:
         self._outcomes["failed"] += 1
-        self._unexpected.append(f"{type(error).__name__}: {error}")
+        minute = (time.monotonic() - self._began) / 60
+        self._unexpected.append(f"{type(error).__name__} at minute {minute:.1f}: {error}")
 
     def _is_whole(self) -> bool:
         """Whether both engines can serve."""
@@ -211,6 +215,7 @@ class Soak:
             if pids := [pid for pid, line in self._server.children().items() if module in line]:
                 os.kill(source.choice(pids), signal.SIGKILL)
                 self._kills[module] += 1
+                print(f"minute {(time.monotonic() - self._began) / 60:.1f}: killed {module}", flush=True)
                 if module == _FRONTEND:
                     self._cut_at = time.monotonic()
 
