@@ -36,10 +36,10 @@ results of `tests/models`.
 
 - A directory with `config.json` and safetensors, as one file or as shards with an index; from the Hugging
   Face hub, or local.
-- For Llama, Mistral, Ministral 3, Qwen2, Qwen3, Gemma 2 and 3, Phi-3 and Phi-4, OLMo 2 and 3, Granite and SmolLM3,
-  a GGUF file. It is converted once, into `ATOM_CACHE_DIR`; on a CPU its integers are
-  [kept](quantization.md#gguf). Files of models with experts or recurrent layers, of Granite without RoPE, and in
-  several parts are refused by name: use the safetensors.
+- For Llama, Mistral, Ministral 3, Qwen2, Qwen3, Gemma 2 and 3, Phi-3 and Phi-4, OLMo 2 and 3, Granite and
+  SmolLM3, a GGUF file. It is converted once, into `ATOM_CACHE_DIR`; on a CPU its integers are
+  [kept](quantization.md#gguf). Files of models with experts or recurrent layers, of Granite without RoPE,
+  and in several parts are refused by name: use the safetensors.
 - A missing, unused or misshaped tensor is an error that names it. Biases of zeros, RoPE tables and MTP layers
   are not needed, and are not read.
 - Of a multimodal directory (Gemma 3, Llama 4, Mistral Small 3, Ministral 3, Qwen3.5, Kimi-K2.5) the language
