@@ -235,23 +235,12 @@ def test_a_step_of_a_model(model: str, chip: str) -> None:
 
 
 @chips
-def test_windows_and_sinks(chip: str) -> None:
+def test_windows_sinks_caps_and_chunks(chip: str) -> None:
     """With the heads of GPT-OSS."""
     triton_impl.load()
     with compiling_for(CHIPS[chip]) as compiled:
-        for split_tokens in (0, BATCH_INVARIANT_SPLIT):
-            attention(64, 8, 64, AttentionRule(0.1, 128, tensor(64)), split_tokens)
-    check(compiled, chip)
-
-
-@chips
-def test_soft_caps_and_chunks(chip: str) -> None:
-    """With the heads of Gemma 2 and Llama 4."""
-    triton_impl.load()
-    with compiling_for(CHIPS[chip]) as compiled:
-        for split_tokens in (0, BATCH_INVARIANT_SPLIT):
-            attention(8, 4, 256, AttentionRule(0.1, 4096, soft_cap=50.0), split_tokens)
-            attention(40, 8, 128, AttentionRule(0.1, 8192, chunked=True), split_tokens)
+        for split_tokens, cap in ((0, 0.0), (BATCH_INVARIANT_SPLIT, 0.0), (0, 50.0)):
+            attention(64, 8, 64, AttentionRule(0.1, 128, tensor(64), cap, cap > 0), split_tokens)
     check(compiled, chip)
 
 

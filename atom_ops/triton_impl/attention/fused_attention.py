@@ -142,15 +142,12 @@ def attend_new_tokens(
     qkv_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
     score_scale, cos, sin, q_weight, k_weight, eps, cos_stride, sin_stride,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, R, splits). A row without context is padding: its slot is negative, its result anything."""
-    head = tl.program_id(0)
+    head, split, heads = tl.program_id(0), tl.program_id(2), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    heads = tl.num_programs(0)
     context = tl.load(contexts + row, cache_modifier=".cg")
     old = tl.maximum(context - 1, 0)
     oldest = tl.maximum(oldest_seen(old, WINDOW, CHUNKED), 0) if WINDOW > 0 else 0
