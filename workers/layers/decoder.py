@@ -27,8 +27,7 @@ the residual and normalises in one call.
 T tokens, R sampling rows, D hidden, O features of the fused projection.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, cast
@@ -44,7 +43,7 @@ from workers.layers.attention.cache_groups import CacheGroup
 from workers.layers.attention.rotary import NoRope, Rope, RotaryEmbedding
 from workers.layers.attention.rotation import Rotation
 from workers.layers.attention.window import Windows
-from workers.layers.causal_lm import OTHER_MODALITIES, CausalLM, WeightedModel
+from workers.layers.causal_lm import OTHER_MODALITIES, CausalLM
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, ReorderedLinear, RowParallelLinear, mlp_range
@@ -582,20 +581,3 @@ class DecoderLM(CausalLM):
         self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
     ) -> torch.Tensor:
         return self.lm_head.sample(hidden_RD, settings, positions_R)
-
-
-class HiddenStatesReader(WeightedModel, ABC):
-    """Base of models that draft from the inputs of some of the target's layers."""
-
-    aux_layers: list[int]
-    """These layers."""
-    most_drafts: int | None = None
-    """The most drafts that it has after a token; None: any number."""
-
-    @abstractmethod
-    def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
-        """`config` is its config.json, and `names` are the tensors of its checkpoint.
-
-        Raises KeyError (missing field) or ValueError (unsupported).
-        """
-        super().__init__()

@@ -23,12 +23,12 @@ from workers.layers.decoder import (
     DecoderLayer,
     DecoderLM,
     GatedMLP,
-    HiddenStatesReader,
     SelfAttention,
     common_fields,
     kv_groups,
 )
 from workers.layers.embedding import LMHead, VocabEmbedding
+from workers.layers.hidden_states_reader import HiddenStatesReader
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
 

@@ -7,10 +7,11 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
-from workers.layers.decoder import AuxStates, DecoderLM, HiddenStatesReader
+from workers.layers.decoder import AuxStates, DecoderLM
 from workers.layers.dflash import BlockDraftModel
 from workers.layers.dspark import DsparkModel
 from workers.layers.eagle3 import Eagle3Head
+from workers.layers.hidden_states_reader import HiddenStatesReader
 from workers.layers.quantization.config import resolve
 from workers.weights.files import tensor_places
 
