@@ -22,6 +22,8 @@ def _case(
     width: int,
     with_norms: bool,
     window: int = 0,
+    soft_cap: float = 0.0,
+    chunked: bool = False,
 ) -> Case:
     """`heads` are query heads and key/value heads; a case with a window also has sinks."""
 
@@ -48,10 +50,11 @@ def _case(
         norms = HeadNorms(weights[0], weights[1], 1e-6) if with_norms else None
         rotated = rotation(angles.cos(), angles.sin())
         sinks_H = torch.randn(heads[0], generator=generator).to(dtype) if window else None
-        rule = AttentionRule(width**-0.5, window, sinks_H)
+        rule = AttentionRule(width**-0.5, window, sinks_H, soft_cap, chunked)
         return qkv, *rotated, cache, torch.tensor(slots), norms, plan, rule
 
     more = f"{'-norms' if with_norms else ''}{f'-window{window}-sinks' if window else ''}"
+    more += f"{f'-cap{soft_cap:g}' if soft_cap else ''}{'-chunks' if chunked else ''}"
     label = f"{heads[0]}/{heads[1]}x{width}-{query_lens}of{context_lens}{more}"
     return Case(label.replace(" ", ""), make)
 
@@ -63,6 +66,8 @@ def _case(
         _case([1], [64], (4, 1), 80, True),
         _case([1, 5], [33, 12], (4, 2), 32, True),
         _case([1, 1, 1], [1, 40, 700], (16, 2), 64, False, window=128),
+        _case([1, 1, 1], [1, 40, 700], (4, 2), 32, False, soft_cap=1.5),
+        _case([1, 1, 1, 1], [1, 97, 96, 700], (4, 2), 32, True, window=96, chunked=True),
     ],
     REDUCTION,
     composed=True,
