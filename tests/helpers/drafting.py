@@ -97,6 +97,7 @@ class PairOfRanks:
     def __init__(self, checkpoint: Checkpoint, speculative: SpeculativeConfig):
         self._group = ThreadGroup(2)
         self._pool = ThreadPoolExecutor(2)
+        self._checkpoint = checkpoint
         self._config = dataclasses.replace(engine_config(tp=2), speculative=speculative)
 
         def make(rank: int) -> Worker:

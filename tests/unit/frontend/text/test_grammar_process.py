@@ -53,9 +53,9 @@ def test_a_source_is_judged_by_its_cpu_time(process: GrammarProcess, monkeypatch
         time.sleep(2)
         return exchange(*given)
 
-    exchange = grammar_process._exchange
+    exchange = grammar_process.exchange
     monkeypatch.setattr(grammar_process, "CPU_S", 1)
-    monkeypatch.setattr(grammar_process, "_exchange", late)
+    monkeypatch.setattr(grammar_process, "exchange", late)
     assert process.compile(QUICK)[0].compiled
     assert "too much memory" in process._killed(0.5)[0].error
     found, is_final = process._killed(1.5)
