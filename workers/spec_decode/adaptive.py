@@ -24,8 +24,10 @@ FREE_TOKENS = 8
 SHORTEST_PAUSE = 64
 """Tokens without drafts after the first failure; twice as many after each further one."""
 LONGEST_PAUSE = 4096
+FIRST_ACCOUNT_STEPS = 32
+"""Steps of a row after which a model's first accounts are closed, and the first ones after it was off."""
 ACCOUNT_STEPS = 256
-"""Steps of a row after which a model's accounts are closed."""
+"""The same for a model that has paid."""
 SHORTEST_OFF = 1024
 """Steps of a row for which it is off then; four times as many after each further loss."""
 LONGEST_OFF = 1 << 18
@@ -54,6 +56,7 @@ class AdaptiveDrafts:
         self._gain = 0.0
         self._steps = 0
         """Steps of a row since the accounts were closed, or of those left while the model is off."""
+        self._account_steps = FIRST_ACCOUNT_STEPS
         self._next_off = SHORTEST_OFF
         self.is_off = False
         """Whether the model computes nothing."""
@@ -96,8 +99,10 @@ class AdaptiveDrafts:
         self._pause[rows] = pause
         self._next_pause[rows] = next_pause
         if self._draft_cost:
-            time = self._draft_cost * len(rows) + cost * proposed.sum()
-            self._account(len(rows), accepted.sum() - time)
+            # A row whose text the model lacks says nothing about it, but shortens its pause.
+            judged = len(rows) if self.is_off else len(rows) - int(self._lacks_text[rows].sum())
+            time = self._draft_cost * judged + cost * proposed.sum()
+            self._account(judged, accepted.sum() - time)
         allowed = np.where((pause > 0) | self._lacks_text[rows], 0, np.maximum(best, 1))
         self._allowed[rows] = allowed
         return allowed
@@ -110,14 +115,16 @@ class AdaptiveDrafts:
         else:
             self._steps += steps
             self._gain += gain
-            if self._steps < ACCOUNT_STEPS:
+            if self._steps < self._account_steps:
                 return
             if self._gain < 0:
                 self.is_off = True
                 self._lacks_text[:] = True
                 self._steps = self._next_off
+                self._account_steps = FIRST_ACCOUNT_STEPS
                 self._next_off = min(4 * self._next_off, LONGEST_OFF)
                 return
+            self._account_steps = ACCOUNT_STEPS
             self._next_off = SHORTEST_OFF
         if not self.is_off:
             self._steps = 0
