@@ -42,8 +42,8 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What images change in a step."""
+class ImageInputs:
+    """Inputs of a step that images change."""
 
     positions: torch.Tensor
     """Those of RoPE, int64: [T], or [3, T] with tokens in images."""
@@ -61,6 +61,13 @@ class _Places:
         saved = [max(image.rows, image.columns) - image.rows * image.columns for image in images]
         self.offsets = np.concatenate(([0], np.cumsum(saved)))
         """Before the first image, and after each."""
+
+    def between(self, start: int, end: int) -> range:
+        """Numbers of the images with tokens at positions start .. end - 1."""
+        if start >= end:
+            return range(0)
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        return range(first, int(np.searchsorted(self.starts, end, side="left")))
 
 
 class ImageRows:
@@ -98,8 +105,8 @@ class ImageRows:
         offsets_R = self.offsets_N.index_select(0, rows_R)
         return (positions_S.view(len(rows_R), -1) + offsets_R[:, None]).view(-1)
 
-    def see(self, step: StepTokens, positions_T: torch.Tensor) -> Seen | None:
-        """What images change in a step; None: nothing. `positions_T` are the indices, on the device.
+    def inputs(self, step: StepTokens, positions_T: torch.Tensor) -> ImageInputs | None:
+        """The inputs of a step that images change; None: none. `positions_T` are the indices, on the device.
 
         Raises KeyError for an image whose features were not computed.
         """
@@ -114,25 +121,21 @@ class ImageRows:
             count = int(step.counts[index])
             passed = np.searchsorted(places.ends, np.arange(start, start + count), side="right")
             offsets[first : first + count] = places.offsets[passed]
-            for number, image in enumerate(places.images):
-                low, high = (
-                    max(start, int(places.starts[number])),
-                    min(start + count, int(places.ends[number])),
-                )
-                if low < high:
-                    position = image.start + int(places.offsets[number])
-                    found.add(
-                        image, position, slice(low - image.start, high - image.start), first + low - start
-                    )
+            for number in places.between(start, start + count):
+                image = places.images[number]
+                low, high = max(start, image.start), min(start + count, int(places.ends[number]))
+                position = image.start + int(places.offsets[number])
+                part = slice(low - image.start, high - image.start)
+                found.add(image, position, part, first + low - start)
         rope_T = positions_T + self._upload(offsets)
         if not found.keys:
-            return Seen(rope_T, None)
+            return ImageInputs(rope_T, None)
         columns = np.concatenate(found.columns, axis=1)
         tokens_M, *axes = self._upload(columns)
         rope_3T = rope_T.repeat(3, 1)
         rope_3T[:, tokens_M] = torch.stack(axes)
         parts = [self._features(key)[part] for key, part in zip(found.keys, found.parts, strict=True)]
-        return Seen(rope_3T, ImageTokens(tokens_M, torch.cat(parts)))
+        return ImageInputs(rope_3T, ImageTokens(tokens_M, torch.cat(parts)))
 
     def _upload(self, numbers: NDArray[np.int64]) -> torch.Tensor:
         return to_device(numbers, self._device)

@@ -348,9 +348,9 @@ class InputBatch:
         prompt_logprobs = self._prompt_logprobs(rows, starts, past_tokens, counts_P, next_ids)
         inputs = StepInputs(ids_T, positions_T, groups, sampling, prompt_logprobs, next_ids_T)
         if self.images is not None:
-            seen = self.images.see(StepTokens(rows, starts, counts, past_tokens), positions_T)
-            if seen is not None:
-                inputs = replace(inputs, rope=seen.positions, images=seen.tokens)
+            changed = self.images.inputs(StepTokens(rows, starts, counts, past_tokens), positions_T)
+            if changed is not None:
+                inputs = replace(inputs, rope=changed.positions, images=changed.tokens)
         return inputs
 
     def _draft_work(self, applied: AppliedBatch) -> tuple[Rows, Rows, Ids | None]:
