@@ -19,6 +19,8 @@ from tools.reliability_table import REQUIREMENTS, RESULTS, Result, results
 __all__ = ["main"]
 
 _DEADLINE_S = 3600.0
+_SHOWN = 8000
+"""Characters of the end of a failed test's output."""
 _EVALUATIONS = "tests/evaluation/"
 
 
@@ -48,13 +50,17 @@ def _tested(test: str) -> Result:
             f"--junitxml={report}",
             test,
         ]
-        subprocess.run(command, timeout=_DEADLINE_S, check=False, stdout=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, timeout=_DEADLINE_S, check=False, stdout=subprocess.PIPE, text=True, errors="replace"
+        )
         root = xml.etree.ElementTree.parse(report).getroot()
     suite = root if root.tag == "testsuite" else root[0]
     count, failures, errors, skipped = (
         int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")
     )
     bad = failures + errors
+    if bad:
+        print(done.stdout[-_SHOWN:], flush=True)
     return Result(count - bad - skipped, bad, skipped, date.today().isoformat())
 
 
