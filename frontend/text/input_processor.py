@@ -30,7 +30,7 @@ __all__ = ["MAX_EXCESS_TOKENS", "CheckedParams", "InputProcessor"]
 # Texts to be truncated or only tokenized may have this many tokens beyond the context length.
 MAX_EXCESS_TOKENS = 1 << 18
 
-# Of a frame, for what a replay adds to a request: ids that were generated.
+# A frame leaves so much for what a replay adds to a request: ids that were generated.
 _MARGIN_BYTES = 4 * 1024 * 1024
 _NEUTRAL = LogitsProcessors()
 _NO_DRAFTS = SpeculativeConfig()

@@ -60,7 +60,7 @@ class Server:
 
     @contextlib.contextmanager
     def unread_log(self) -> Iterator[None]:
-        """The pipe of the log is full in the block, and nobody reads it."""
+        """The pipe of the log is full in the block, and is not read."""
         assert self.process.stderr is not None
         self._may_read.clear()
         filler = os.open(f"/proc/self/fd/{self.process.stderr.fileno()}", os.O_WRONLY | os.O_NONBLOCK)

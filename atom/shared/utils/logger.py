@@ -2,7 +2,7 @@
 
 A pipe, a terminal or journald's socket takes no more bytes while its reader stands still: a terminal after
 Ctrl-S, a pager, a blocking log driver. A supervisor that waited for it could not restart an engine, and a
-frontend would send no token. So lines that nobody reads in time are lost, and the next line says how many.
+frontend would send no token. So lines that are not read in time are lost, and the next line says how many.
 """
 
 import logging
@@ -21,12 +21,12 @@ _VERBOSE = (
     "%(pathname)s:%(lineno)d %(funcName)s] %(message)s"
 )
 
-_PATIENCE_MS = 20
+_MAX_WAIT_MS = 20
 """A reader that has kept up so far may take so long; one that has not is not waited for."""
 
 
 class LogStream:
-    """A pipe, a terminal or a socket as a text stream whose `write` waits at most `_PATIENCE_MS`."""
+    """A pipe, a terminal or a socket as a text stream whose `write` waits at most `_MAX_WAIT_MS`."""
 
     def __init__(self, fd: int):
         """`fd` stays as it is for others who share it. Raises OSError for another user's terminal."""
@@ -52,16 +52,16 @@ class LogStream:
 
     def write(self, text: str) -> None:
         """Write one line, or a part of it, or nothing. Raises OSError without a reader."""
-        patience_ms = 0 if self._num_lost else _PATIENCE_MS
+        wait_ms = 0 if self._num_lost else _MAX_WAIT_MS
         start = "\n" * self._is_in_line
         if self._num_lost:
-            start += f"{self._num_lost} lines were lost: nobody has read standard error in time\n"
+            start += f"{self._num_lost} lines were lost: standard error was not read in time\n"
         left = (start + text).encode(errors="backslashreplace")
         while left:
             if written := self._written(left):
                 left = left[written:]
                 self._is_in_line = bool(left)
-            elif not self._poller.poll(patience_ms):
+            elif not self._poller.poll(wait_ms):
                 self._num_lost += 1
                 return
         self._num_lost = 0
@@ -89,7 +89,7 @@ class LogStream:
 
 
 def _standard_error() -> TextIO | LogStream:
-    """For a file it is as Python has made it: a disk makes nobody wait for a reader."""
+    """A file stays as Python has opened it: writing to a disk waits for no reader."""
     try:
         fd = sys.stderr.fileno()
         kind = os.fstat(fd).st_mode

@@ -49,7 +49,7 @@ def _read(fd: int) -> str:
     return found.decode().replace("\r\n", "\n")
 
 
-def test_lines_that_nobody_reads_are_lost_and_counted(ends: tuple[int, int]) -> None:
+def test_lines_that_are_not_read_are_lost_and_counted(ends: tuple[int, int]) -> None:
     _check_lost_lines(*ends)
 
 
@@ -74,7 +74,7 @@ def _check_lost_lines(reader: int, writer: int) -> None:
     stream.write("the reader is back\n")
     *_, lost, last = _read(reader).splitlines()
     assert (lost, last) == (
-        f"{20_000 - whole} lines were lost: nobody has read standard error in time",
+        f"{20_000 - whole} lines were lost: standard error was not read in time",
         "the reader is back",
     )
     stream.write("and has missed nothing since\n")
