@@ -1,7 +1,6 @@
 """Recurrent layers with drafts: the states of rejected ones are forgotten; the output is the plain run's."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,17 +14,10 @@ from tests.helpers.tiny_models import place, save_tiny, tiny
 from tests.unit.workers.spec_decode.test_ngram import check, run
 from workers.batch.draft_states import captured_draft_states
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NGRAM = unchanging(SpeculativeConfig("ngram", 4, 3, 2))
 FAMILIES = ("qwen3-next", "qwen3.5", "kimi-linear")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

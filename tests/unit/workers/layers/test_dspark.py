@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from atom.shared.config.speculative import SpeculativeConfig
 from tests.helpers.drafting import (
@@ -24,16 +22,9 @@ from tests.helpers.tiny_models import engine_config, place, tiny
 from tests.unit.workers.spec_decode.test_ngram import check, run
 from workers.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS = {"copies": ("llama-gqa", True), "shared": ("llama-gqa", False), "moe": ("qwen3-moe", True)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

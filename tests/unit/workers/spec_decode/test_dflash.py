@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from atom.shared.config.speculative import SpeculativeConfig
 from tests.helpers.dflash_models import DflashModel, save_dflash_model
@@ -23,16 +21,9 @@ from tests.helpers.tiny_models import engine_config, place, tiny
 from tests.unit.workers.spec_decode.test_ngram import check, run
 from workers.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES = ("llama-gqa", "qwen3-moe")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

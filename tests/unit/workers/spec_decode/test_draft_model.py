@@ -1,7 +1,6 @@
 """Draft models through core and worker: they draft their own tokens, and the output is the plain run's."""
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from tests.helpers.tiny_models import engine_config, hf_greedy, place, save_tiny
 from tests.unit.workers.spec_decode.test_ngram import check, run
 from workers.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GROUPS = {"llama-gqa": 1, "gpt-oss": 2, "deepseek-v2-lite": 1, "mistral-window": 1}
 
 
@@ -34,15 +35,6 @@ class Saved:
     checkpoint: Checkpoint
     noisy: Path
     """The same checkpoint with slightly other weights."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

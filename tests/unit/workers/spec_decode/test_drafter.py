@@ -1,7 +1,7 @@
 """A model that drafts, in every way to launch steps, and on two ranks."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -34,6 +34,8 @@ from workers.spec_decode import adaptive
 from workers.spec_decode.draft_rows import Computed
 from workers.spec_decode.drafter import Drafter, ModelProposer, relative_cost
 from workers.spec_decode.proposer import Proposer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 REQUESTS = 8
 
@@ -68,15 +70,6 @@ class Twin(Drafter):
 
     def _compute(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return self._model(ids_T, positions_T, ForwardContext([], ctx.groups[1:]))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from atom.shared.config.speculative import SpeculativeConfig
 from tests.helpers.drafting import (
@@ -23,6 +21,8 @@ from tests.helpers.tiny_models import engine_config, place, tiny
 from tests.unit.workers.spec_decode.test_ngram import check, run
 from workers.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "small-vocabulary": ("llama-gqa", {"draft_vocab": 140}),
     "moe-own-embedding": (
@@ -31,15 +31,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "normed": ("deepseek-v3", {"norm_output": True, "norm_before_residual": True, "draft_vocab": 150}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Forced acceptance: wrong drafts become the text, as many as asked for, in every way to launch steps."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -13,16 +12,9 @@ from tests.unit.workers.spec_decode.test_speculation import CPU, VOCAB, Driver, 
 from workers.spec_decode.draft_rows import DraftRows
 from workers.spec_decode.forced_acceptance import ForcedAcceptance
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ALL = 10**6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def forced(way: str, length: float) -> Driver:

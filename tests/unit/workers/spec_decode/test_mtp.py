@@ -1,10 +1,8 @@
 """Multi-token prediction through core and worker: the drafts by definition, the output of the plain run."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from atom.shared.config.speculative import SpeculativeConfig
 from tests.helpers.drafting import (
@@ -22,17 +20,10 @@ from tests.unit.workers.spec_decode.test_ngram import check, run
 from workers.spec_decode import adaptive
 from workers.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2", "glm-4.7-flash", "glm-5")
 GROUPS = dict.fromkeys(FAMILIES, 1) | dict.fromkeys(DELTA_FAMILIES, 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -19,20 +18,13 @@ from tests.helpers.whole_engine import Output, WholeEngine
 from workers.spec_decode.ngram import row_drafts
 from workers.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES = (
     *("llama-gqa", "mistral-window", "gpt-oss", "qwen3-moe"),
     *("deepseek-v2-lite", "deepseek-v3.2", "glm-5"),
 )
 NGRAM = SpeculativeConfig("ngram", 4, 3, 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine(checkpoint: Checkpoint, speculative: SpeculativeConfig, blocks: int = 400) -> WholeEngine:

@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +26,8 @@ from workers.sampling.sampler import Sampler
 from workers.spec_decode.ngram import NgramProposer
 from workers.spec_decode.proposer import Proposer
 from workers.spec_decode.text_history import TextGroup
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS, LENGTH, ROWS, VOCAB = 4, 120, 60, 6, 11
@@ -218,15 +220,6 @@ class Driver:
             output = self.outputs[owner]
             output += self.core.tokens[row][before[row] :]
             del output[self._counts[owner] :]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Suffix speculation: the plain run's output, drafts from recent outputs, and a bounded memory."""
 
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,17 +15,10 @@ from tests.unit.workers.spec_decode.test_ngram import check, engine, run
 from workers.spec_decode import suffix
 from workers.spec_decode.suffix import LONGEST, MOST_PLACES, RecentOutputs, longest_match, most_common
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES = ("llama-gqa", "mistral-window", "gpt-oss")
 SUFFIX = unchanging(SpeculativeConfig("suffix", 4))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
