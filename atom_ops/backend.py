@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ from atom_ops.op import REFERENCE, REGISTRY
 from atom_ops.ops.linear.linear import BATCH_INVARIANT, linear
 from atom_ops.triton_impl.hardware import target
 from atom_ops.weights import Weight
+
+T = TypeVar("T")
 
 _DEFAULT_ORDER = {
     "cpu": ("native", "onednn_packed", "cpu_int4", "cpu_int8", "sdpa_cpu"),
@@ -98,6 +101,17 @@ def compile_launched(device: torch.device, launch: Callable[[], None]) -> int:
     from atom_ops.triton_impl.hardware.parallel_compile import compile_launched as compile_on_threads
 
     return compile_on_threads(device, launch)
+
+
+def with_loaded_kernels(launch: Callable[[], T]) -> T | None:
+    """What `launch` returns; None, when it would launch a Triton kernel that must be loaded first."""
+    from atom_ops.triton_impl.hardware.parallel_compile import KernelNotLoadedError, loaded_kernels_only
+
+    try:
+        with loaded_kernels_only():
+            return launch()
+    except KernelNotLoadedError:
+        return None
 
 
 def summary(resolved: dict[str, tuple[str, ...]]) -> str:

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import COMPILERS
 from atom.shared.config.engine import EngineConfig
 from atom.shared.utils.errors import one_line
 from atom.shared.utils.logger import get_logger
@@ -173,14 +174,10 @@ class RunnerBuilder:
             return capture_graphs(settings, self.model, kv_layers, inputs, self.device, progress)
 
     def compile_kernels(self) -> None:
-        """Compile the kernels of the steps to capture, on several threads, unless Triton has them.
-
-        Not with several ranks: their collectives initialise in their first step, which cannot be captured.
-        """
+        """Compile the kernels of the steps to capture, on several threads, unless Triton has them."""
         sizes = self.capture_sizes
-        several = self._mesh.tp.size * self._mesh.ep.size > 1
         captures = sizes and self.config.device.cudagraph_mode != "NONE"
-        if several or not captures or not backend.compiles_ahead(self.device):
+        if not captures or not self._captures_before_running:
             return
         blocks = [1] * len(self.model.kv_groups)
         inputs = self.inputs(self.longest_sequence, blocks)
@@ -199,6 +196,15 @@ class RunnerBuilder:
         if count:
             get_logger().info("compiled %d Triton kernels: later starts find them in Triton's cache", count)
 
+    @property
+    def _captures_before_running(self) -> bool:
+        """Whether a step can be captured that never ran.
+
+        Not with several ranks: their collectives initialise in their first step, which cannot be captured.
+        """
+        several = self._mesh.tp.size * self._mesh.ep.size > 1
+        return not several and backend.compiles_ahead(self.device)
+
     def _graph_settings(self, inputs: InputBatch, sizes: Sequence[int]) -> GraphSettings:
         return GraphSettings(
             self.config.device.cudagraph_mode,
@@ -206,6 +212,7 @@ class RunnerBuilder:
             self.most_tokens,
             self._captured_drafts(inputs),
             self.has_trace_ranges,
+            run_always=not self._captures_before_running or self.config.device.level in COMPILERS,
         )
 
     def _captured_drafts(self, inputs: InputBatch) -> list[int]:

@@ -100,7 +100,12 @@ def test_graphs(model_type: str, tmp_path: Path) -> None:
 
 def test_a_tower_of_real_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-VL-8B with four layers of text: logits of kernels and of torch ops, and the time of an image."""
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 5e6,
+        "mrope_interleaved": True,
+        "mrope_section": [24, 20, 20],
+    }
     text = {"num_hidden_layers": 4, "num_key_value_heads": 8, "intermediate_size": 12288}
     text |= {"max_position_embeddings": 4096, "dtype": "bfloat16", "rope_parameters": rope}
     config = AutoConfig.for_model("qwen3_vl", text_config=text).to_dict()

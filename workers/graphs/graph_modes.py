@@ -46,6 +46,8 @@ class GraphSettings:
     """Drafts of each row of decode steps to capture."""
     trace_ranges: bool = False
     """Whether captures and replays are named ranges in traces."""
+    run_always: bool = True
+    """Whether each step runs before its capture, also if all its kernels are loaded."""
 
     largest_alone: bool = False
     """Whether only the largest step of each kind is captured: smaller ones reuse its memory."""
@@ -82,7 +84,7 @@ def capture_graphs(
     """
     if not settings.rows or settings.mode == "NONE":
         return Graphs()
-    recorder = CallRecorder() if device.type == "cpu" else GraphRecorder()
+    recorder = CallRecorder() if device.type == "cpu" else GraphRecorder(settings.run_always)
     record = RangeRecorder(recorder) if settings.trace_ranges else recorder
     decode: list[DecodeGraphs] = []
     prompts: PromptGraphs | PiecewiseGraphs | None = None

@@ -2,9 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+
+from atom_ops import backend
 
 Replay = Callable[[], object]
 
@@ -16,7 +19,7 @@ class Recorder(Protocol):
     """
 
     runs_first: bool
-    """Whether a function runs before its capture: what it reads must have been computed then."""
+    """Whether a function may run before its capture: what it reads must have been computed then."""
 
     def __call__(self, body: Callable[[], Any], name: str) -> tuple[Replay, Any]: ...
 
@@ -30,13 +33,27 @@ class GraphRecorder:
 
     runs_first = True
 
-    def __init__(self) -> None:
+    def __init__(self, runs_always: bool = True) -> None:
+        """`runs_always`: each function runs before its capture; else the first, and those with new kernels.
+
+        Ranks that wait for one another in a function must agree on that.
+        """
+        self._runs_always = runs_always
+        self._has_run = False
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, body: Callable[[], Any], name: str) -> tuple[Replay, Any]:
+        if self._has_run and not self._runs_always:
+            captured = backend.with_loaded_kernels(partial(self._capture, body))
+            if captured is not None:
+                return captured
         body()  # compiles kernels and initialises libraries outside the capture
+        self._has_run = True
+        return self._capture(body)
+
+    def _capture(self, body: Callable[[], Any]) -> tuple[Replay, Any]:
         with self.capturing():
             self.begin()
             result = body()

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
+from atom.shared.utils.bytecode import bytecode_variables
+
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
@@ -97,7 +99,8 @@ def read_launch(kind: type[T]) -> T:
 
 def module_environment() -> dict[str, str]:
     """This process's environment, in which `python -P -m` finds the packages that this process runs."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([_import_root(), *_inherited_python_path()])}
+    path = os.pathsep.join([_import_root(), *_inherited_python_path()])
+    return {**os.environ, **bytecode_variables(os.environ), "PYTHONPATH": path}
 
 
 def _import_root() -> str:

@@ -4,8 +4,9 @@ Triton compiles a kernel when it is first launched, one after the other, and a m
 about half a second each.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +16,25 @@ from triton import knobs
 from atom.shared.utils.logger import get_logger
 
 _MOST_THREADS = 16
+
+
+class KernelNotLoadedError(Exception):
+    """A kernel was to be launched that this process has neither compiled nor loaded."""
+
+
+@contextlib.contextmanager
+def loaded_kernels_only() -> Iterator[None]:
+    """Launches of other kernels raise KernelNotLoadedError."""
+
+    def refuse(*, fn: Any, **_: object) -> bool:
+        raise KernelNotLoadedError(fn.name)
+
+    previous = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = refuse
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook = previous
 
 
 def compile_launched(device: torch.device, launch: Callable[[], None]) -> int:

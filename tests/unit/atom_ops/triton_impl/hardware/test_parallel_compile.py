@@ -8,7 +8,11 @@ import pytest
 import torch
 from triton import knobs
 
-from atom_ops.triton_impl.hardware.parallel_compile import compile_launched
+from atom_ops.triton_impl.hardware.parallel_compile import (
+    KernelNotLoadedError,
+    compile_launched,
+    loaded_kernels_only,
+)
 
 CPU = torch.device("cpu")
 
@@ -26,7 +30,7 @@ class Kernel:
     def launch(self, key: str) -> None:
         hook: Any = knobs.runtime.jit_cache_hook
         data = {"specialization_data": f"{self.name} {key}"}
-        info = SimpleNamespace(jit_function=self)
+        info = SimpleNamespace(jit_function=self, name=self.name)
         if not hook(key=key, fn=info, compile=data, repr="", is_manual_warmup=False, already_compiled=False):
             self.launches += 1
 
@@ -80,3 +84,10 @@ def test_an_error_while_launching_restores_the_hooks() -> None:
     with pytest.raises(RuntimeError, match="captured"):
         compile_launched(CPU, launch)
     assert knobs.runtime.jit_cache_hook is None and knobs.compilation.listener is None
+
+
+def test_a_kernel_that_is_not_loaded_is_refused() -> None:
+    kernel = Kernel("a")
+    with pytest.raises(KernelNotLoadedError, match="a"), loaded_kernels_only():
+        kernel.launch("one")
+    assert not kernel.launches and knobs.runtime.jit_cache_hook is None

@@ -1,0 +1,69 @@
+"""Which functions run before their capture; captures themselves need a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atom_ops.triton_impl.hardware import parallel_compile
+from workers.graphs import graph_recorder
+from workers.graphs.graph_recorder import GraphRecorder
+
+
+class Step:
+    """A step whose kernels are loaded by its first run; `calls` tells where it ran."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, runs_always: bool) -> None:
+        self.calls: list[str] = []
+        self.loaded: set[str] = set()
+        self._captures = False
+        monkeypatch.setattr(graph_recorder.torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(graph_recorder.torch.cuda, "Stream", lambda: None)
+        self.record = GraphRecorder(runs_always)
+        monkeypatch.setattr(self.record, "_capture", self._capture)
+
+    def _capture(self, body: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        self._captures = True
+        try:
+            return lambda: None, body()
+        finally:
+            self._captures = False
+
+    def of(self, kernel: str) -> str:
+        """Record a step that launches the kernel; returns its result."""
+
+        def body() -> str:
+            hook: Any = parallel_compile.knobs.runtime.jit_cache_hook
+            if hook is not None and kernel not in self.loaded:
+                hook(fn=type("Info", (), {"name": kernel}), key="", compile={})
+            self.loaded.add(kernel)
+            self.calls.append(f"{'capture' if self._captures else 'run'} {kernel}")
+            return kernel
+
+        found: str = self.record(body, "step")[1]
+        return found
+
+
+def test_a_step_of_loaded_kernels_is_captured_without_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Step(monkeypatch, runs_always=False)
+    assert [steps.of(kernel) for kernel in ("a", "a", "b", "b")] == ["a", "a", "b", "b"]
+    assert steps.calls == ["run a", "capture a", "capture a", "run b", "capture b", "capture b"]
+    assert parallel_compile.knobs.runtime.jit_cache_hook is None
+
+
+def test_ranks_that_wait_for_one_another_run_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Step(monkeypatch, runs_always=True)
+    steps.of("a")
+    steps.of("a")
+    assert steps.calls == ["run a", "capture a"] * 2
+
+
+def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Step(monkeypatch, runs_always=False)
+    steps.of("a")
+
+    def fail() -> None:
+        raise RuntimeError("no such layout")
+
+    with pytest.raises(RuntimeError, match="no such layout"):
+        steps.record(fail, "step")
