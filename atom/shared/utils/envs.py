@@ -96,8 +96,8 @@ VARIABLES: dict[str, Variable] = {
             str,
             _cache_dir,
             Area.ENGINE,
-            "Directory for converted checkpoints, measured GEMM plans, compiled kernels and Python files, and stacks of "
-            "processes that hung. If unset: `atom` in XDG_CACHE_HOME or ~/.cache.",
+            "Directory for converted checkpoints, measured GEMM plans, compiled kernels and Python files, "
+            "and stacks of processes that hung. If unset: `atom` in XDG_CACHE_HOME or ~/.cache.",
         ),
         Variable(
             "ATOM_DISABLE_MMAP",
