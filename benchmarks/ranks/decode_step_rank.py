@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.engine import Sampling, pack_ids, unpack_ids
+from atom.shared.messages.kv_tiers import TierSlots
 from atom.shared.messages.launch import Rendezvous
 from atom.shared.messages.worker import AllocateKV, NewRow, RecurrentStateSpec, ScheduledBatch
 from atom.shared.utils.process import read_launch
@@ -73,7 +74,7 @@ class Row:
 class Steps:
     """A worker with a decode batch."""
 
-    def __init__(self, launch: DecodeStepLaunch):
+    def __init__(self, launch: DecodeStepLaunch, tiers: Sequence[TierSlots] = ()):
         """Returns when all ranks have made theirs."""
         self._config = config = launch.config
         self._checkpoint = checkpoint = launch.checkpoint
@@ -83,12 +84,13 @@ class Steps:
         device = worker_device(config, launch.rank)
         shape = MeshShape(tp=parallel.tensor_parallel_size, dcp=parallel.decode_context_parallel_size)
         mesh = join_mesh(shape, launch.rank, launch.where, device, _JOIN_S)
-        self._worker = Worker(config, checkpoint, mesh, _say if launch.rank == 0 else _say_nothing)
-        loaded = self._worker.load()
+        self.worker = Worker(config, checkpoint, mesh, _say if launch.rank == 0 else _say_nothing)
+        loaded = self.worker.load()
         plan = plan_cache(config, checkpoint.max_model_len, [loaded])
-        self._blocks = plan.num_blocks
+        self.num_blocks = plan.num_blocks
+        self.specs = plan.specs
         self._is_state = [isinstance(spec, RecurrentStateSpec) for spec in plan.specs]
-        self._worker.allocate(AllocateKV(plan.num_blocks, plan.max_model_len))
+        self.worker.allocate(AllocateKV(plan.num_blocks, plan.max_model_len, list(tiers)))
 
     def start(self, rows: int, context: int, steps: int) -> None:
         """Prefill `rows` prompts of `context` random tokens, with blocks for `steps` more tokens.
@@ -99,7 +101,7 @@ class Steps:
         steps *= 1 + self._drafts
         # A recurrent layer has one slot for a row.
         each = [1 if is_state else -(-(context + steps) // size) for is_state in self._is_state]
-        if any(rows * wanted > blocks for wanted, blocks in zip(each, self._blocks, strict=True)):
+        if any(rows * wanted > blocks for wanted, blocks in zip(each, self.num_blocks, strict=True)):
             raise SystemExit(f"error: {rows} rows of {context + steps} tokens do not fit the KV cache")
         source = np.random.default_rng(rows)
         new = [
@@ -121,13 +123,13 @@ class Steps:
             prompts = pack_ids(ids[first * context : (first + len(names)) * context].tolist())
             counts = [context] * len(names)
             batch = ScheduledBatch(first, names, counts, new[first : first + together], token_ids=prompts)
-            failed = self._worker.execute(batch).result().failed
+            failed = self.worker.execute(batch).result().failed
             if failed:
                 raise SystemExit(f"error: a prompt of {context} tokens failed: {failed[0].reason}")
 
     def launch(self) -> PendingStep:
         """Launch one decode step."""
-        return self._worker.execute(ScheduledBatch(1, self._names, num_drafts=self._drafts))
+        return self.worker.execute(ScheduledBatch(1, self._names, num_drafts=self._drafts))
 
     def device_ms(self, steps: int) -> float:
         """Milliseconds from step to step while the device always has work."""
