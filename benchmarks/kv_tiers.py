@@ -113,7 +113,7 @@ def main() -> None:
     add = parser.add_argument
     add("--rows", type=positive, default=64, help="rows of the decode batch")
     add("--context", type=positive, default=1024, help="prompt tokens of each row")
-    add("--steps", type=positive, default=200, help="steps of each measurement")
+    add("--steps", type=positive, default=100, help="steps of each measurement")
     add("--blocks", type=positive, default=512, help="blocks of a copy")
     add("--rounds", type=positive, default=5, help="rounds; a figure is their median")
     add_output_flag(parser)

@@ -88,6 +88,7 @@ class Steps:
         loaded = self.worker.load()
         plan = plan_cache(config, checkpoint.max_model_len, [loaded])
         self.num_blocks = plan.num_blocks
+        self._max_model_len = plan.max_model_len
         self.specs = plan.specs
         self._is_state = [isinstance(spec, RecurrentStateSpec) for spec in plan.specs]
         self.worker.allocate(AllocateKV(plan.num_blocks, plan.max_model_len, list(tiers)))
@@ -99,6 +100,8 @@ class Steps:
         """
         size = self._config.block_tokens
         steps *= 1 + self._drafts
+        if context + steps > self._max_model_len:
+            raise SystemExit(f"error: {context} + {steps} tokens: --max-model-len is {self._max_model_len}")
         # A recurrent layer has one slot for a row.
         each = [1 if is_state else -(-(context + steps) // size) for is_state in self._is_state]
         if any(rows * wanted > blocks for wanted, blocks in zip(each, self.num_blocks, strict=True)):

@@ -1,6 +1,7 @@
 """CUDA graph capture."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -98,7 +99,10 @@ class GraphRecorder:
 
     def _abandon(self) -> None:
         if self._graph is not None:
-            with contextlib.suppress(RuntimeError):  # it says no more than the error that interrupted it
+            with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # neither says more than the error that interrupted the capture
                 self._graph.capture_end()
             self._graph = None
 
