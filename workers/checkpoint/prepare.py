@@ -39,7 +39,7 @@ from workers.checkpoint.quantization_files import with_routers
 from workers.device_probe import probe
 
 # To be increased when workers.weights.gguf changes its output, so that older conversions are not used.
-_GGUF_FORMAT = 6
+_GGUF_FORMAT = 7
 
 _CONVERSION_DEADLINE_S = 3600.0
 _PROGRESS_LINGER_MS = 1000
