@@ -16,6 +16,7 @@ from torch import Tensor
 
 from atom.shared.config.checkpoint import Checkpoint
 from tests.helpers.tiny_models import Tiny, build_tiny, checkpoint_of
+from tests.helpers.vision_models import build, save
 
 DELTA_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Those with recurrent layers."""
@@ -165,3 +166,38 @@ def _passing_on(hidden: int, generator: torch.Generator) -> Tensor:
     """A projection of pairs that nearly passes the embedding on."""
     noise_D2D = torch.randn(hidden, 2 * hidden, generator=generator) * 0.03 * (2 * hidden) ** -0.5
     return noise_D2D + torch.eye(hidden, 2 * hidden)
+
+
+def save_vision_mtp_model(directory: Path) -> Any:
+    """Saves a Qwen3.5 with a vision tower and a layer for multi-token prediction.
+
+    Returns transformers' model, whose last layer is that one.
+    """
+    layers = 4
+    kinds = ["linear_attention", "full_attention"] * 2
+    built = build(
+        "qwen3_5", text={"num_hidden_layers": layers + 1, "layer_types": [*kinds, "full_attention"]}
+    )
+    hidden = built.config.text_config.hidden_size
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in built.named_parameters():
+            if "visual" not in name and any(part in name for part in ("o_proj", "down_proj", "out_proj")):
+                weight.mul_(_SMALL)
+    save(built, directory)
+    last = f"model.language_model.layers.{layers}."
+    saved = load_file(directory / "model.safetensors")
+    tensors = {name.replace(last, "mtp.layers.0."): tensor for name, tensor in saved.items()}
+    for module in ("pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{module}.weight"] = 0.2 * torch.rand(hidden, generator=generator) - 0.1
+    tensors["mtp.fc.weight"] = _passing_on(hidden, generator)
+    tensors["mtp.norm.weight"] = built.model.language_model.norm.weight.detach().clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"] |= {
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "mtp_num_hidden_layers": 1,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return built

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,18 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """(text_config, vision_config) by model_type."""
 
 
-def build(model_type: str, seed: int = 1, ids: Sequence[int] = (VOCAB, IMAGE, START, END)) -> torch.nn.Module:
+def build(
+    model_type: str,
+    seed: int = 1,
+    ids: Sequence[int] = (VOCAB, IMAGE, START, END),
+    text: Mapping[str, Any] | None = None,
+) -> Any:
     """The transformers model, float32, with weights that make tokens differ clearly.
 
-    `ids` are the size of the vocabulary, then the ids of `TAGS`.
+    `ids` are the size of the vocabulary, then the ids of `TAGS`; `text` are changes to text_config.
     """
-    text, vision = MODELS[model_type]
+    common, vision = MODELS[model_type]
+    text = common | dict(text or {})
     vocab, *tags = ids
     config = AutoConfig.for_model(
         model_type,
