@@ -20,6 +20,7 @@ import msgspec
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.fields import json_object
+from atom.shared.config.images import image_limit
 from atom.shared.config.model import ModelConfig
 from atom.shared.messages.launch import PrepareLaunch
 from atom.shared.utils import envs
@@ -82,6 +83,8 @@ def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
         raise ValueError(_no_config(directory))
     _check_supported(directory, overrides)
     checkpoint = read_directory(directory, cache_dir, overrides, config.dtype)
+    if image_limit(config.limit_mm_per_prompt) == 0 and checkpoint.images is not None:
+        checkpoint = replace(checkpoint, images=None, no_images="--limit-mm-per-prompt allows none")
     if config.load_dummy:
         return checkpoint
     check_weights(directory)
