@@ -15,11 +15,13 @@ from aiohttp.abc import AbstractResolver
 from yarl import URL
 
 from atom.shared.messages.images import MAX_FILE_BYTES
-from frontend.errors import RequestError
+from frontend.errors import OverloadedError, RequestError
 
 __all__ = ["ImageFetcher", "check_url", "is_public"]
 
 _DEADLINE_S = 10.0
+_QUEUE_S = 20.0
+_RETRY_AFTER_S = 5
 _MAX_REDIRECTS = 3
 _MAX_PARALLEL = 8
 _CHUNK = 1 << 16
@@ -48,9 +50,22 @@ class ImageFetcher:
         self._slots = asyncio.Semaphore(_MAX_PARALLEL)
 
     async def fetch(self, url: str, field: str) -> bytes:
-        """The file. Raises RequestError, which names `field`."""
+        """The file. Raises RequestError, which names `field`; OverloadedError if others take too long."""
         try:
-            async with self._slots, asyncio.timeout(_DEADLINE_S):
+            async with asyncio.timeout(_QUEUE_S):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise OverloadedError(
+                f"{_MAX_PARALLEL} images are being fetched, and others wait: try again later", _RETRY_AFTER_S
+            ) from None
+        try:
+            return await self._fetched(url, field)
+        finally:
+            self._slots.release()
+
+    async def _fetched(self, url: str, field: str) -> bytes:
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
                 return await self._fetch(URL(url), field)
         except RequestError:
             raise

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 import frontend.images.image_fetcher as fetcher_module
-from frontend.errors import RequestError
+from frontend.errors import OverloadedError, RequestError
 from frontend.images.image_fetcher import ImageFetcher, check_url, is_public
 
 PIXELS = b"\x89PNG" * 1000
@@ -159,6 +159,24 @@ def test_sizes_and_times_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "status 404" in str(failure(lambda: fetched("/none")))
     monkeypatch.setattr(fetcher_module, "_DEADLINE_S", 0.3)
     assert "more than 0.3 s" in str(failure(lambda: fetched("/slow")))
+
+
+def test_few_files_are_fetched_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher_module, "_MAX_PARALLEL", 1)
+    monkeypatch.setattr(fetcher_module, "_QUEUE_S", 0.2)
+    monkeypatch.setattr(fetcher_module, "_DEADLINE_S", 0.6)
+
+    async def run() -> list[bytes | BaseException]:
+        async with server() as port:
+            fetcher = ImageFetcher(
+                frozenset({f"images.test:{port}"}), Resolver(LOOPBACK, LOOPBACK), lambda _: True
+            )
+            urls = [f"http://images.test:{port}/{name}" for name in ("slow", "a.png")]
+            found = await asyncio.gather(*(fetcher.fetch(url, "f") for url in urls), return_exceptions=True)
+            return [*found, await fetcher.fetch(urls[1], "f")]
+
+    slow, late, last = asyncio.run(run())
+    assert "more than 0.6 s" in str(slow) and isinstance(late, OverloadedError) and last == PIXELS
 
 
 def test_a_host_without_a_server_is_an_error_of_the_request() -> None:
