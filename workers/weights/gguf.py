@@ -59,10 +59,13 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 _END_TEXTS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
-        *("<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>"),
+        *("<|return|>", "<|call|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>"),
         *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
     )
 )
+# Where a vocabulary has both, `<|end|>` ends a message, after which the reply goes on (GPT-OSS).
+_HARMONY = frozenset(("<|return|>", "<|call|>"))
+_HARMONY_MESSAGE = "<|end|>"
 # Modules that the engine fuses: their matrices get one format.
 _FUSED = (
     *(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")),
@@ -109,7 +112,8 @@ def _ends(reader: gguf.GGUFReader) -> list[int]:
     """The ids that end a sequence: those that the file names, and tokens that do by their text."""
     named = [_value(reader, f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     tokens = _value(reader, "tokenizer.ggml.tokens", [])
-    by_text = [number for number, text in enumerate(tokens) if text in _END_TEXTS]
+    texts = _END_TEXTS - {_HARMONY_MESSAGE} if _HARMONY.issubset(tokens) else _END_TEXTS
+    by_text = [number for number, text in enumerate(tokens) if text in texts]
     return [token for token in dict.fromkeys([*named, *by_text]) if token is not None]
 
 

@@ -174,6 +174,15 @@ def test_tokens_end_a_sequence_by_their_text(tmp_path: Path) -> None:
     assert {tokens[number] for number in ends} == {"hi", "<|end|>", "<|im_end|>", "<|endoftext|>"}
 
 
+def test_a_message_of_gpt_oss_does_not_end_its_reply(tmp_path: Path) -> None:
+    tokens = [*TOKENS[:-4], "<|return|>", "<|call|>", *TOKENS[-2:]]
+    eot = {"add_eot_token_id": tokens.index("<|return|>")}
+    more = {"add_token_list": tokens, "add_token_merges": ["h i"], **eot}
+    write_gguf(tmp_path / "m.gguf", hf_weights(), **more)
+    ends = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).eos_token_ids
+    assert {tokens[number] for number in ends} == {"hi", "<|return|>", "<|call|>"}
+
+
 # The cache
 
 
