@@ -10,7 +10,7 @@ from workers.batch.block_table import BatchLimits
 from workers.batch.image_rows import ImageRows, StepTokens
 
 FEATURES = torch.arange(6.0)[:, None, None]
-"""Of an image of 2 x 3 tokens."""
+"""The features of an image of 2 x 3 tokens."""
 
 
 def made(*starts: int) -> ImageRows:
