@@ -28,7 +28,8 @@ Array = NDArray[Any]
 Shape = tuple[int, ...]
 ROPE_FACTORS = "rope_freqs.weight"
 _ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
-_CORRECTION = "e_score_correction_bias"
+# As llama.cpp's converter calls them before it looks names up.
+_RENAMED = {"e_score_correction_bias": "e_score_correction.bias", ".dt_bias": ".dt_proj.bias"}
 _STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -48,10 +49,6 @@ class Part:
     """Whether the checkpoint has numbers of stacked matrices with inputs first."""
     tiles: tuple[int, int] | None = None
     """(value heads of each key head, key heads), if the inputs are value heads in tiles."""
-
-    @property
-    def module(self) -> str:
-        return self.name.removesuffix(".weight")
 
     @property
     def stacked(self) -> bool:
@@ -113,10 +110,11 @@ def parts_of(
     for name, tensor in model.state_dict().items():
         if model.config.tie_word_embeddings and name == "lm_head.weight":
             continue
-        asked = name.replace(_CORRECTION, f"{_CORRECTION.removesuffix('_bias')}.bias")
-        asked = asked.replace(".dt_bias", ".dt_proj.bias")
+        asked = name
+        for written, converted in _RENAMED.items():
+            asked = asked.replace(written, converted)
         found = names.get_name(asked, try_suffixes=(".weight", ".bias"))
-        stored = next((each for each in (found, f"{found}.weight", name) if each in held), None)
+        stored = next((each for each in (found, f"{found}.weight") if each in held), None)
         yield from maker.make(name, tuple(tensor.shape), stored)
 
 
@@ -131,10 +129,8 @@ class _Parts:
 
     def make(self, name: str, shape: Shape, stored: str | None) -> Iterator[Part]:
         """The parts of one tensor of the model; `stored` is the file's tensor, if it is a single one."""
-        layer = f"blk.{_layer(name)}" if ".layers." in name else ""
-        written = name
-        if self._family.experts_in != "mlp" and (".mlp.experts." in name or ".mlp." in name):
-            written = name.replace(".mlp.", f".{self._family.experts_in}.")
+        layer = f"blk.{_layer(name)}"
+        written = name.replace(".mlp.", f".{self._family.experts_in}.")
         if name.endswith((*_STACKED, "experts.gate_up_proj_bias", "experts.down_proj_bias")):
             yield from self._experts(written, shape, f"{layer}.ffn")
         elif stored is None and name.endswith("kv_b_proj.weight"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +67,8 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     stated: dict[str, Any] = field(default_factory=dict)
     layers: int = 3
+    more: tuple[str, ...] = ()
+    """Tensors that are not read."""
 
     @property
     def row(self) -> Tiny:
@@ -114,7 +117,9 @@ CASES = [
         "glm4moe",
         "glm4_moe",
         ROUTED | {"n_group": 1, "topk_group": 1, "use_qk_norm": True, "rope_parameters": PARTIAL},
-        STATED_ROUTED | {"add_key_length": 16, "add_rope_dimension_count": 8},
+        STATED_ROUTED | {"add_key_length": 16, "add_rope_dimension_count": 8, "add_block_count": 4,
+                         "add_nextn_predict_layers": 1},
+        more=("blk.3.nextn.eh_proj.weight", "blk.3.attn_q.weight"),
     ),
     Case(
         "minimax-m2",
@@ -164,6 +169,7 @@ def saved(case: Case, path: Path, types: Type | Mapping[str, Type] | None = None
     model = build_tiny(case.row)
     weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     stored = in_file(weights, case.architecture, model.config)
+    stored |= {name: np.zeros((4, 4), np.float32) for name in case.more}
     write_gguf(path, stored, case.architecture, types, case.sizes, **case.stated)
     return model
 
