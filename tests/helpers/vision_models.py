@@ -212,13 +212,18 @@ def prompt(*parts: Processed | list[int]) -> tuple[list[int], list[PromptImage]]
 
 def hf_logits(model: torch.nn.Module, ids: list[int], images: list[Processed]) -> torch.Tensor:
     """Logits [tokens, V] of a text whose placeholders stand for these images."""
+    with torch.no_grad():
+        return model(**image_inputs(model, ids, images), use_cache=False).logits[0]
+
+
+def image_inputs(model: Any, ids: list[int], images: Sequence[Processed]) -> dict[str, Any]:
+    """The arguments of transformers' model."""
     inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
     if images:
         inputs["pixel_values"] = torch.cat([image.pixel_values for image in images])
         inputs["image_grid_thw"] = torch.tensor([[1, *image.grid] for image in images])
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
-    with torch.no_grad():
-        return model(**inputs, use_cache=False).logits[0]
+    return inputs
 
 
 def hf_follows(
