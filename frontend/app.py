@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from atom.shared.config.images import image_limit, media_domains
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.launch import FrontendLaunch
@@ -41,6 +42,8 @@ from frontend.http.lifecycle import Lifecycle
 from frontend.http.limits import HttpLimits
 from frontend.http.loop_lag import watch_loop
 from frontend.http.tls import follow_files, tls_context
+from frontend.images.image_fetcher import ImageFetcher
+from frontend.images.image_parts import ImageRules
 from frontend.images.image_preparer import ImagePreparer
 from frontend.images.image_process import ImageProcess
 from frontend.metrics.metrics import Metrics
@@ -191,13 +194,13 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     app[keys.MODELS] = models_service
     endpoint = server.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing(endpoint)
-    no_images = _no_images(launch)
-    images = None if no_images else _prompt_images(launch, inputs, executor)
+    rules = _image_rules(launch)
+    images = None if rules.refusal else _prompt_images(launch, inputs, executor, rules)
     app[keys.GENERATION] = Generation(
         client, inputs, models_service, options, executor, grammars, tracing, images
     )
     app.cleanup_ctx.append(lambda _: _close_tracing(tracing))
-    prompts = ChatPrompts(formats, server.lenient_fields, no_images)
+    prompts = ChatPrompts(formats, server.lenient_fields, rules)
     chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)
     app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionEndpoint(
@@ -219,18 +222,25 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     app.cleanup_ctx.append(lambda _: _shut_down(executor, grammars, images))
 
 
-def _no_images(launch: FrontendLaunch) -> str:
-    """Why the server takes no images; empty if it does."""
-    speculative = launch.config.speculative
-    if launch.checkpoint.images is not None and speculative.runs_model:
-        return f"with --method {speculative.method} this server reads text alone: what drafts sees no images"
-    return launch.checkpoint.no_images
+def _image_rules(launch: FrontendLaunch) -> ImageRules:
+    config = launch.config
+    method = config.speculative.method
+    if launch.checkpoint.images is not None and not config.speculative.reads_images:
+        return ImageRules(f"with --method {method} this server reads text alone: what drafts sees no images")
+    return ImageRules(
+        launch.checkpoint.no_images,
+        image_limit(config.model.limit_mm_per_prompt),
+        media_domains(launch.server.allowed_media_domains),
+    )
 
 
-def _prompt_images(launch: FrontendLaunch, inputs: InputProcessor, executor: TextExecutor) -> PromptImages:
+def _prompt_images(
+    launch: FrontendLaunch, inputs: InputProcessor, executor: TextExecutor, rules: ImageRules
+) -> PromptImages:
     settings = launch.checkpoint.images
     assert settings is not None, "the server takes images"
-    preparer = ImagePreparer(ImageProcess(launch.checkpoint), settings)
+    fetcher = ImageFetcher(rules.domains) if rules.domains else None
+    preparer = ImagePreparer(ImageProcess(launch.checkpoint), settings, fetcher)
     return PromptImages(preparer, inputs, executor, default_output_memory(launch.num_frontends))
 
 

@@ -162,7 +162,15 @@ class ModelRunner:
             step = pad_step(step, shape)
             hidden_TD = self._compute(step)
         context = ForwardContext(self._kv_layers, step.groups)
-        computed = Computed(step.ids_T, step.positions_T, hidden_TD, context, step.next_ids_T)
+        computed = Computed(
+            step.ids_T,
+            step.positions_T,
+            hidden_TD,
+            context,
+            step.next_ids_T,
+            step.rope_positions,
+            step.next_images,
+        )
         return _Forward(hidden_TD, computed, step.sampling, step.prompt_logprobs)
 
     def _compute(self, step: StepInputs) -> torch.Tensor:

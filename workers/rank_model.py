@@ -62,7 +62,7 @@ def build_rank(
         0 if in_one_part else envs.ATOM_OVERLAP_ALLREDUCE_TOKENS,
         config.speculative.method == "mtp",
     )
-    if config.speculative.runs_model:  # what drafts sees no images, so none come
+    if not config.speculative.reads_images:  # none come
         checkpoint = replace(checkpoint, images=None)
     model = build_model(checkpoint, build, online_quantization(config.model.online_quant_config))
     if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):

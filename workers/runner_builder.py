@@ -136,6 +136,8 @@ class RunnerBuilder:
         )
         if self.images is not None:
             batch.images = ImageRows(limits, self.device, self.images.features)
+            if proposer is not None:
+                proposer.images = batch.images
         return batch
 
     def runner(

@@ -20,6 +20,7 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None
     hf_overrides: str | dict[str, Any] | None
     online_quant_config: str | dict[str, Any] | None
+    limit_mm_per_prompt: str | dict[str, Any] | None
     trust_remote_code: bool
     load_dummy: bool
     # CacheConfig

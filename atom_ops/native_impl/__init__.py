@@ -40,6 +40,7 @@ def load() -> None:
     """Register the providers; later calls do nothing."""
     import atom_ops.native_impl.activation
     import atom_ops.native_impl.attention
+    import atom_ops.native_impl.experts
     import atom_ops.native_impl.fused_linear
     import atom_ops.native_impl.linear
     import atom_ops.native_impl.norm

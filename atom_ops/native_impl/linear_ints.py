@@ -5,6 +5,7 @@ them exactly.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,6 +46,20 @@ def pack(weight: Integers) -> PackedInts | None:
         _fill(words, _words(codes[first : first + _ROWS_AT_ONCE], bits), first // lanes)
     held = None if units is None else _panels(units, lanes)
     return PackedInts(words, _panels(terms, lanes), held, bits, group, block, (outputs, inputs))
+
+
+def pack_stack(weight: AffineInts) -> PackedInts | None:
+    """The weights [X, O, I] in panels; None where O is no whole number of panels, or as in `pack`."""
+    experts, outputs, inputs = weight.shape
+    if outputs % library().atom_lanes():
+        return None
+    packed = pack(weight.flattened())
+    if packed is None:
+        return None
+    parts = (packed.words, packed.terms, packed.units)
+    words, terms, units = (None if part is None else part.unflatten(0, (experts, -1)) for part in parts)
+    assert words is not None and terms is not None, "every weight has them"
+    return replace(packed, words=words, terms=terms, units=units, shape=(experts, outputs, inputs))
 
 
 def _bits(weight: Integers) -> int:

@@ -71,6 +71,10 @@ class AffineInts:
         """Rows of [O, I]."""
         return self._mapped(lambda part: part[start:stop])
 
+    def flattened(self) -> "AffineInts":
+        """The matrices of a stack as one, [X * O, I]."""
+        return self._mapped(lambda part: part.flatten(0, 1))
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The numbers, computed in float32 and rounded to `dtype`."""
         codes = self.codes

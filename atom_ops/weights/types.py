@@ -1,7 +1,7 @@
 """The closed union of weight types, and what works on all of them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -58,6 +58,14 @@ class PackedInts:
     block: int
     """B: the number of inputs that share units; 0 without units."""
     shape: tuple[int, ...]
+    """[O, I]; or [X, O, I] of a stack, whose tensors have X as their first dimension too."""
+
+    def expert(self, number: int) -> "PackedInts":
+        """One matrix of a stack."""
+        units = None if self.units is None else self.units[number]
+        return replace(
+            self, words=self.words[number], terms=self.terms[number], units=units, shape=self.shape[1:]
+        )
 
 
 @dataclass(frozen=True, slots=True)

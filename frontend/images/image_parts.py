@@ -1,6 +1,6 @@
 """Content parts that are images, in OpenAI's form: {"type": "image_url", "image_url": {"url": …}}.
 
-The files come as data: URLs. Nothing is fetched.
+The files come as data: URLs, or are fetched later from hosts that the server allows.
 """
 
 import binascii
@@ -11,8 +11,9 @@ from typing import Any
 
 from atom.shared.messages.images import MAX_FILE_BYTES, MAX_IMAGES
 from frontend.errors import RequestError
+from frontend.images.image_fetcher import check_url
 
-__all__ = ["IMAGE_URL", "ImageParts", "ImageSource", "image_part"]
+__all__ = ["IMAGE_URL", "ImageParts", "ImageRules", "ImageSource", "image_part"]
 
 IMAGE_URL = "image_url"
 _DATA = re.compile(r"data:(?:image/[\w.+-]+)?(?:;[\w-]+=[\w.-]+)*;base64,", re.IGNORECASE | re.ASCII)
@@ -22,19 +23,32 @@ _ROLES = ("user", "tool")
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """A file as the client has sent it."""
+    """A file as the client has sent it, or where it is."""
 
     content: bytes
     field: str
     """Where in the body it is."""
+    url: str = ""
+    """If it has to be fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRules:
+    """Which images a server takes."""
+
+    refusal: str = ""
+    """Why it takes none; empty if it does."""
+    most: int = MAX_IMAGES
+    """Images of a prompt."""
+    domains: frozenset[str] = frozenset()
+    """Hosts that images may be fetched from."""
 
 
 class ImageParts:
     """Collects the images of one conversation, in their order."""
 
-    def __init__(self, refusal: str):
-        """`refusal`: why the model takes no images; empty if it does."""
-        self._refusal = refusal
+    def __init__(self, rules: ImageRules):
+        self._rules = rules
         self.sources: list[ImageSource] = []
 
     def add(self, part: Mapping[str, Any], role: str, field: str) -> dict[str, Any]:
@@ -42,9 +56,9 @@ class ImageParts:
 
         Raises RequestError naming the field at fault.
         """
-        if self._refusal:
+        if refusal := self._rules.refusal:
             raise RequestError(
-                f"'{field}' is an image, and {self._refusal}", param=field, code="unsupported_parameter"
+                f"'{field}' is an image, and {refusal}", param=field, code="unsupported_parameter"
             )
         if role not in _ROLES:
             raise RequestError(
@@ -52,10 +66,18 @@ class ImageParts:
                 "may send images",
                 param=field,
             )
-        if len(self.sources) >= MAX_IMAGES:
-            raise RequestError(f"'{field}' is one of more than {MAX_IMAGES} images: send fewer", param=field)
-        self.sources.append(ImageSource(_content(_url(part, field), field), field))
+        if len(self.sources) >= self._rules.most:
+            raise RequestError(
+                f"'{field}' is one of more than {self._rules.most} images: send fewer", param=field
+            )
+        self.sources.append(self._source(_url(part, field), field))
         return {"type": "image"}
+
+    def _source(self, url: str, field: str) -> ImageSource:
+        if not self._rules.domains or _DATA.match(url) is not None:
+            return ImageSource(_content(url, field), field)
+        check_url(url, self._rules.domains, field)
+        return ImageSource(b"", field, url)
 
 
 def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
@@ -93,8 +115,8 @@ def _content(url: str, field: str) -> bytes:
     if match is None:
         kind = url.partition(":")[0][:20] if ":" in url[:20] else "no"
         raise RequestError(
-            f"'{field}' has a URL of {kind!r} scheme: this server fetches nothing; send the image itself, as "
-            "data:image/png;base64,…",
+            f"'{field}' has a URL of {kind!r} scheme: without --allowed-media-domains this server fetches "
+            "nothing; send the image itself, as data:image/png;base64,…",
             param=field,
             code="unsupported_parameter",
         )

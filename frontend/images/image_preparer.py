@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import PreparedImage, PromptImage
 from frontend.errors import OverloadedError, RequestError, UnavailableError
+from frontend.images.image_fetcher import ImageFetcher
 from frontend.images.image_parts import ImageSource
 from frontend.images.image_process import MAX_PARALLEL, ImageProcess, ImageProcessError
 
@@ -23,9 +24,11 @@ _MAX_CACHED_BYTES = 128 * 1024 * 1024
 class ImagePreparer:
     """Prepares images in a process of its own; those that came lately are kept for the next turns."""
 
-    def __init__(self, process: ImageProcess, settings: ImageSettings):
+    def __init__(self, process: ImageProcess, settings: ImageSettings, fetcher: ImageFetcher | None = None):
+        """`fetcher` is None where sources have no URLs."""
         self.token_id = settings.token_id
         self._process = process
+        self._fetcher = fetcher
         self._threads = ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="images")
         self._queued_bytes = 0
         self._cache: OrderedDict[bytes, PreparedImage] = OrderedDict()
@@ -41,10 +44,14 @@ class ImagePreparer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _prepared(self, source: ImageSource) -> PreparedImage:
-        key = await asyncio.get_running_loop().run_in_executor(self._threads, _digest, source.content)
+        content = source.content
+        if source.url:
+            assert self._fetcher is not None, "no source has a URL otherwise"
+            content = await self._fetcher.fetch(source.url, source.field)
+        key = await asyncio.get_running_loop().run_in_executor(self._threads, _digest, content)
         image = self._cache.get(key)
         if image is None:
-            image = await self._new(source.content)
+            image = await self._new(content)
             if not image.error:
                 self._keep(key, image)
         else:

@@ -98,6 +98,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "cpu",
     )
     more = ("--kv-cache-memory-bytes", str(1 << 24), "--cpu-threads", "1", "--max-num-batched-tokens", "32")
+    more += ("--allowed-media-domains", "images.example.org,localhost:9")
     with running_server(*arguments, *more) as server:
         yield Served(server, model, directory)
 
@@ -167,7 +168,8 @@ def test_the_ids_of_a_conversation(served: Served) -> None:
 @pytest.mark.parametrize(
     ("part", "error"),
     [
-        ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "fetches nothing"),
+        ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "does not list"),
+        ({"type": "image_url", "image_url": {"url": "http://localhost:9/a.png"}}, "which is not public"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}, "not valid base64"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}, "not an image"),
         ({"type": "image_url", "image_url": {"url": data_url(WIDE[: len(WIDE) // 2])}}, "truncated"),

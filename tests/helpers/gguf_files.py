@@ -1,5 +1,6 @@
-"""Tiny GGUF files of any architecture without experts, as llama.cpp writes them, with tensors of any type."""
+"""Tiny GGUF files of any architecture, as llama.cpp writes them, with tensors of any type."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,8 +138,10 @@ def write_gguf(
 
 def _quantized(array: np.ndarray, kind: Type) -> np.ndarray:
     if kind.name.endswith("_K") or kind.name.startswith("IQ"):
-        outputs, inputs = array.shape
-        return random_blocks((outputs, inputs), kind, float(array.std()), seed=outputs + inputs)
+        *outputs, inputs = array.shape
+        rows = math.prod(outputs)
+        blocks = random_blocks((rows, inputs), kind, float(array.std()), seed=rows + inputs)
+        return blocks.reshape(*outputs, -1)
     found: np.ndarray = gguf.quants.quantize(array, kind)
     return found
 

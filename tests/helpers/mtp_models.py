@@ -6,6 +6,7 @@ are right.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from atom.shared.config.checkpoint import Checkpoint
 from tests.helpers.tiny_models import Tiny, build_tiny, checkpoint_of
+from tests.helpers.vision_models import Processed, build, image_inputs, save
 
 DELTA_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Those with recurrent layers."""
@@ -165,3 +167,95 @@ def _passing_on(hidden: int, generator: torch.Generator) -> Tensor:
     """A projection of pairs that nearly passes the embedding on."""
     noise_D2D = torch.randn(hidden, 2 * hidden, generator=generator) * 0.03 * (2 * hidden) ** -0.5
     return noise_D2D + torch.eye(hidden, 2 * hidden)
+
+
+@dataclass(frozen=True)
+class VisionMtpModel:
+    """A saved Qwen3.5 with a vision tower and a layer for multi-token prediction."""
+
+    built: Any
+    """transformers' model; its last layer is that one."""
+    own: dict[str, Tensor]
+    """The tensors mtp.* of no layer."""
+
+    def drafts(self, ids: list[int], images: Sequence[Processed], count: int) -> list[int]:
+        """The greedy drafts after these ids, whose placeholders stand for the images."""
+        text = self.built.model.language_model
+        inputs = image_inputs(self.built, ids, images)
+        layers = text.layers
+        text.layers = layers[:-1]
+        try:
+            outputs = self.built.model(**inputs, use_cache=False)
+        finally:
+            text.layers = layers
+        positions_31T, _ = self.built.model.get_rope_index(
+            inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
+        )
+        hidden_TD = outputs.last_hidden_state[0][:-1]
+        found = self.built.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+        embedded_TD = text.embed_tokens(inputs["input_ids"])[0]
+        embedded_TD[inputs["mm_token_type_ids"][0] == 1] = torch.cat(found.pooler_output)
+        next_TD = embedded_TD[1:]
+        positions_31T = positions_31T[:, :, :-1]
+        drafts: list[int] = []
+        while len(drafts) < count:
+            out_TD = self._layer(hidden_TD, next_TD, positions_31T)
+            drafts.append(int((out_TD[-1] @ self.built.lm_head.weight.T).argmax()))
+            hidden_TD = torch.cat((hidden_TD, out_TD[-1:]))
+            next_TD = torch.cat((next_TD, text.embed_tokens(torch.tensor(drafts[-1:]))))
+            positions_31T = torch.cat((positions_31T, positions_31T[:, :, -1:] + 1), -1)
+        return drafts
+
+    def _layer(self, hidden_TD: Tensor, next_TD: Tensor, positions_31T: Tensor) -> Tensor:
+        text = self.built.model.language_model
+        pair_T2D = torch.cat(
+            (self._norm("pre_fc_norm_embedding", next_TD), self._norm("pre_fc_norm_hidden", hidden_TD)), -1
+        )
+        x_1TD = (pair_T2D @ self.own["fc"].T)[None]
+        tokens = x_1TD.shape[1]
+        out_1TD = text.layers[-1](
+            x_1TD,
+            attention_mask=torch.full((tokens, tokens), -torch.inf).triu(1)[None, None],
+            position_ids=positions_31T[0],
+            position_embeddings=text.rotary_emb(x_1TD, positions_31T),
+        )
+        return self._norm("norm", (out_1TD[0] if isinstance(out_1TD, tuple) else out_1TD)[0])
+
+    def _norm(self, name: str, x_TD: Tensor) -> Tensor:
+        eps = self.built.config.text_config.rms_norm_eps
+        return x_TD * (x_TD.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + self.own[name])
+
+
+def save_vision_mtp_model(directory: Path) -> VisionMtpModel:
+    """Saves such a model."""
+    layers = 4
+    kinds = ["linear_attention", "full_attention"] * 2
+    built = build(
+        "qwen3_5", text={"num_hidden_layers": layers + 1, "layer_types": [*kinds, "full_attention"]}
+    )
+    hidden = built.config.text_config.hidden_size
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in built.named_parameters():
+            if "visual" not in name and any(part in name for part in ("o_proj", "down_proj", "out_proj")):
+                weight.mul_(_SMALL)
+    save(built, directory)
+    last = f"model.language_model.layers.{layers}."
+    saved = load_file(directory / "model.safetensors")
+    tensors = {name.replace(last, "mtp.layers.0."): tensor for name, tensor in saved.items()}
+    own = {
+        "pre_fc_norm_embedding": 0.2 * torch.rand(hidden, generator=generator) - 0.1,
+        "pre_fc_norm_hidden": 0.2 * torch.rand(hidden, generator=generator) - 0.1,
+        "fc": _passing_on(hidden, generator),
+        "norm": built.model.language_model.norm.weight.detach().clone(),
+    }
+    tensors |= {f"mtp.{module}.weight": tensor for module, tensor in own.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"] |= {
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "mtp_num_hidden_layers": 1,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return VisionMtpModel(built, own)

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,18 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """(text_config, vision_config) by model_type."""
 
 
-def build(model_type: str, seed: int = 1, ids: Sequence[int] = (VOCAB, IMAGE, START, END)) -> torch.nn.Module:
+def build(
+    model_type: str,
+    seed: int = 1,
+    ids: Sequence[int] = (VOCAB, IMAGE, START, END),
+    text: Mapping[str, Any] | None = None,
+) -> Any:
     """The transformers model, float32, with weights that make tokens differ clearly.
 
-    `ids` are the size of the vocabulary, then the ids of `TAGS`.
+    `ids` are the size of the vocabulary, then the ids of `TAGS`; `text` are changes to text_config.
     """
-    text, vision = MODELS[model_type]
+    common, vision = MODELS[model_type]
+    text = common | dict(text or {})
     vocab, *tags = ids
     config = AutoConfig.for_model(
         model_type,
@@ -206,13 +212,18 @@ def prompt(*parts: Processed | list[int]) -> tuple[list[int], list[PromptImage]]
 
 def hf_logits(model: torch.nn.Module, ids: list[int], images: list[Processed]) -> torch.Tensor:
     """Logits [tokens, V] of a text whose placeholders stand for these images."""
+    with torch.no_grad():
+        return model(**image_inputs(model, ids, images), use_cache=False).logits[0]
+
+
+def image_inputs(model: Any, ids: list[int], images: Sequence[Processed]) -> dict[str, Any]:
+    """The arguments of transformers' model."""
     inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
     if images:
         inputs["pixel_values"] = torch.cat([image.pixel_values for image in images])
         inputs["image_grid_thw"] = torch.tensor([[1, *image.grid] for image in images])
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
-    with torch.no_grad():
-        return model(**inputs, use_cache=False).logits[0]
+    return inputs
 
 
 def hf_follows(

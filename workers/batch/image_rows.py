@@ -49,6 +49,8 @@ class ImageInputs:
     """Those of RoPE, int64: [T], or [3, T] with tokens in images."""
     tokens: ImageTokens | None
     """None without tokens in images."""
+    next_tokens: ImageTokens | None
+    """The features of the tokens after some of the step's, as far as the step has these too."""
 
 
 class _Places:
@@ -114,7 +116,7 @@ class ImageRows:
         if not affected:
             return None
         offsets = np.zeros(len(positions_T), np.int64)
-        found = _Found([], [], [])
+        found = _Found([], [], [], [])
         for index in affected:
             places = self._places[int(step.rows[index])]
             first, start = int(step.past_tokens[index]), int(step.starts[index])
@@ -126,16 +128,22 @@ class ImageRows:
                 low, high = max(start, image.start), min(start + count, int(places.ends[number]))
                 position = image.start + int(places.offsets[number])
                 part = slice(low - image.start, high - image.start)
-                found.add(image, position, part, first + low - start)
+                found.add(image, position, part, first + low - start, low > start)
         rope_T = positions_T + self._upload(offsets)
         if not found.keys:
-            return ImageInputs(rope_T, None)
+            return ImageInputs(rope_T, None, None)
         columns = np.concatenate(found.columns, axis=1)
         tokens_M, *axes = self._upload(columns)
         rope_3T = rope_T.repeat(3, 1)
         rope_3T[:, tokens_M] = torch.stack(axes)
         parts = [self._features(key)[part] for key, part in zip(found.keys, found.parts, strict=True)]
-        return ImageInputs(rope_3T, ImageTokens(tokens_M, torch.cat(parts)))
+        tokens = ImageTokens(tokens_M, torch.cat(parts))
+        followers = np.concatenate(found.follow).nonzero()[0]
+        follow_M = self._upload(followers)
+        next_tokens = ImageTokens(
+            tokens_M.index_select(0, follow_M) - 1, tokens.features_MLD.index_select(0, follow_M)
+        )
+        return ImageInputs(rope_3T, tokens, next_tokens)
 
     def _upload(self, numbers: NDArray[np.int64]) -> torch.Tensor:
         return to_device(numbers, self._device)
@@ -150,12 +158,18 @@ class _Found:
     """Which of the image's tokens."""
     columns: list[NDArray[np.int64]]
     """Index in the step, then position in time, row and column [4, tokens]."""
+    follow: list[NDArray[np.bool_]]
+    """Whether each token follows another one of its row in the step."""
 
-    def add(self, image: RowImage, position: int, part: slice, token: int) -> None:
-        """Add a part that begins at a token of the step, of an image that begins at a RoPE position."""
+    def add(self, image: RowImage, position: int, part: slice, token: int, follows: bool) -> None:
+        """Add a part that begins at a token of the step, of an image that begins at a RoPE position.
+
+        `follows`: whether that token follows another one of its row in the step.
+        """
         self.keys.append(image.key)
         self.parts.append(part)
         numbers = np.arange(part.start, part.stop)
         rows, columns = position + numbers // image.columns, position + numbers % image.columns
         tokens = token + numbers - part.start
         self.columns.append(np.stack((tokens, np.full_like(numbers, position), rows, columns)))
+        self.follow.append((numbers > part.start) | follows)

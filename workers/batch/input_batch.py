@@ -350,7 +350,12 @@ class InputBatch:
         if self.images is not None:
             changed = self.images.inputs(StepTokens(rows, starts, counts, past_tokens), positions_T)
             if changed is not None:
-                inputs = replace(inputs, rope=changed.positions, images=changed.tokens)
+                inputs = replace(
+                    inputs,
+                    rope=changed.positions,
+                    images=changed.tokens,
+                    next_images=changed.next_tokens,
+                )
         return inputs
 
     def _draft_work(self, applied: AppliedBatch) -> tuple[Rows, Rows, Ids | None]:

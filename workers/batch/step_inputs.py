@@ -69,6 +69,8 @@ class StepInputs:
     """RoPE positions, [T] or by axis [3, T]; None: `positions_T`."""
     images: ImageTokens | None = None
     """The tokens in images; with them `rope` is by axis, and the step is eager."""
+    next_images: ImageTokens | None = None
+    """Tokens whose next one is in an image, as far as the step has that one too, with its features."""
 
     @property
     def rope_positions(self) -> torch.Tensor:

@@ -19,14 +19,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from workers.checkpoint.added_tokens import stated_by_id
 from workers.checkpoint.hf_config import read_json
 
-__all__ = ["TEKKEN", "TIKTOKEN", "tekken_tokenizer", "tekken_tokens", "tiktoken_tokenizer"]
+__all__ = ["KIMI_PATTERN", "TEKKEN", "TIKTOKEN", "tekken_tokenizer", "tekken_tokens", "tiktoken_tokenizer"]
 
 TIKTOKEN = "tiktoken.model"
 TEKKEN = "tekken.json"
 
 # The pattern is in the Python code of such checkpoints, which is not run: only this class is known.
 _KIMI = "TikTokenTokenizer"
-_KIMI_PATTERN = "|".join(
+KIMI_PATTERN = "|".join(
     (
         r"[\p{Han}]+",
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
@@ -68,7 +68,7 @@ def tiktoken_tokenizer(path: Path, config: Mapping[str, Any]) -> str:
     tokens = {
         number: named.get(number) or _special(f"<|reserved_token_{number}|>") for number in range(first, stop)
     }
-    return _tokenizer(ranks, _KIMI_PATTERN, tokens, path).to_str()
+    return _tokenizer(ranks, KIMI_PATTERN, tokens, path).to_str()
 
 
 def tekken_tokenizer(path: Path) -> str:

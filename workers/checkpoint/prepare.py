@@ -20,6 +20,7 @@ import msgspec
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.fields import json_object
+from atom.shared.config.images import image_limit
 from atom.shared.config.model import ModelConfig
 from atom.shared.messages.launch import PrepareLaunch
 from atom.shared.utils import envs
@@ -39,7 +40,7 @@ from workers.checkpoint.quantization_files import with_routers
 from workers.device_probe import probe
 
 # To be increased when workers.weights.gguf changes its output, so that older conversions are not used.
-_GGUF_FORMAT = 6
+_GGUF_FORMAT = 7
 
 _CONVERSION_DEADLINE_S = 3600.0
 _PROGRESS_LINGER_MS = 1000
@@ -82,6 +83,8 @@ def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
         raise ValueError(_no_config(directory))
     _check_supported(directory, overrides)
     checkpoint = read_directory(directory, cache_dir, overrides, config.dtype)
+    if image_limit(config.limit_mm_per_prompt) == 0 and checkpoint.images is not None:
+        checkpoint = replace(checkpoint, images=None, no_images="--limit-mm-per-prompt allows none")
     if config.load_dummy:
         return checkpoint
     check_weights(directory)

@@ -268,7 +268,8 @@ class DecodeGraphs:
         context = ForwardContext(self._kv_layers, groups)
         images = self._inputs.images
         rope_T = positions_T if images is None else images.positions(positions_T, rows_R)
-        return Computed(ids_T, positions_T, self._model(ids_T, rope_T, context), context)
+        hidden_TD = self._model(ids_T, rope_T, context)
+        return Computed(ids_T, positions_T, hidden_TD, context, rope_T=rope_T)
 
     def _forward_drafts(self, rows_R: torch.Tensor, speculation: Speculation) -> ForwardOutput:
         block_size = self._inputs.limits.block_size

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.layers.context import BuildContext, ForwardContext
+from workers.layers.context import BuildContext, ForwardContext, ImageTokens
 from workers.layers.decoder import DecoderArgs, DecoderLayer, FeedForward, TokenMixers
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.mtp import PredictingLM
@@ -68,10 +68,11 @@ class PredictingDeltaLM(PredictingLM):
         hidden_TD: torch.Tensor,
         positions_T: torch.Tensor,
         ctx: ForwardContext,
+        images: ImageTokens | None = None,
     ) -> torch.Tensor:
         mtp = self.mtp
         assert mtp is not None, "it was not requested"
-        embedded_TD = mtp.pre_fc_norm_embedding(self.model.embed_tokens(next_ids_T))
+        embedded_TD = mtp.pre_fc_norm_embedding(self.embedded_next(next_ids_T, images))
         pair_T2D = torch.cat((embedded_TD, mtp.pre_fc_norm_hidden(hidden_TD)), -1)
         rotation = self.model.rotary[0](positions_T)
         x_TD, residual_TD = mtp.layers[0](mtp.fc(pair_T2D), None, rotation, ctx)

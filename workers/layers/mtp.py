@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.layers.context import BuildContext, ForwardContext
+from workers.layers.context import BuildContext, ForwardContext, ImageTokens
 from workers.layers.decoder import DecoderArgs, DecoderLayer, DecoderLM, FeedForward, TokenMixer, TokenMixers
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
@@ -55,11 +55,20 @@ class PredictingLM(DecoderLM, ABC):
         hidden_TD: torch.Tensor,
         positions_T: torch.Tensor,
         ctx: ForwardContext,
+        images: ImageTokens | None = None,
     ) -> torch.Tensor:
         """Normalised hidden states [T, D] that `sample` takes, for the tokens after the next ones.
 
-        `hidden_TD` are the model's of the tokens at `positions_T`, or earlier results of this method.
+        `hidden_TD` are the model's of the tokens at the RoPE positions `positions_T`, or earlier results of
+        this method. `images` are tokens whose next one is in an image, with its features.
         """
+
+    def embedded_next(self, next_ids_T: torch.Tensor, images: ImageTokens | None) -> torch.Tensor:
+        """What the layer reads of the next tokens, [T, D]."""
+        embedded_TD = self.model.embed_tokens(next_ids_T)
+        if images is None:
+            return embedded_TD
+        return embedded_TD.index_copy(0, images.tokens_M, images.features_MLD[:, 0])
 
 
 class PredictingDecoderLM(PredictingLM):
@@ -104,10 +113,13 @@ class PredictingDecoderLM(PredictingLM):
         hidden_TD: torch.Tensor,
         positions_T: torch.Tensor,
         ctx: ForwardContext,
+        images: ImageTokens | None = None,
     ) -> torch.Tensor:
         layer = self.mtp
         assert layer is not None, "the layer was not requested"
-        pair_T2D = torch.cat((layer.enorm(self.model.embed_tokens(next_ids_T)), layer.hnorm(hidden_TD)), -1)
+        pair_T2D = torch.cat(
+            (layer.enorm(self.embedded_next(next_ids_T, images)), layer.hnorm(hidden_TD)), -1
+        )
         x_TD, residual_TD = layer(layer.eh_proj(pair_T2D), None, self.model.rotary[0](positions_T), ctx)
         normed_TD, _ = layer.shared_head.norm.add_norm(x_TD, residual_TD)
         return normed_TD

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from atom_ops import NO_DRAFT, SamplingBatch
 from workers.batch.group_rows import Rows
-from workers.layers.context import ForwardContext
+from workers.layers.context import ForwardContext, ImageTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,14 @@ class Computed:
     next_ids_T: torch.Tensor | None = None
     """int64: the id after each token of a prompt, as far as it is known. Fewer than T without padding; None:
     all tokens are the last ones, or drafts, of decoding rows."""
+    rope_T: torch.Tensor | None = None
+    """Positions of RoPE, [T], or [3, T] by axis; None: `positions_T`."""
+    next_images: ImageTokens | None = None
+    """Tokens whose next one is in an image, with its features."""
+
+    @property
+    def rope_positions(self) -> torch.Tensor:
+        return self.positions_T if self.rope_T is None else self.rope_T
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class Drafter(ABC):
     def predict(
         self, ids_R: torch.Tensor, hidden_RD: torch.Tensor, positions_R: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
-        """Hidden states [R, D] of one more token of each row.
+        """Hidden states [R, D] of one more token of each row, whose RoPE positions are `positions_R`.
 
         `hidden_RD`: with `reads_pairs` those of the token before, from `follow` or from here; otherwise any.
         """
@@ -272,16 +272,22 @@ class ModelProposer(Proposer):
         """
         if not self._exact:
             positions_R, context = self._context(tokens, step, state, max_context)
+            positions_R = self._rope(positions_R, tokens)
             return self._compute(tokens.ids_R, hidden_RD, positions_R, context)
         needed = tokens.needed_R.nonzero()[:, 0]  # no padding is computed
         if not len(needed):
             if self.passes is not None:
                 self._predict_padding()
             return hidden_RD
-        positions_R, context = self._context(tokens.select(needed), step, state, max_context)
-        ids_R = tokens.ids_R.index_select(0, needed)
-        found_RD = self._compute(ids_R, hidden_RD.index_select(0, needed), positions_R, context)
+        tokens = tokens.select(needed)
+        positions_R, context = self._context(tokens, step, state, max_context)
+        positions_R = self._rope(positions_R, tokens)
+        found_RD = self._compute(tokens.ids_R, hidden_RD.index_select(0, needed), positions_R, context)
         return hidden_RD.index_copy(0, needed, found_RD)
+
+    def _rope(self, positions_R: torch.Tensor, tokens: "_Tokens") -> torch.Tensor:
+        """The positions of RoPE, which images before the tokens change."""
+        return positions_R if self.images is None else self.images.positions(positions_R, tokens.rows_R)
 
     def _predict_padding(self) -> None:
         """Take part in a prediction of other ranks with rows of padding alone."""

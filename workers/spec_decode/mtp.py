@@ -30,7 +30,13 @@ class MtpDrafter(Drafter):
         self.groups = [number for number, group in enumerate(model.kv_groups) if layer in group.layers]
 
     def follow(self, computed: Computed, next_ids_T: torch.Tensor) -> torch.Tensor:
-        return self._model.predict(next_ids_T, computed.hidden_TD, computed.positions_T, computed.context)
+        return self._model.predict(
+            next_ids_T,
+            computed.hidden_TD,
+            computed.rope_positions,
+            computed.context,
+            computed.next_images,
+        )
 
     def predict(
         self, ids_R: torch.Tensor, hidden_RD: torch.Tensor, positions_R: torch.Tensor, ctx: ForwardContext

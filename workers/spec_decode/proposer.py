@@ -9,6 +9,7 @@ from atom.shared.messages.worker import KVSpec, NewRow
 from atom_ops import RowState, StatePlan
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows, Rows
+from workers.batch.image_rows import ImageRows
 from workers.layers.context import GroupContext
 from workers.spec_decode.draft_passes import DraftPasses
 from workers.spec_decode.draft_rows import Computed, Sampled
@@ -48,6 +49,8 @@ class Proposer(ABC):
     """Whether every batch has the id after each prompt chunk."""
     passes: DraftPasses | None = None
     """What the ranks of engines in lockstep agree on; None: the drafts of a rank need no other one."""
+    images: ImageRows | None = None
+    """The images of the batch's rows; None: the model reads none."""
 
     @abstractmethod
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:

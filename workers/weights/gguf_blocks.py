@@ -54,12 +54,20 @@ class Format:
     with_offsets: bool = False
     with_units: bool = False
     """Whether scales and offsets are integers."""
+    floats: bool = False
+    """Whether codes are floats, and scales powers of two."""
 
     @property
     def name(self) -> str:
         """As the quantization method gguf reads it."""
+        if self.floats:
+            return "mxfp4"
         marks = ((self.with_offsets, "_offsets"), (self.with_units, "_units"))
         return f"int{self.bits}_{self.group}{''.join(mark for has, mark in marks if has)}"
+
+
+FP4 = Format(4, 32, floats=True)
+"""MXFP4, which is no `AffineInts`; see `four_bit_floats`."""
 
 
 class _Block(NamedTuple):
@@ -100,6 +108,17 @@ def decoded(rows: Bytes, kind: gguf.GGMLQuantizationType) -> AffineInts:
     if format.bits == 4:
         parts["codes"] = parts["codes"][:, 0::2] | parts["codes"][:, 1::2] << 4
     return AffineInts(**parts, narrow=format.bits == 6)
+
+
+def four_bit_floats(rows: Bytes) -> tuple[Tensor, Tensor]:
+    """MXFP4 rows [..., bytes]: codes [..., I / 32, 16], two in a byte, and exponents [..., I / 32].
+
+    A block is an exponent and 16 bytes: low nibbles of the first 16 inputs, high ones of the others.
+    """
+    blocks = rows.reshape(*rows.shape[:-1], -1, 17)
+    codes = np.concatenate((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1)
+    pairs = codes[..., 0::2] | codes[..., 1::2] << 4
+    return torch.from_numpy(pairs), torch.from_numpy(np.array(blocks[..., 0]))
 
 
 def in_format(weight: AffineInts, format: Format) -> AffineInts:

@@ -1,7 +1,8 @@
 """Settings of GGUF files as config.json has them, and how their tensors differ, by general.architecture.
 
 What llama.cpp's converter leaves out of a file follows from its architecture, as in llama.cpp itself: the
-alternation of Gemma's windows, SmolLM3's layers without RoPE, the softmax scale of the largest Gemmas.
+alternation of Gemma's windows, SmolLM3's layers without RoPE, the softmax scale of the largest Gemmas. Layers
+for multi-token prediction, which some files have after the others, are not read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ _KNOWN_SCALING = (
     *("yarn_log_multiplier", "yarn_beta_fast", "yarn_beta_slow"),
 )
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_FEATURES, _EXPERT_FEATURES = "feed_forward_length", "expert_feed_forward_length"
+_SOFTMAX, _SIGMOID = gguf.ExpertGatingFuncType.SOFTMAX, gguf.ExpertGatingFuncType.SIGMOID
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -28,7 +31,11 @@ class Metadata:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The setting, or the default."""
-        field = self._reader.get_field(f"{self._architecture}.{key}")
+        return self.value(f"{self._architecture}.{key}", default)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value with this whole name, or the default."""
+        field = self._reader.get_field(key)
         return default if field is None else field.contents()
 
     def need(self, key: str) -> Any:
@@ -38,6 +45,11 @@ class Metadata:
             what = "lacks" if value is None else "has one for each layer of"
             raise ValueError(f"its metadata {what} {self._architecture}.{key}")
         return value
+
+    @property
+    def layers(self) -> int:
+        """Layers without those for multi-token prediction."""
+        return int(self.need("block_count")) - int(self.get("nextn_predict_layers", 0))
 
     @property
     def scaling(self) -> dict[str, Any]:
@@ -64,16 +76,22 @@ class GGUFFamily:
     """What was added to the weights of all norms."""
     settings: frozenset[str] = frozenset()
     """Names of tensors that `config` reads."""
+    expert_names: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's matrices in the checkpoint; None: GPT-OSS's stacks of all experts."""
+    experts_in: str = "mlp"
+    """The module of a layer, in the checkpoint, that has the experts."""
+    tiled_values: bool = False
+    """Whether linear attention has the first value head of each key head, then the second, and so on."""
 
 
 def _common(data: Metadata) -> dict[str, Any]:
-    """The settings of every decoder without experts."""
+    """The settings of every decoder."""
     hidden, heads = data.need("embedding_length"), data.need("attention.head_count")
     return {
         "vocab_size": int(data.tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden,
-        "intermediate_size": data.need("feed_forward_length"),
-        "num_hidden_layers": data.need("block_count"),
+        "intermediate_size": data.need(_FEATURES if data.get(_FEATURES) is not None else _EXPERT_FEATURES),
+        "num_hidden_layers": data.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": data.get("attention.head_count_kv", heads),
         "head_dim": data.get("attention.key_length", hidden // heads),
@@ -228,6 +246,162 @@ def _mistral3(data: Metadata) -> Config:
     return made | {"model_type": "ministral3", "rope_parameters": {**made["rope_parameters"], **more}}
 
 
+def _expert_counts(data: Metadata) -> dict[str, Any]:
+    """Number of experts, of those for a token, and the size of one, by the names of most families."""
+    return {
+        "num_experts": data.need("expert_count"),
+        "num_experts_per_tok": data.need("expert_used_count"),
+        "moe_intermediate_size": data.need(_EXPERT_FEATURES),
+        "norm_topk_prob": data.get("expert_weights_norm", True),
+    }
+
+
+def _mixtral(data: Metadata) -> Config:
+    return _common(data) | {
+        "model_type": "mixtral",
+        "num_local_experts": data.need("expert_count"),
+        "num_experts_per_tok": data.need("expert_used_count"),
+        "sliding_window": data.get("attention.sliding_window"),
+    }
+
+
+def _qwen3moe(data: Metadata) -> Config:
+    return _common(data) | _expert_counts(data) | {"model_type": "qwen3_moe", "decoder_sparse_step": 1}
+
+
+def _gpt_oss(data: Metadata) -> Config:
+    made = _common(data)
+    window, layers = data.need("attention.sliding_window"), made["num_hidden_layers"]
+    # llama.cpp rounds YaRN's limits to whole features, and the model does not.
+    untruncated = {"truncate": False} if made["rope_parameters"]["rope_type"] == "yarn" else {}
+    return made | {
+        "model_type": "gpt_oss",
+        "intermediate_size": data.need(_EXPERT_FEATURES),
+        "num_local_experts": data.need("expert_count"),
+        "num_experts_per_tok": data.need("expert_used_count"),
+        "attention_bias": True,
+        "sliding_window": window,
+        "layer_types": [_FULL if layer % 2 else _SLIDING for layer in range(layers)],
+        "rope_parameters": made["rope_parameters"] | untruncated,
+    }
+
+
+def _routed(data: Metadata) -> dict[str, Any]:
+    """The settings of DeepSeek's routing and shared experts."""
+    return {
+        "n_routed_experts": data.need("expert_count"),
+        "num_experts_per_tok": data.need("expert_used_count"),
+        "moe_intermediate_size": data.need(_EXPERT_FEATURES),
+        "n_shared_experts": data.get("expert_shared_count", 0),
+        "first_k_dense_replace": data.get("leading_dense_block_count", 0),
+        "norm_topk_prob": data.get("expert_weights_norm", False),
+        "routed_scaling_factor": data.get("expert_weights_scale", 1.0),
+        "n_group": data.get("expert_group_count", 1),
+        "topk_group": data.get("expert_group_used_count", 1),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _partial_rotary(data: Metadata, made: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_parameters, where not all features of a head are rotated."""
+    factor = data.need("rope.dimension_count") / made["head_dim"]
+    return {**made["rope_parameters"], "partial_rotary_factor": factor}
+
+
+def _glm4moe(data: Metadata) -> Config:
+    made = _common(data)
+    return (
+        made
+        | _routed(data)
+        | {
+            "model_type": "glm4_moe",
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in data.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in data.tensors,
+            "rope_parameters": _partial_rotary(data, made),
+        }
+    )
+
+
+def _minimax_m2(data: Metadata) -> Config:
+    made = _common(data)
+    return made | {
+        "model_type": "minimax_m2",
+        "intermediate_size": data.need(_EXPERT_FEATURES),
+        "num_local_experts": data.need("expert_count"),
+        "num_experts_per_tok": data.need("expert_used_count"),
+        "rope_parameters": _partial_rotary(data, made),
+    }
+
+
+def _deepseek2(data: Metadata) -> Config:
+    """DeepSeek V2 with softmax routing; V3, Kimi-K2 and GLM-4.7-Flash with sigmoid routing."""
+    made = _common(data)
+    rope, routed = dict(made["rope_parameters"]), _routed(data)
+    if rope["rope_type"] == "yarn":
+        # The converter stores a tenth of it; the model's other factor of YaRN is always the same.
+        all_dim = round(10 * data.get("rope.scaling.yarn_log_multiplier", 0.0), 6)
+        rope |= {"mscale": all_dim, "mscale_all_dim": all_dim} if all_dim else {}
+    rotated = data.need("rope.dimension_count")
+    # Files of 2025 and later have the sizes of latents under the common names.
+    of_key, of_value = (data.get(f"attention.{each}_length_mla") for each in ("key", "value"))
+    made |= routed | {
+        "num_key_value_heads": made["num_attention_heads"],
+        "head_dim": rotated,
+        "q_lora_rank": data.get("attention.q_lora_rank"),
+        "kv_lora_rank": data.need("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": (of_key or data.need("attention.key_length")) - rotated,
+        "v_head_dim": of_value or data.need("attention.value_length"),
+        "rope_parameters": rope,
+        "attention_bias": False,
+    }
+    if data.get("expert_gating_func", _SOFTMAX) == _SIGMOID:
+        of_glm = data.value("tokenizer.ggml.pre") in ("glm4", "chatglm-bpe")
+        return made | {"model_type": "glm4_moe_lite" if of_glm else "deepseek_v3"}
+    grouped = routed["n_group"] > 1
+    return made | {
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+    }
+
+
+def _delta_nets(data: Metadata) -> dict[str, Any]:
+    """The settings of the families of Qwen3-Next, without experts."""
+    made = _common(data)
+    values, every = data.need("ssm.time_step_rank"), data.get("full_attention_interval", 4)
+    layers = range(1, made["num_hidden_layers"] + 1)
+    return made | {
+        "layer_types": ["linear_attention" if layer % every else _FULL for layer in layers],
+        "linear_conv_kernel_dim": data.need("ssm.conv_kernel"),
+        "linear_key_head_dim": data.need("ssm.state_size"),
+        "linear_num_key_heads": data.need("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": data.need("ssm.inner_size") // values,
+        "rope_parameters": _partial_rotary(data, made),
+    }
+
+
+def _shared_expert(data: Metadata) -> dict[str, Any]:
+    return {"shared_expert_intermediate_size": data.need("expert_shared_feed_forward_length")}
+
+
+def _qwen3next(data: Metadata) -> Config:
+    more = {"model_type": "qwen3_next", "num_nextn_predict_layers": 0, "decoder_sparse_step": 1}
+    return _delta_nets(data) | _expert_counts(data) | _shared_expert(data) | more
+
+
+def _qwen35(data: Metadata) -> Config:
+    return _delta_nets(data) | {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 0}
+
+
+def _qwen35moe(data: Metadata) -> Config:
+    more = {"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 0}
+    return _delta_nets(data) | _expert_counts(data) | _shared_expert(data) | more
+
+
+_W123 = ("w1", "w3", "w2")
+MIXTRAL = GGUFFamily(_mixtral, rotates_neighbours=True, expert_names=_W123, experts_in="block_sparse_moe")
+"""Files of the architecture llama with experts."""
 GGUF_FAMILIES = {
     "gemma2": GGUFFamily(_gemma2, norm_offset=1.0),
     "gemma3": GGUFFamily(_gemma3, norm_offset=1.0),
@@ -236,13 +410,18 @@ GGUF_FAMILIES = {
     "granite": GGUFFamily(_granite, rotates_neighbours=True),
     "smollm3": GGUFFamily(_smollm3, rotates_neighbours=True),
     "mistral3": GGUFFamily(_mistral3, rotates_neighbours=True),
+    "qwen3moe": GGUFFamily(_qwen3moe),
+    "gpt-oss": GGUFFamily(_gpt_oss, expert_names=None),
+    "glm4moe": GGUFFamily(_glm4moe),
+    "minimax-m2": GGUFFamily(_minimax_m2, expert_names=_W123, experts_in="block_sparse_moe"),
+    "deepseek2": GGUFFamily(_deepseek2),
+    "qwen3next": GGUFFamily(_qwen3next, norm_offset=1.0),
+    "qwen35": GGUFFamily(_qwen35, norm_offset=1.0, tiled_values=True),
+    "qwen35moe": GGUFFamily(_qwen35moe, norm_offset=1.0, tiled_values=True),
 }
 
-_EXPERTS = (
-    *("qwen2moe", "qwen3moe", "glm4moe", "minimax-m2", "deepseek2", "glm-dsa", "gpt-oss", "granitemoe"),
-    *("llama4", "mistral4"),
-)
-_RECURRENT = ("qwen3next", "qwen35", "qwen35moe", "kimi-linear", "granitehybrid")
+_EXPERTS = ("qwen2moe", "glm-dsa", "granitemoe", "llama4", "mistral4")
+_RECURRENT = ("kimi-linear", "granitehybrid")
 
 
 def why_refused(name: str, others: Sequence[str]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.fields import NAMES, ConfigError, Field, fields_of, names_text
+from atom.shared.config.images import media_domains
 from atom.shared.config.launchers import launcher_settings
 from atom.shared.config.nodes import NodesConfig
 from atom.shared.config.not_yet import REFUSED, refusal
@@ -228,7 +229,9 @@ def engine_config_from(namespace: argparse.Namespace) -> EngineConfig:
 
 def server_config_from(namespace: argparse.Namespace) -> ServerConfig:
     """The server configuration of parsed arguments. Raises ConfigError for an invalid value."""
-    return _build(ServerConfig, vars(namespace))
+    config = _build(ServerConfig, vars(namespace))
+    media_domains(config.allowed_media_domains)  # raises for one that is no host
+    return config
 
 
 def engine_config_from_kwargs(**options: Any) -> EngineConfig:

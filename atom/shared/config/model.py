@@ -26,6 +26,9 @@ class ModelConfig:
     """JSON object to merge into config.json, such as '{"rope_parameters": {"factor": 2.0}}'."""
     online_quant_config: Annotated[str, OBJECT] | None = None
     """JSON object: quantize a plain checkpoint while it loads, as '{"global_quant_config": "ptpc_fp8"}'."""
+    limit_mm_per_prompt: Annotated[str, OBJECT] | None = None
+    """JSON object: most images of a prompt, such as '{"image": 4}'. If unset: 64. With 0 no vision model is
+    loaded."""
     trust_remote_code: bool = False
     """No effect, accepted for existing scripts: code from a checkpoint is never run."""
     load_dummy: bool = False

@@ -47,6 +47,7 @@ def _value(spellings: str, advice: str, *values: str) -> OtherFlag:
 _LORA = "LoRA adapters are not supported: merge them into the checkpoint"
 _ONE_NODE_EACH = "use --data-parallel-size, and for several nodes --nnodes, --node-rank and --master-addr"
 _GRAPHS = "use --cudagraph-capture-sizes"
+_IMAGES = "images are read as the checkpoint says, and come with requests: leave it out"
 _TEXT_ONLY = "models take texts alone: leave it out"
 _REQUEST = "each request sets its own; --override-generation-config has the defaults"
 _DEVICE = "a model is on one kind of device as a whole: use --device"
@@ -148,7 +149,7 @@ VLLM = (
     _value("--guided-decoding-backend", "XGrammar compiles all grammars", "auto", "xgrammar"),
     OtherFlag("--structured-outputs-config", "XGrammar compiles all grammars: leave it out"),
     OtherFlag("--logits-processors", "requests set `logit_bias`, `bad_words` and `allowed_token_ids`"),
-    OtherFlag("--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path", _TEXT_ONLY),
+    OtherFlag("--mm-processor-kwargs --allowed-local-media-path", _IMAGES),
     OtherFlag("--enable-sleep-mode", "stop the server: converted models are kept for the next start"),
     OtherFlag("--profiler-config", "use --torch-profiler-dir"),
     OtherFlag("--collect-detailed-traces", "use --step-trace"),

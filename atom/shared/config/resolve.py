@@ -14,6 +14,7 @@ from atom.shared.config.device import COMPILERS, DeviceConfig
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.eplb import eplb_config
 from atom.shared.config.fields import ConfigError
+from atom.shared.config.images import image_limit
 from atom.shared.config.kv_events import kv_events_config
 from atom.shared.config.kv_quantization import FP8, kv_format
 from atom.shared.config.kv_tiers import check_kv_tiers
@@ -114,6 +115,7 @@ def resolve(
     _check_eplb(config.parallel, checkpoint)
     _check_online_quantization(config.model, checkpoint)
     check_kv_tiers(config.cache, config.parallel)
+    image_limit(config.model.limit_mm_per_prompt)  # raises for one that cannot act
     cache = _cache(config.cache, checkpoint, notes)
     _check_level(config)
     kv_events_config(cache, config.parallel.data_parallel_size)  # raises for one that cannot act
@@ -553,6 +555,8 @@ def _without_effect(
         reasons["kv_offload_min_tokens"] = f"it needs {tiers}"
     if config.observability.torch_profiler_dir is None:
         reasons["mark_trace"] = "it needs --torch-profiler-dir"
+    if checkpoint.images is None and image_limit(config.model.limit_mm_per_prompt):
+        reasons["limit_mm_per_prompt"] = "this model reads text alone"
     if config.model.trust_remote_code:
         reasons["trust_remote_code"] = "code from a checkpoint is never run"
     if config.parallel.num_workers == 1:

@@ -56,6 +56,9 @@ class ServerConfig:
     max_body_bytes: Annotated[int, bytes_from(1024)] | None = None
     """Largest request body. If unset: 8 MiB, 64 MiB for a model that reads images, or 16 bytes per token of
     the context length if that is more."""
+    allowed_media_domains: Annotated[str, NAMES] | None = None
+    """Hosts that URLs of images may name, as host or host:port; public addresses only. If unset: none, and
+    images come with their requests."""
     disable_status_page: bool = False
     """Do not serve the status page at / and its data at /status."""
     max_stored_response_bytes: Annotated[int, bytes_from(0)] = 64 << 20

@@ -63,6 +63,11 @@ class SpeculativeConfig:
         return self.num_speculative_tokens + (self.method == "dflash") - self.reads_next_ids
 
     @property
+    def reads_images(self) -> bool:
+        """Whether what drafts sees the images of prompts, or reads the text alone without a model."""
+        return not self.runs_model or self.method == "mtp"
+
+    @property
     def reads_hidden_states(self) -> bool:
         """Whether the drafting model reads hidden states of layers within the model."""
         return self.method == "eagle3" or self.drafts_blocks

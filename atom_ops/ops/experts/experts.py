@@ -18,7 +18,7 @@ from atom_ops.op import Case, op
 from atom_ops.ops.elementwise.activation import clamped_swiglu, silu_and_mul
 from atom_ops.ops.linear.linear import BATCH_INVARIANT, linear
 from atom_ops.tolerances import REDUCTION
-from atom_ops.weights import Packed, Shuffled, Weight
+from atom_ops.weights import Packed, PackedInts, Shuffled, Weight
 from atom_ops.weights.samples import ROUNDED, Format, random_weight
 
 
@@ -137,6 +137,9 @@ _WITHOUT_SHIFT = ClampedSwiglu(2.0, 1.0, shift=0.0)
         _case(1, 2, 5, (128, 96), format="int4_32"),
         _case(9, 2, 5, (128, 256), first=0, format="int4_128_zeros"),
         _case(3, 2, 5, (64, 40), format="int4_channel"),
+        _case(1, 2, 5, (128, 96), format="affine_int4_32_offsets"),
+        _case(9, 2, 5, (64, 96), first=0, format="affine_int6_16_offsets_units"),
+        _case(20, 2, 5, (48, 64), _GPT_OSS, format="affine_int8_16"),
     ],
     REDUCTION,
 )
@@ -222,7 +225,7 @@ def _expert(weight_XOI: Weight, number: int) -> Weight:
     """One expert's matrix [O, I]."""
     if isinstance(weight_XOI, Tensor):
         return weight_XOI[number]
-    if isinstance(weight_XOI, Shuffled):
+    if isinstance(weight_XOI, Shuffled | PackedInts):
         return weight_XOI.expert(number)
     if isinstance(weight_XOI, Packed):
         raise TypeError("a layout for `linear` alone has no stacks of experts")

@@ -9,7 +9,7 @@ import msgspec
 from frontend.api.chat.schema import MESSAGE, Message, check_parts
 from frontend.api.schemas.structure import check_structure
 from frontend.errors import RequestError
-from frontend.images.image_parts import IMAGE_URL, ImageParts
+from frontend.images.image_parts import IMAGE_URL, ImageParts, ImageRules
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.template_reading import ContentForm, text_of
 from frontend.text.template_source import TemplateSource
@@ -32,7 +32,7 @@ _TOOL_ROLES = frozenset({"tool", "function"})
 # A template may expect messages of further roles at some place that no probe has.
 _PROBED_ROLES = _COMMON_ROLES | _TOOL_ROLES
 _TEXT = "text"
-_NO_IMAGES = ImageParts("the text of this message must stand alone")
+_NO_IMAGES = ImageParts(ImageRules("the text of this message must stand alone"))
 _REFUSAL = "refusal"
 # Refused where the template does not read them. Names and reasoning are not among them: clients send names
 # with every message, and reasoning back with every reply; templates leave out earlier reasoning by design.

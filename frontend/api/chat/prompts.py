@@ -12,27 +12,24 @@ from frontend.api.chat.template_options import template_options
 from frontend.api.chat.tools import Tools, read_tools
 from frontend.api.generation.prompts import Prompt
 from frontend.errors import RequestError
-from frontend.images.image_parts import ImageParts
+from frontend.images.image_parts import ImageParts, ImageRules
 from frontend.text.chat_encoder import EncodedChat
 from frontend.text.reply_formats.base import ReplyFormat, ReplyOptions, ReplyParser
 from frontend.text.template_reading import text_of
 
 __all__ = ["ChatPrompts"]
 
+_TEXT_ALONE = ImageRules("this model reads text alone")
+
 
 class ChatPrompts:
     """Makes the prompts of all chat endpoints."""
 
-    def __init__(
-        self, formats: ChatFormats | None, lenient: bool, no_images: str = "this model reads text alone"
-    ):
-        """`formats` is None for a model without a chat template.
-
-        `no_images`: why the model takes no images; empty if it does.
-        """
+    def __init__(self, formats: ChatFormats | None, lenient: bool, images: ImageRules = _TEXT_ALONE):
+        """`formats` is None for a model without a chat template."""
         self._formats = formats
         self._lenient = lenient
-        self._no_images = no_images
+        self._image_rules = images
 
     def prompt(self, conversation: Conversation, warnings: list[str], excess: int = 0) -> Prompt:
         """The prompt; `excess` as in `InputProcessor.encode`. Runs in any thread. Raises RequestError."""
@@ -45,7 +42,7 @@ class ChatPrompts:
         chosen = self._formats.choose(conversation)
         try:
             tools = read_tools(conversation, chosen, self._lenient, warnings)
-            images = ImageParts(self._no_images)
+            images = ImageParts(self._image_rules)
             messages = self._messages(conversation, chosen, tools, warnings, images)
             options = template_options(
                 conversation, chosen.encoder.template, chosen.reply, self._lenient, warnings

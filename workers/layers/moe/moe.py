@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from atom_ops import (
+    AffineInts,
     ExpertActivation,
     ExpertRole,
     ExpertWeights,
@@ -38,7 +39,7 @@ from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinea
 from workers.layers.moe.expert_layouts import PER_EXPERT, ExpertLayout, ExpertSizes, Part
 from workers.layers.moe.expert_slots import SlotMap
 from workers.layers.norm import RMSNorm
-from workers.layers.quantization.scheme import PLAIN, StoredTensor
+from workers.layers.quantization.scheme import PLAIN, Scheme, StoredTensor
 from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer, check_blocks
 
 
@@ -237,8 +238,8 @@ class Experts(WeightedLayer):
         # The bias is added once: by the rank that has the whole expert, or by rank 0.
         self._adds_bias = args.expert_bias and (not self._complete or build.tp.rank == 0)
         shards = _ExpertShards(args, build)
-        self.add_stacked("gate_up", shards.scheme, shards.matrices("gate", "up"), build)
-        self.add_stacked("down", shards.scheme, shards.matrices("down"), build)
+        self.add_stacked("gate_up", shards.schemes["gate"], shards.matrices("gate", "up"), build)
+        self.add_stacked("down", shards.schemes["down"], shards.matrices("down"), build)
         self.register_buffer("gate_up_bias", None)
         self.register_buffer("down_bias", None)
         if args.expert_bias:
@@ -249,7 +250,18 @@ class Experts(WeightedLayer):
         with_biases = self.gate_up_bias is not None
         for name in ("gate_up", "down"):
             role = ExpertRole(name == "down", self._activation, with_biases)
-            self.set_weight(name, pack_expert_weight(self.loaded(name, self._count), role))
+            packed = pack_expert_weight(self.loaded(name, self._count), role)
+            if isinstance(packed, AffineInts):  # no kernel here reads them
+                self.dequantizes = True
+                packed = pack_expert_weight(self._plain(packed), role)
+            self.set_weight(name, packed)
+
+    def _plain(self, weight: AffineInts) -> torch.Tensor:
+        """The numbers [X, O, I]; those of one expert at a time are in memory in float32."""
+        numbers = weight.codes.new_empty(weight.shape, dtype=self._dtype)
+        for expert in range(self._count):
+            numbers[expert] = self.dequantized(weight.expert(expert))
+        return numbers
 
     def forward(
         self, x_TD: torch.Tensor, topk_ids_TJ: torch.Tensor, topk_weights_TJ: torch.Tensor
@@ -287,14 +299,16 @@ class _ExpertShards:
         self._placement = first_placement(args.num_experts, build.redundant_experts or 0)
         first, count = build.dispatch.local_experts(len(self._placement))
         self._local = range(first, first + count)
-        self.scheme = build.quantization.experts(build.prefix, args.layout.matrices, args.num_experts)
-        args.layout.check(self.scheme, build.prefix)
+        gate_up, down = build.quantization.experts(build.prefix, args.layout.matrices, args.num_experts)
+        self.schemes: Mapping[Part, Scheme] = {"gate": gate_up, "up": gate_up, "down": down}
+        for scheme in (gate_up, down):
+            args.layout.check(scheme, build.prefix)
         if count < len(self._placement):
             self._features = ShardRange.whole(args.expert_features)
         else:
-            self._features = tp_range(args.expert_features, build, max(self.scheme.unit))
-        for parts in (("gate", "up"), ("down",)):
-            check_blocks(self.scheme, [self._matrix(part) for part in parts], build)
+            self._features = tp_range(args.expert_features, build, max(*gate_up.unit, *down.unit))
+        check_blocks(gate_up, [self._matrix("gate"), self._matrix("up")], build)
+        check_blocks(down, [self._matrix("down")], build)
 
     def matrices(self, *parts: Part) -> Mapping[StoredTensor, list[ShardSpec]]:
         """The shards of each tensor that stores the matrices."""
@@ -302,7 +316,7 @@ class _ExpertShards:
             stored: [
                 self._stored(part, slot, stored) for slot in range(len(self._placement)) for part in parts
             ]
-            for stored in self.scheme.in_checkpoint
+            for stored in self.schemes[parts[0]].in_checkpoint
         }
 
     def biases(self, *parts: Part) -> list[ShardSpec]:

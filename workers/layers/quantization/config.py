@@ -69,21 +69,24 @@ class QuantizationConfig:
         parent, _, last = path.rpartition(".")
         return [f"{parent}.{part}" if parent else part for part in self.packed.get(last, (last,))]
 
-    def experts(self, path: str, matrices: Sequence[str], count: int = 1) -> Scheme:
-        """The scheme of the routed experts at `path`; `matrices` are the names of one expert's.
+    def experts(self, path: str, matrices: Sequence[str], count: int = 1) -> tuple[Scheme, Scheme]:
+        """The schemes of the routed experts at `path`: of gate and up, and of down, whose name is the last.
 
-        Names that begin with 0. are those of expert 0, one of `count`. Raises ValueError if the experts
-        have different schemes.
+        `matrices` are the names of one expert's; those that begin with 0. are of expert 0, one of `count`.
+        Raises ValueError if the experts have different schemes, or a matrix one that does not mix.
         """
-        every = [f"{path}.{matrix}" for matrix in matrices]
-        if self.rules.siblings.differ(path):
-            every += [
-                f"{path}.{expert}.{matrix.removeprefix('0.')}"
-                for expert in range(1, count)
-                for matrix in matrices
-                if matrix.startswith("0.")
-            ]
-        return self._common(path, every)
+        *gate_up, down = (self._of_experts(path, matrix, count) for matrix in matrices)
+        schemes = [self._common(path, [module for group in gate_up for module in group])]
+        schemes.append(self._common(path, down))
+        if schemes[0] is not schemes[1] and not all(scheme.mixes for scheme in schemes):
+            self._common(path, [*(module for group in gate_up for module in group), *down])
+        return schemes[0], schemes[1]
+
+    def _of_experts(self, path: str, matrix: str, count: int) -> list[str]:
+        """The modules of the checkpoint that hold one matrix of all experts."""
+        if not matrix.startswith("0.") or not self.rules.siblings.differ(path):
+            return [f"{path}.{matrix}"]
+        return [f"{path}.{expert}.{matrix.removeprefix('0.')}" for expert in range(count)]
 
     def _common(self, path: str, modules: Sequence[str]) -> Scheme:
         """The scheme that all these modules of the checkpoint have, which are stacked into `path`."""

@@ -6,7 +6,8 @@ weight_offsets       [O, I / G] the same
 weight_scale_units   [O, I / G] float16
 weight_offset_units  [O, I / G] float16
 
-The embedding and the LM head may have them too.
+The embedding and the LM head may have them too. Experts may have MXFP4, in two tensors as elsewhere, or as
+GPT-OSS stacks them.
 """
 
 import re
@@ -19,12 +20,16 @@ from torch import Tensor
 
 from atom_ops import AffineInts
 from workers.layers.quantization.fills import constant_fill, fill_bytes, fill_codes
-from workers.layers.quantization.rules import Rule, Rules, exact, patterns
+from workers.layers.quantization.mxfp4 import mxfp4
+from workers.layers.quantization.mxfp4 import rules as mxfp4_rules
+from workers.layers.quantization.rules import Rule, Rules, glob, patterns
 from workers.layers.quantization.scheme import PLAIN, Scheme, StoredTensor
 
 _CODES_STD = {4: 4.6, 6: 12.0, 8: 40.0}
 _INTEGER = 32
 """All integer scales of random weights."""
+_MXFP4 = "mxfp4"
+_STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 _FORMAT = re.compile(r"int(4|6|8)_(16|32)(_offsets)?(_units)?")
 
 
@@ -35,12 +40,14 @@ def rules(stated: Mapping[str, Any]) -> Rules:
         raise ValueError(f"modules that are no object: {modules!r:.80}")
     return Rules(
         PLAIN,
-        [Rule(path, _scheme(name), exact) for name in modules for path in patterns(modules, name)],
+        [Rule(path, _scheme(name, path), glob) for name in modules for path in patterns(modules, name)],
         with_vocabulary=True,
     )
 
 
-def _scheme(name: str) -> Scheme:
+def _scheme(name: str, path: str) -> Scheme:
+    if name == _MXFP4:
+        return mxfp4_rules({}).default if path.endswith(_STACKS) else mxfp4("weight_packed")
     if (found := _FORMAT.fullmatch(name)) is None:
         raise ValueError(f"the format {name!r:.40}")
     return affine_ints(int(found[1]), int(found[2]), found[3] is not None, found[4] is not None)
@@ -71,7 +78,7 @@ def affine_ints(bits: int, group: int, with_offsets: bool, with_units: bool) -> 
     added = " and an offset" if with_offsets else ""
     size = " of 8 bits" if with_units else ""
     title = f"INT{bits} with a scale{added}{size} for each {group} inputs"
-    return Scheme(title, unit, (codes, *stored), weight, ragged=False)
+    return Scheme(title, unit, (codes, *stored), weight, ragged=False, mixes=True)
 
 
 def _integers(scales: Tensor, std: float, generator: torch.Generator) -> None:

@@ -113,6 +113,8 @@ class Scheme:
     """Model types whose checkpoints are supported; empty: all."""
     linear: bool = True
     """Whether it stores linear layers too, and not only routed experts."""
+    mixes: bool = False
+    """Whether experts may have it in one of their two matrices, and in the other another one that mixes."""
     unused: tuple[str, ...] = ()
     """Tensors that a matrix's module may hold besides these, and that are not needed."""
     quantize: Callable[[Tensor], tuple[Tensor, ...]] | None = None
@@ -137,4 +139,6 @@ def _uniform(tensor: Tensor, std: float, generator: torch.Generator) -> None:
     tensor.uniform_(-bound, bound, generator=generator)
 
 
-PLAIN = Scheme("plain", (1, 1), (StoredTensor("", (1, 1), FLOATS, _uniform),), lambda weight: weight)
+PLAIN = Scheme(
+    "plain", (1, 1), (StoredTensor("", (1, 1), FLOATS, _uniform),), lambda weight: weight, mixes=True
+)

@@ -8,6 +8,7 @@ import pytest
 from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import PreparedImage
 from frontend.errors import RequestError, UnavailableError
+from frontend.images.image_fetcher import ImageFetcher
 from frontend.images.image_parts import ImageSource
 from frontend.images.image_preparer import ImagePreparer, expanded
 from frontend.images.image_process import ImageProcess, ImageProcessError
@@ -51,6 +52,22 @@ def test_files_that_come_again_are_not_prepared_again() -> None:
     found = prepared(process, b"one", b"two", b"one")
     assert [[image.pixels for image in images] for images in found] == [[b"one"], [b"two"], [b"one"]]
     assert process.calls == [b"one", b"two"]
+
+
+def test_files_that_are_fetched() -> None:
+    class Fetcher:
+        async def fetch(self, url: str, field: str) -> bytes:
+            assert field == "f"
+            return url.encode()
+
+    process = Process()
+    preparer = ImagePreparer(cast(ImageProcess, process), SETTINGS, cast(ImageFetcher, Fetcher()))
+    try:
+        sources = [ImageSource(b"", "f", "https://a.test/x"), ImageSource(b"one", "f")]
+        images = asyncio.run(preparer.prepare(sources))
+    finally:
+        preparer.close()
+    assert [image.pixels for image in images] == process.calls == [b"https://a.test/x", b"one"]
 
 
 def test_errors() -> None:

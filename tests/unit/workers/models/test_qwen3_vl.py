@@ -9,12 +9,16 @@ import pytest
 import safetensors.torch
 import torch
 
+from atom.shared.config.model import ModelConfig
 from atom.shared.messages.images import LoadImage, PromptImage
 from engine_core.requests.images import row_images
 from parallel.communicator import Communicator
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.thread_ranks import on_ranks
+from tests.helpers.tiny_models import engine_config, place
 from tests.helpers.vision_models import MODELS, build, hf_logits, picture, processed, prompt, save
+from workers.checkpoint.prepare import prepare
+from workers.worker import Worker
 
 WIDE, TALL, SMALL = (processed(picture(*size)) for size in ((90, 33), (20, 70), (16, 17)))
 IDS, IMAGES = prompt([5, 6, 7], WIDE, [9], TALL, SMALL, [11, 12, 13, 14, 15, 16, 17])
@@ -92,3 +96,13 @@ def test_text_beside_images_in_a_batch(model_type: str, saved: Saved) -> None:
     core.add(0, OF_TEXT)
     found = forced_logits(ours.worker, core, 0, [8, 12])
     torch.testing.assert_close(found, hf_logits(model, OF_TEXT, []), atol=1e-4, rtol=0)
+
+
+def test_a_vision_checkpoint_as_a_text_model(saved: Saved, tmp_path: Path) -> None:
+    _, directory = saved("qwen3_5")
+    config = ModelConfig(model=str(directory), limit_mm_per_prompt='{"image": 0}')
+    checkpoint = prepare(config, tmp_path, lambda *progress: None)
+    assert checkpoint.images is None and checkpoint.no_images == "--limit-mm-per-prompt allows none"
+    worker = Worker(engine_config(), checkpoint, place(), lambda *progress: None)
+    assert not worker.load().image_tokens
+    assert prepare(ModelConfig(model=str(directory)), tmp_path, lambda *progress: None).images is not None

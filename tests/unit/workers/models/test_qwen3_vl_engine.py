@@ -13,6 +13,8 @@ import torch
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.engine import AddRequest, Sampling, pack_ids
 from tests.helpers.core_driver import GREEDY
+from tests.helpers.drafting import accepted_share, recorded
+from tests.helpers.mtp_models import save_vision_mtp_model
 from tests.helpers.tiny_models import checkpoint_of, engine_config, place
 from tests.helpers.vision_models import Processed, build, hf_follows, picture, processed, prompt, save
 from tests.helpers.whole_engine import WholeEngine
@@ -31,7 +33,7 @@ each = pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])
 class Tiny(NamedTuple):
     directory: Path
     groups: int
-    model: torch.nn.Module
+    model: Any
 
     def engine(
         self,
@@ -138,6 +140,43 @@ def test_drafts_and_recorded_steps(drafts: bool, model_type: str, saved: Saved) 
     for number, parts in enumerate(requests):
         add(engine, number, *parts)
     check(tiny, engine, requests)
+
+
+@pytest.mark.parametrize(("drafts", "capture"), [(1, "[]"), (3, "[1,2,4]")])
+def test_drafts_of_multi_token_prediction(
+    drafts: int, capture: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Tokens are those of the run without drafts, many of which are right."""
+    directory = tmp_path_factory.mktemp("mtp")
+    save_vision_mtp_model(directory)
+    tiny = Tiny(directory, 2, None)
+    requests = [(LOOK, WIDE, WHY, TALL), (WHY, LOOK), (SMALL, LOOK, OTHER, WHY)]
+    found = []
+    for method in (None, SpeculativeConfig("mtp", drafts, spec_decode_adaptive=False)):
+        engine = tiny.engine(budget=32, speculative=method, capture_sizes=capture)
+        for number, parts in enumerate(requests):
+            add(engine, number, *parts)
+        engine.run()
+        assert not any(engine.outputs[number].error for number in range(3))
+        found.append([engine.outputs[number].token_ids for number in range(3)])
+    assert found[0] == found[1]
+    assert accepted_share(engine) > 0.3
+
+
+def test_drafts_with_images_are_those_of_the_definition(tmp_path: Path) -> None:
+    model = save_vision_mtp_model(tmp_path)
+    engine = Tiny(tmp_path, 2, None).engine(
+        budget=96, speculative=SpeculativeConfig("mtp", 3, spec_decode_adaptive=False)
+    )
+    drafted = recorded(engine)
+    ids, images = prompt(LOOK, WIDE, WHY, TALL, LOOK)
+    engine.add(0, ids, COUNT, images=images)
+    engine.run()
+    text = [*ids, *engine.outputs[0].token_ids]
+    for position, drafts in drafted:
+        usable = max(min(3, len(text) - 2 - position), 0)
+        with torch.no_grad():
+            assert drafts[:usable] == model.drafts(text[: position + 1], [WIDE, TALL], usable), position
 
 
 def test_sampled_with_a_seed_in_any_batch(saved: Saved) -> None:

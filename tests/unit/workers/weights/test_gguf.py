@@ -78,8 +78,8 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "starcoder2"}, "architecture starcoder2; supported: gemma2, gemma3, granite, llama"),
-        ({"add_expert_count": 8}, "mixture of experts"),
+        ({"kind": "starcoder2"}, "architecture starcoder2; supported: deepseek2, gemma2, gemma3, glm4moe"),
+        ({"add_expert_count": 8}, r"lacks llama\.expert_used_count"),
         ({"add_rope_dimension_count": 4}, "lacks .*_proj.weight in the shape"),
         ({"add_tokenizer_pre": "unheard-of"}, "unheard-of"),
         ({"add_tokenizer_model": "llama", "add_add_space_prefix": False}, "add_space_prefix"),
@@ -139,7 +139,14 @@ def test_rope_scaling_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "tokens"),
-    [("smollm", ["ĠĠ", "1", "2"]), ("refact", ["ĠĠ", "1", "2"]), ("qwen2", ["Ġ", "Ġ", "1", "2"])],
+    [
+        ("smollm", ["ĠĠ", "1", "2"]),
+        ("refact", ["ĠĠ", "1", "2"]),
+        ("qwen2", ["Ġ", "Ġ", "1", "2"]),
+        ("glm4", ["Ġ", "Ġ", "12"]),
+        ("deepseek-v3", ["ĠĠ", "12"]),
+        ("kimi-k2", ["Ġ", "Ġ", "12"]),
+    ],
 )
 def test_pre_tokenizers_split_digits_as_named(tmp_path: Path, words: str, tokens: list[str]) -> None:
     write_gguf(tmp_path / "m.gguf", hf_weights(), add_tokenizer_pre=words)
@@ -165,6 +172,15 @@ def test_tokens_end_a_sequence_by_their_text(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", hf_weights(), **more)
     ends = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).eos_token_ids
     assert {tokens[number] for number in ends} == {"hi", "<|end|>", "<|im_end|>", "<|endoftext|>"}
+
+
+def test_a_message_of_gpt_oss_does_not_end_its_reply(tmp_path: Path) -> None:
+    tokens = [*TOKENS[:-4], "<|return|>", "<|call|>", *TOKENS[-2:]]
+    eot = {"add_eot_token_id": tokens.index("<|return|>")}
+    more = {"add_token_list": tokens, "add_token_merges": ["h i"], **eot}
+    write_gguf(tmp_path / "m.gguf", hf_weights(), **more)
+    ends = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).eos_token_ids
+    assert {tokens[number] for number in ends} == {"hi", "<|return|>", "<|call|>"}
 
 
 # The cache

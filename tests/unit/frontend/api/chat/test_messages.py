@@ -10,7 +10,7 @@ import pytest
 
 from frontend.api.chat.messages import decode_messages, template_messages
 from frontend.errors import RequestError
-from frontend.images.image_parts import ImageParts
+from frontend.images.image_parts import ImageParts, ImageRules
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.template_source import TemplateSource
 
@@ -37,7 +37,7 @@ def read(
     warnings: list[str] = []
     raw = [msgspec.Raw(json.dumps(message).encode()) for message in messages]
     turns = decode_messages(raw, lenient, warnings)
-    images = ImageParts("this model reads text alone")
+    images = ImageParts(ImageRules("this model reads text alone"))
     return template_messages(turns, ChatTemplate(text, {}), lenient, warnings, images), warnings
 
 

@@ -103,7 +103,7 @@ def test_the_scheme_of_linear_layers_and_experts(stated: Settings, scheme: str) 
     found = config_of(stated)
     for path in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
         assert found.linear(f"{LAYER}.{path}").name == scheme
-    assert found.experts(f"{LAYER}.mlp.experts", EXPERT, 4).name == scheme
+    assert found.experts(f"{LAYER}.mlp.experts", EXPERT, 4)[0].name == scheme
     assert found.linear(f"{LAYER}.mlp.down_proj") is config_of(stated).linear(f"{LAYER}.mlp.down_proj")
 
 
@@ -165,7 +165,7 @@ def test_layers_may_have_different_schemes() -> None:
 def test_every_expert_may_be_excluded_one_by_one() -> None:
     every = [f"{LAYER}.mlp.experts.{e}.{n}_proj" for e in range(4) for n in ("gate", "up", "down")]
     found = config_of(CT | {"ignore": every})
-    assert found.experts(f"{LAYER}.mlp.experts", EXPERT, 4) is PLAIN
+    assert found.experts(f"{LAYER}.mlp.experts", EXPERT, 4)[0] is PLAIN
     with pytest.raises(ValueError, match=r"fused into model\.layers\.3\.mlp\.experts, .*experts\.4"):
         found.experts(f"{LAYER}.mlp.experts", EXPERT, 5)
 
@@ -201,7 +201,7 @@ def test_a_pattern_that_names_some_experts_is_refused(stated: Settings, message:
     ],
 )
 def test_a_pattern_that_names_all_experts_of_a_layer_acts(stated: Settings) -> None:
-    assert config_of(stated).experts(EXPERTS, EXPERT, 8) is PLAIN
+    assert config_of(stated).experts(EXPERTS, EXPERT, 8)[0] is PLAIN
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -238,7 +238,7 @@ def test_a_long_list_of_modules_is_looked_up(stated: Settings, key: str) -> None
     listed = ["re:.*lm_head", *every]
     plain = dict.fromkeys(listed, None) if key == "layer_quant_config" else listed
     found = config_of(stated | {key: plain})
-    assert all(found.experts(layer, EXPERT, 256) is PLAIN for layer in layers[::8])
+    assert all(found.experts(layer, EXPERT, 256)[0] is PLAIN for layer in layers[::8])
     assert found.linear("model.layers.0.self_attn.o_proj") is not PLAIN
 
 
