@@ -94,6 +94,7 @@ class Supervisor:
         self._no_engine_since: float | None = None
         self._engines: list[EngineGroup] = []
         self._frontends: list[Frontend] = []
+        self._down: list[int] = []  # numbers of the frontends that accept no connections
         self._phase = _Phase.STARTING
         self._server_state = ServerState()
         self._trials = Trials()
@@ -246,6 +247,10 @@ class Supervisor:
             elif domain.is_due:
                 domain.restart()
                 self._publish()
+        down = [index for index, frontend in enumerate(self._frontends) if not frontend.accepts]
+        if down != self._down:
+            self._down = down
+            self._publish()
         self._restart_next()
         self._check_absence()
 
@@ -343,6 +348,7 @@ class Supervisor:
             self._trials.current,
             self._is_leaving,
             [rank for group in self._to_restart for rank in group.ranks],
+            self._down,
         )
 
     @property

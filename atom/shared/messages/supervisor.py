@@ -117,6 +117,8 @@ class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
     """Whether another server has taken the listening sockets over: frontends end after their connections."""
     to_restart: list[int] = []
     """Ranks of the engines that an administrator restarts and that are not ready again."""
+    down: list[int] = []
+    """Numbers of the frontends that accept no connections: others of their node do it for them."""
 
 
 FromControl = Engines | HandedStream
