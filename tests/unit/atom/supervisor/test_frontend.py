@@ -6,20 +6,25 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import zmq
 
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.server import ServerConfig
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.engine import AddRequest, Sampling, pack_ids
 from atom.shared.messages.launch import FrontendLaunch
-from atom.shared.messages.supervisor import Engines, Ready
+from atom.shared.messages.resume import Claimed, ClaimedRequest, ClaimedSequence, HandedStream, LeaveStream
+from atom.shared.messages.supervisor import Engines, FromControl, Ready, control_identity
 from atom.shared.utils.liveness import PeerMonitor
 from atom.shared.utils.net import ListenPort
 from atom.supervisor import Supervisor
 from atom.supervisor import failure as failure_module
+from atom.supervisor.control import Control
 from atom.supervisor.failure import Failure
 from atom.supervisor.frontend import Frontend
 from atom.supervisor.life import Life
 from atom.supervisor.process import ProcessSpec
-from tests.helpers.domains import SLEEP, add_child, send, settings_in
+from tests.helpers.domains import SLEEP, ScriptDomain, add_child, send, settings_in
 
 LOCAL = "127.0.0.1"
 HANDLERS = "import os, signal, sys, time; got = []; signal.signal(15, lambda *_: got.append(1)); "
@@ -242,6 +247,46 @@ def test_all_are_stopped_and_connections_are_refused(supervisor: Supervisor, por
     assert time.monotonic() - begun < 5
     assert first.life is None and second.life is None and not supervisor.has_frontends
     assert is_refused(port) and supervisor.fault is None
+
+
+def test_what_a_server_that_is_replaced_starts_again(supervisor: Supervisor, port: ListenPort) -> None:
+    """Its engines, for the requests that it has, but no frontend."""
+    first, second = add_frontends(supervisor, port, SLEEP, SLEEP)
+    settings = settings_in(supervisor.run_dir, supervisor._context, EngineConfig())
+    engine = ScriptDomain("engine", settings)
+    engine.start()
+    supervisor._engines = [engine]  # type: ignore[list-item]
+    supervisor._publish = lambda: None  # type: ignore[method-assign]
+    supervisor.restart_failed()
+    supervisor.leave()
+    assert first.life is not None and engine.life is not None
+    first.life.children[first.name].process.kill()
+    engine.life.children["core"].process.kill()
+    deadline = time.monotonic() + 10
+    while engine.number == 0:
+        assert time.monotonic() < deadline
+        supervisor.check()
+    assert engine.life is not None and first.number == second.number == 0
+    engine.close()
+
+
+def test_streams_without_an_engine_go_to_the_next_server(supervisor: Supervisor) -> None:
+    request = encode(AddRequest([1], pack_ids([1]), 5, Sampling(0.0, 0, 1.0, 0.0, 0)))
+    claimed = Claimed(0, "k", [ClaimedRequest(request, [ClaimedSequence(1, b"")])], left_s=60.0)
+    control = f"ipc://{supervisor.run_dir}/control"
+    supervisor._control = Control(supervisor._context, control, supervisor.handed.take, supervisor._left.add)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as frontend:
+        frontend.setsockopt(zmq.IDENTITY, control_identity(0))
+        frontend.connect(control)
+        frontend.send(encode(LeaveStream(0, 3, claimed)))
+        deadline = time.monotonic() + 10
+        while not frontend.poll(0):
+            assert time.monotonic() < deadline
+            supervisor.check()
+        assert Decoder[FromControl](FromControl).decode(frontend.recv()) == HandedStream(3)
+    (left,) = supervisor.take_streams()
+    assert (left.key, left.requests) == ("k", claimed.requests) and 50 < left.left_s <= 60
+    assert list(supervisor.take_streams()) == []
 
 
 def test_one_that_waits_for_its_restart_stays_down_while_stopping(
