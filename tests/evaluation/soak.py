@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.error
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -211,7 +212,11 @@ class Soak:
 
     def _is_whole(self) -> bool:
         """Whether both engines can serve."""
-        return len(re.findall(r"^atom:engine_up.* 1\.0$", metrics_text(self._server), re.MULTILINE)) == 2
+        try:
+            text = metrics_text(self._server)
+        except urllib.error.HTTPError:  # the frontend was too busy to read the files of all
+            return False
+        return len(re.findall(r"^atom:engine_up.* 1\.0$", text, re.MULTILINE)) == 2
 
     async def _kill_until(self, end: float, every: float) -> None:
         """Kill one process after another, of each kind in turn."""
