@@ -66,7 +66,7 @@ class EngineCore:
         self._queue_limit = QueueLimit(max_queue_s, clock)
         self._resumable = ResumableStreams(orphan_grace_s, clock)
         self._stored_ends = StoredEnds(clock)
-        self._grammars = GrammarRegistry(1 + limits.num_drafts)
+        self._grammars = GrammarRegistry(1 + limits.num_drafts, clock)
         self._images = images or ImageRegistry()
         self._scheduler = Scheduler(limits, kv, clock, self._images)
         self._kv = kv

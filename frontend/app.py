@@ -41,6 +41,7 @@ from frontend.http.expect import expect_middleware
 from frontend.http.lifecycle import Lifecycle
 from frontend.http.limits import HttpLimits
 from frontend.http.loop_lag import watch_loop
+from frontend.http.other_sockets import OtherSockets
 from frontend.http.tls import follow_files, tls_context
 from frontend.images.image_fetcher import ImageFetcher
 from frontend.images.image_parts import ImageRules
@@ -120,6 +121,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app[keys.CORS] = CorsPolicy(launch.server)
     app[keys.TLS] = tls_context(launch.server)
     app[keys.LIFECYCLE] = Lifecycle()
+    app[keys.OTHER_SOCKETS] = OtherSockets(launch.other_fds)
     app[keys.METRICS] = Metrics()
     app[keys.SUPERVISOR] = SupervisorLink(launch.control, launch.index, launch.state)
     _add_services(app, launch, limits)
@@ -145,6 +147,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app.cleanup_ctx.append(_loop_watch)
     app.cleanup_ctx.append(_certificate_watch)
     app.cleanup_ctx.append(_admin_server)
+    app.on_shutdown.append(_stop_other_sockets)
     return app
 
 
@@ -343,9 +346,15 @@ async def start(
     await runner.setup()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(app[keys.CLIENT].wait_ready(), patience_s)
-    public = Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS], app[keys.TLS])
-    await public.start()
-    app[keys.LIFECYCLE].listens(public)
+
+    def public(listening: socket.socket) -> Listener:
+        return Listener(runner, listening, app[keys.LIMITS], app[keys.METRICS], app[keys.TLS])
+
+    own = public(listener)
+    await own.start()
+    app[keys.LIFECYCLE].listens(own)
+    app[keys.OTHER_SOCKETS].start(public)
+    app[keys.LIFECYCLE].listens(app[keys.OTHER_SOCKETS])
     return runner
 
 
@@ -361,12 +370,17 @@ async def _engine_links(app: web.Application) -> AsyncIterator[None]:
         def update(message: Engines) -> None:
             client.set_engines(message.engines, message.ended, message.trial)
             _apply(app, message.state)
+            app[keys.OTHER_SOCKETS].set_down(message.down)
             if message.is_leaving and not client.resumption.is_leaving:
                 client.resumption.is_leaving = True
                 leaving.append(asyncio.create_task(_leave(app)))
 
         async with _running(app[keys.SUPERVISOR].follow(update)):
             yield
+
+
+async def _stop_other_sockets(app: web.Application) -> None:
+    await app[keys.OTHER_SOCKETS].stop()
 
 
 async def _leave(app: web.Application) -> None:

@@ -20,6 +20,7 @@ from frontend.http.body_memory import BodyMemory
 from frontend.http.cors import CorsPolicy
 from frontend.http.lifecycle import Lifecycle
 from frontend.http.limits import HttpLimits
+from frontend.http.other_sockets import OtherSockets
 from frontend.metrics.metrics import Metrics
 from frontend.metrics.shared_metrics import SharedMetrics
 from frontend.status.feed import StatusFeed
@@ -39,6 +40,7 @@ __all__ = [
     "MESSAGES",
     "METRICS",
     "MODELS",
+    "OTHER_SOCKETS",
     "RESPONSES",
     "RESPONSE_STORE",
     "SHARED_METRICS",
@@ -62,6 +64,7 @@ LIMITS = web.AppKey("limits", HttpLimits)
 MESSAGES = web.AppKey("messages", MessagesEndpoint)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
+OTHER_SOCKETS = web.AppKey("other_sockets", OtherSockets)
 RESPONSES = web.AppKey("responses", ResponsesEndpoint)
 RESPONSE_STORE = web.AppKey("response_store", ResponseStore)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)

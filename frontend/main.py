@@ -73,6 +73,7 @@ async def serve(launch: FrontendLaunch) -> ExitStatus:
         timeout_s = launch.server.shutdown_timeout
         if lifecycle.left.is_set():
             await _finish(app, _no_connections(runner, timeout_s), stop.first)
+            await app[keys.SUPERVISOR].leave_streams(app[keys.CLIENT].resumption.without_engine())
         else:
             await _finish(app, lifecycle.drain(timeout_s), stop.second)
         heartbeats.cancel()

@@ -75,6 +75,7 @@ REQUIREMENTS = (
             _EVERY_TOKEN,
             "tests/unit/engine_core/requests/test_resumable.py",
             "tests/unit/frontend/engine_client/test_resumption.py",
+            "tests/unit/frontend/http/test_other_sockets.py",
         ),
     ),
     Requirement(
@@ -131,6 +132,7 @@ REQUIREMENTS = (
         (
             f"{_WIRE}::test_stalled_clients_cost_little_and_are_disconnected_alone",
             "tests/unit/frontend/engine_client/test_output_memory.py",
+            "tests/evaluation/stalled_readers.py",
         ),
     ),
     Requirement(

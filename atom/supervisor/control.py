@@ -5,7 +5,7 @@ from collections.abc import Callable
 import zmq
 
 from atom.shared.messages.codec import Decoder, WireError, encode
-from atom.shared.messages.resume import GetStream, HandedStream
+from atom.shared.messages.resume import Claimed, GetStream, HandedStream, LeaveStream
 from atom.shared.messages.supervisor import (
     Engines,
     GetEngines,
@@ -25,6 +25,10 @@ def _no_stream(question: GetStream) -> HandedStream:
     return HandedStream(question.number)
 
 
+def _not_left(claimed: Claimed) -> None:
+    raise AssertionError("no other server replaces one of several nodes")
+
+
 class Control:
     """The ROUTER at `endpoint`, which every frontend connects to."""
 
@@ -33,9 +37,11 @@ class Control:
         context: "zmq.Context[zmq.Socket[bytes]]",
         endpoint: str,
         take: Callable[[GetStream], HandedStream] = _no_stream,
+        leave: Callable[[Claimed], None] = _not_left,
     ):
-        """`take` gives the streams of an earlier server."""
+        """`take` gives the streams of an earlier server, `leave` keeps those that go to a later one."""
         self._take = take
+        self._leave = leave
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -57,6 +63,10 @@ class Control:
                 continue
             if isinstance(request, GetStream):
                 self._send(request.frontend, encode(self._take(request)))
+                continue
+            if isinstance(request, LeaveStream):
+                self._leave(request.claimed)
+                self._send(request.frontend, encode(HandedStream(request.number)))
                 continue
             if not isinstance(request, GetEngines):
                 wanted.append(request)

@@ -22,9 +22,10 @@ NO_FD = -1
 
 
 class Frontend(Domain):
-    """Frontend `index` of all nodes. While it is down, connections to its socket wait for its next life.
+    """Frontend `index` of all nodes. While it is down, the others of its node accept its connections.
 
-    After a second failure in a row its socket is closed until then: connections reach other frontends.
+    Without others they wait for its next life. If those are on other nodes, its socket is closed until then
+    after a second failure in a row: a load balancer notices that.
     """
 
     def __init__(
@@ -36,11 +37,11 @@ class Frontend(Domain):
         admin: socket.socket | None = None,
     ):
         """`engines` returns the current engines; `admin` is the listening socket of the administration."""
-        each = settings.local.server.api_server_count
+        self._each = settings.local.server.api_server_count
         self._index = index
-        self._node = settings.placement.frontend_nodes[index // each]
-        self._http = index % each
-        self._num_frontends = each * len(settings.placement.frontend_nodes)
+        self._node = settings.placement.frontend_nodes[index // self._each]
+        self._http = index % self._each
+        self._num_frontends = self._each * len(settings.placement.frontend_nodes)
         self._port = port
         self._engines = engines
         self._admin = admin
@@ -57,8 +58,11 @@ class Frontend(Domain):
         node = self._settings.nodes[self._node]
         engines = self._engines()
         passed = []
+        others = {}
         if isinstance(self._port, ListenPort):
-            passed = [self._port.open(self._http).fileno()]
+            first = self._index - self._http
+            others = {first + i: fd for i, fd in self._port.descriptors_without(self._http).items()}
+            passed = [self._port.open(self._http).fileno(), *others.values()]
         admin_fd = None if self._admin is None else self._admin.fileno()
         launch = FrontendLaunch(
             node.info.config,
@@ -76,14 +80,20 @@ class Frontend(Domain):
             admin_fd=admin_fd,
             first_life=self._settings.first_life,
             started_at=self._started_at,
+            other_fds=others,
         )
         if admin_fd is not None:
             passed.append(admin_fd)
         life.spawn(node, ProcessSpec(self.name, Role.FRONTEND, launch, passed, self._http))
 
     def _send_exit_reason(self, life: Life, failure: Failure) -> None:
-        if self._restarts.in_a_row > 1 and self._num_frontends > 1:
+        if self._restarts.in_a_row > 1 and self._num_frontends > 1 and self._each == 1:
             self.refuse_connections()
+
+    @property
+    def accepts(self) -> bool:
+        """Whether it accepts connections."""
+        return self.is_alive and self.is_ready and self.responds
 
     @property
     def is_alive(self) -> bool:

@@ -297,10 +297,15 @@ class NodeAgent:
         """The launch message with the sockets and the clock of this host."""
         if self._http is None or http is None:
             raise ValueError("this node has no HTTP port: it was started without --frontend-per-node")
-        passed = [self._http.open(http).fileno()]
+        first = launch.index - http
+        others = {first + index: fd for index, fd in self._http.descriptors_without(http).items()}
+        passed = [self._http.open(http).fileno(), *others.values()]
         admin_fd = self._admin.fileno() if self._admin is not None and http == 0 else None
         passed += [] if admin_fd is None else [admin_fd]
-        return replace(launch, listen_fd=passed[0], admin_fd=admin_fd, started_at=self._started_at), passed
+        launch = replace(
+            launch, listen_fd=passed[0], admin_fd=admin_fd, started_at=self._started_at, other_fds=others
+        )
+        return launch, passed
 
     def _signal(self, life: str, process: str, number: int) -> None:
         child = self._lives[life].children.get(process) if life in self._lives else None

@@ -76,6 +76,8 @@ class Supervisor:
         self._first_life = first_life
         self.handed = HandedStreams()
         """Streams of the server that this one replaces."""
+        self._left = HandedStreams()
+        """Streams without an engine, for a server that replaces this one."""
         self._is_leaving = False
         self._to_restart: deque[EngineGroup] = deque()  # the first one is ending, starting, or the next
         self._restarted: set[EngineGroup] = set()
@@ -94,6 +96,7 @@ class Supervisor:
         self._no_engine_since: float | None = None
         self._engines: list[EngineGroup] = []
         self._frontends: list[Frontend] = []
+        self._down: list[int] = []  # numbers of the frontends that accept no connections
         self._phase = _Phase.STARTING
         self._server_state = ServerState()
         self._trials = Trials()
@@ -201,7 +204,8 @@ class Supervisor:
         Frontends of this node get the port, which is already bound; the first one also serves `admin`.
         """
         settings = self._domain_settings
-        self._control = Control(self._context, f"ipc://{self.run_dir}/control", self.handed.take)
+        control = f"ipc://{self.run_dir}/control"
+        self._control = Control(self._context, control, self.handed.take, self._left.add)
         each = settings.local.server.api_server_count
         for index in range(each * len(settings.placement.frontend_nodes)):
             node = index // each
@@ -246,6 +250,10 @@ class Supervisor:
             elif domain.is_due:
                 domain.restart()
                 self._publish()
+        down = [index for index, frontend in enumerate(self._frontends) if not frontend.accepts]
+        if down != self._down:
+            self._down = down
+            self._publish()
         self._restart_next()
         self._check_absence()
 
@@ -308,7 +316,8 @@ class Supervisor:
         is_starting = self._phase is _Phase.STARTING
         if is_starting and not self._is_retried(failure):
             raise StartError(failure.text, failure.status)
-        domain.fail(failure, restart=self._phase is not _Phase.STOPPING)
+        is_needed = self._is_leaving and not isinstance(domain, Frontend)  # for the requests that there are
+        domain.fail(failure, restart=is_needed or self._phase is not _Phase.STOPPING)
         if is_starting and domain.is_over:
             raise StartError(failure.text, failure.status)
         self._publish()
@@ -343,6 +352,7 @@ class Supervisor:
             self._trials.current,
             self._is_leaving,
             [rank for group in self._to_restart for rank in group.ranks],
+            self._down,
         )
 
     @property
@@ -404,15 +414,21 @@ class Supervisor:
         return self._first_life + 1 + max((frontend.number for frontend in self._frontends), default=0)
 
     def leave(self) -> None:
-        """Accept no further connections: another server has the sockets. Those that are open are served."""
+        """Accept no further connections: another server has the sockets. Those that are open are served.
+
+        An engine that ends is started again for them, a frontend is not.
+        """
         self._is_leaving = True
-        self._stop_restarting()
+        self._phase = _Phase.STOPPING
         for frontend in self._frontends:
+            frontend.stay_down()
             frontend.leave()
+        self._publish()
 
     def take_streams(self) -> Iterator[Claimed]:
         """After the end of the frontends: all streams that clients may resume. The engines forget them."""
         yield from self.handed.take_all()
+        yield from self._left.take_all()
         for group in self._engines:
             if group.is_ready:
                 for address in group.addresses:
@@ -435,7 +451,7 @@ class Supervisor:
             frontend.terminate()  # the second SIGTERM: it ends its running requests with errors
         deadline = time.monotonic() + _CLIENT_ERRORS_S
         while self.has_frontends and time.monotonic() < deadline:
-            time.sleep(_END_POLL_S)
+            self._receive(_END_POLL_S)  # streams that they leave
         for frontend in self._frontends:
             if reason := frontend.unclean_end():
                 failed = Failure(reason, f"{frontend.label}: {reason}")

@@ -1,16 +1,19 @@
 """Which grammars the workers hold, and the requests that wait for theirs to be loaded, or for their turn.
 
-A request has the key of its grammar. If the workers lack that, the frontend of one of its requests is asked
-for it, and what it sends goes on to the workers; nothing of it is kept here. Idle grammars are dropped, the
-longest unused first, where another one needs their memory.
+A request has the key of its grammar. If the workers lack that, the frontend of one of its requests is
+asked for it, and what it sends goes on to the workers; nothing of it is kept here. A frontend may have died,
+or have taken the request of a dead one over, and lack its grammar until a client asks for the stream: the
+frontends of the requests are asked in turn until one sends it. Idle grammars are dropped, the longest unused
+first, where another one needs their memory.
 
 A step waits for the masks of its rows. So of one grammar only as many requests run at a time as its process
 can follow in `_STEP_US`; the others wait, in the order of their arrival.
 """
 
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from atom.shared.messages.grammar import (
@@ -29,6 +32,7 @@ MAX_MEMORY = 8 * MAX_GRAMMAR_MEMORY
 """Bytes of all grammars that the workers hold at a time."""
 MAX_GRAMMARS = 256
 """Each has a process of its own."""
+_ASK_AGAIN_S = 1.0
 _STEP_US = 20_000
 _LEAST_TOKEN_US = 10  # the messages of a row take as long
 
@@ -44,7 +48,8 @@ class _Held:
     max_running: int
     """Requests that may run at a time."""
     asked: Request | None = None
-    """The request whose frontend was asked for it; None once it has come."""
+    """The request whose frontend was asked for it last; None once it has come."""
+    asked_at: float = 0.0
     is_loaded: bool = False
     running: list[weakref.ref[Request]] = field(default_factory=list)
     """Those that wait no longer, and some that have ended."""
@@ -81,9 +86,10 @@ class _Held:
 class GrammarRegistry:
     """Holds requests with a grammar back until it is loaded, and until it is their turn."""
 
-    def __init__(self, masks_per_step: int = 1) -> None:
+    def __init__(self, masks_per_step: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         """A step needs so many masks of a request at most: one, and one after each of its drafts."""
         self._masks_per_step = masks_per_step
+        self._clock = clock
         self._held: dict[bytes, _Held] = {}  # the longest unused first
         self._with_turns: dict[bytes, _Held] = {}
         """The grammars of which requests wait for their turn."""
@@ -185,6 +191,10 @@ class GrammarRegistry:
 
     def questions(self) -> list[tuple[bytes, GetGrammar]]:
         """What to ask frontends, by their identities."""
+        if self._asked:
+            due = self._clock() - _ASK_AGAIN_S
+            for key in [key for key in self._asked.values() if self._held[key].asked_at <= due]:
+                self._ask(key)
         questions = self._questions
         self._questions = []
         return questions
@@ -211,12 +221,19 @@ class GrammarRegistry:
         self._ask(key)
 
     def _ask(self, key: bytes) -> None:
-        """Ask the frontend of a request for its grammar; without a request it is not needed."""
+        """Ask the next frontend with a request for its grammar; without a request it is not needed."""
         held = self._held[key]
-        held.asked = next(iter(held.requests), None)
-        if held.asked is None:
+        before = held.asked
+        if before is not None:
+            self._asked.pop(before.request_id, None)
+        by_frontend = {request.frontend: request for request in held.requests}
+        if not by_frontend:
             del self._held[key]
             return
+        frontends = list(by_frontend)
+        place = frontends.index(before.frontend) + 1 if before and before.frontend in by_frontend else 0
+        held.asked = by_frontend[frontends[place % len(frontends)]]
+        held.asked_at = self._clock()
         self._asked[held.asked.request_id] = key
         self._questions.append((held.asked.frontend, GetGrammar(key)))
 

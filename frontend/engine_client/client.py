@@ -113,7 +113,7 @@ class EngineClient:
         """Sequences that have failed as an engine has ended."""
         self._ready = asyncio.Event()
         resumed = ResumptionHooks(
-            lambda: self._stream([], -1), self._adopt, self._outputs, self._close, hooks.handed_stream
+            lambda: self._stream([], -1), self._adopt, self._unfinished, self._close, hooks.handed_stream
         )
         self.resumption = Resumption(self.engines, settings.orphan_grace, metrics, resumed)
 
@@ -284,9 +284,9 @@ class EngineClient:
         stream = Stream(request_ids, StreamOptions(every_step, logprobs), output)
         return stream
 
-    def _outputs(self, stream: Stream) -> list[SequenceOutput]:
-        """All that the unfinished sequences of a resumable stream have."""
-        return [self._sequences[number].output() for number in sorted(stream.open)]
+    def _unfinished(self, stream: Stream) -> list[RunningSequence]:
+        """The unfinished sequences of a resumable stream."""
+        return [self._sequences[number] for number in sorted(stream.open)]
 
     def _adopt(self, adoption: Adoption) -> None:
         """Go on with a sequence that an engine runs, or that waits for one.

@@ -3,8 +3,9 @@
     a client disconnects        the stream is kept, with its sequences, for the grace
     a frontend dies             the engines offer its streams to another one, which keeps them so
     a client asks for a stream  that is kept here, or claimed from all engines: each one sends what it has
-    the server is replaced      the supervisor has the streams of the earlier one, and gives each to the
-                                frontend that its client asks: it is sent to engines here
+    the server is replaced      the engines give their streams to the supervisor, and each frontend what waits
+                                for an engine; the new one has them, and gives each to the frontend that
+                                its client asks: it is sent to engines there
 
 An engine that has just started may not have the sequences again yet: the claim is repeated then.
 """
@@ -96,8 +97,8 @@ class ResumptionHooks:
 
     new_stream: Callable[[], Stream]
     adopt: Callable[[Adoption], None]
-    outputs: Callable[[Stream], list[SequenceOutput]]
-    """All that the unfinished sequences of a stream have."""
+    unfinished: Callable[[Stream], list[RunningSequence]]
+    """The unfinished sequences of a stream."""
     end: Callable[[Stream], None]
     """Ends a stream's sequences."""
     handed: Callable[[str, str], Awaitable[HandedStream]]
@@ -140,6 +141,19 @@ class Resumption:
         for key in list(self._kept):
             self._discard(key)
 
+    def without_engine(self) -> list[Claimed]:
+        """What waits for an engine of the streams that are kept: no engine can hand it over."""
+        now = asyncio.get_running_loop().time()
+        found = []
+        for key, (resumed, timer) in self._kept.items():
+            unfinished = self._hooks.unfinished(resumed.stream)
+            waiting = [each for each in unfinished if each.engine is None or not each.engine.link.is_ready]
+            if waiting:
+                requests = [sequence.claimed() for sequence in waiting]
+                ended = list(resumed.stream.sequences_ended)
+                found.append(Claimed(0, key, requests, ended, max(timer.when() - now, 0.0)))
+        return found
+
     async def resume(self, key: str, tenant: str) -> ResumedStream:
         """The stream `key`; its reader gets all tokens again, from the first one on, after `begin`.
 
@@ -172,7 +186,8 @@ class Resumption:
 
     def _restart(self, resumed: ResumedStream) -> None:
         ended = [ended_update(end) for end in resumed.stream.sequences_ended]
-        resumed.stream.restart([*self._hooks.outputs(resumed.stream), *ended])
+        running = [sequence.output() for sequence in self._hooks.unfinished(resumed.stream)]
+        resumed.stream.restart([*running, *ended])
 
     def answered(self, engine: EngineConnection, claimed: Claimed) -> None:
         """An engine has sent what it has of a stream: its sequences go on here, even if nobody waits."""

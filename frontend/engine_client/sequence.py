@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import AddRequest, pack_ids
-from atom.shared.messages.resume import ClaimedSequence, EndedSequence
+from atom.shared.messages.resume import ClaimedRequest, ClaimedSequence, EndedSequence
 from frontend.engine_client.dp_router import Charge
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.streams import Stream
@@ -103,6 +104,11 @@ class RunningSequence:
             resumable=request.resumable
             and msgspec.structs.replace(request.resumable, ended=list(self.stream.sequences_ended)),
         )
+
+    def claimed(self) -> ClaimedRequest:
+        """All that another server needs to go on with it."""
+        own = ClaimedSequence(self.id, self.state.emitted.tobytes(), self.cached_tokens)
+        return ClaimedRequest(encode(self.state.request), [own])
 
     def ended(self, update: SequenceOutput) -> EndedSequence:
         """Its ids and its end, which `update` has; it is without text."""

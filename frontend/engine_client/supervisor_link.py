@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import zmq
@@ -11,7 +12,7 @@ import zmq.asyncio
 
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.codec import Decoder, encode
-from atom.shared.messages.resume import GetStream, HandedStream
+from atom.shared.messages.resume import Claimed, GetStream, HandedStream, LeaveStream
 from atom.shared.messages.supervisor import (
     Engines,
     FromControl,
@@ -99,15 +100,29 @@ class SupervisorLink:
         """Take a stream of the server that this one replaces; one that does not answer in time has none."""
         if self._socket is None:
             return HandedStream(0)
-        number = next(self._numbers)
-        question: asyncio.Future[HandedStream] = asyncio.get_running_loop().create_future()
-        self._questions[number] = question
         try:
-            self._send(GetStream(self._index, number, key, tenant))
-            async with asyncio.timeout(_ANSWER_DEADLINE_S):
-                return await question
+            return await self._ask(lambda number: GetStream(self._index, number, key, tenant))
         except TimeoutError:
-            return HandedStream(number)
+            return HandedStream(0)
+
+    async def leave_streams(self, streams: list[Claimed]) -> None:
+        """Give the supervisor streams that another server goes on with."""
+        for claimed in streams:
+            try:
+                await self._ask(partial(LeaveStream, self._index, claimed=claimed))
+            except TimeoutError:
+                get_logger().error("the supervisor does not take streams without an engine: they end")
+                return
+
+    async def _ask(self, question: Callable[[int], GetStream | LeaveStream]) -> HandedStream:
+        """The response to a question, which gets its number. Raises TimeoutError after some seconds."""
+        number = next(self._numbers)
+        response: asyncio.Future[HandedStream] = asyncio.get_running_loop().create_future()
+        self._questions[number] = response
+        try:
+            self._send(question(number))
+            async with asyncio.timeout(_ANSWER_DEADLINE_S):
+                return await response
         finally:
             del self._questions[number]
 

@@ -116,6 +116,20 @@ def test_a_short_stop_of_a_frontend_is_logged(model: str) -> None:
 
 
 @pytest.mark.slow
+def test_no_connection_waits_for_a_frontend_that_is_stopped(model: str) -> None:
+    """The kernel gives half of them to its socket."""
+
+    async def drive(server: Server) -> None:
+        answers = await asyncio.gather(*(get(server, "/health") for _ in range(30)))
+        assert {status for status, _ in answers} == {200}
+
+    with running_server("--model", model, *ARGS, "--hang-timeout", "30", "--api-server-count", "2") as server:
+        os.kill(pid_of(server, "frontend.main"), signal.SIGSTOP)
+        asyncio.run(drive(server))
+        assert "has ended" not in server.text()
+
+
+@pytest.mark.slow
 def test_streams_go_on_while_the_log_is_not_read(model: str) -> None:
     """An engine dies and starts again meanwhile, which all of its processes and the supervisor log."""
     crowd = Crowd(STREAMS, max_tokens=400)

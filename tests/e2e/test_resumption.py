@@ -70,6 +70,11 @@ def kill_frontends(server: Server, place: int | None = None) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def kill_worker(server: Server) -> None:
+    """Kill the only one."""
+    os.kill(next(pid for pid, line in server.children().items() if "workers.main" in line), signal.SIGKILL)
+
+
 async def _all(server: Server, on_event: Any = lambda resumed: None) -> list[Resumed]:
     return await asyncio.gather(*(follow(server.url, path, body, on_event) for path, body in REQUESTS))
 
@@ -187,9 +192,7 @@ def test_an_engine_dies_while_its_orphans_wait_for_their_client(server: Server) 
             await asyncio.sleep(5)  # a core offers orphans after three seconds
             while not re.search(r"^atom:orphans\{.* 0.0$", await _metrics(server), re.MULTILINE):
                 await asyncio.sleep(0.5)
-        for pid, line in server.children().items():
-            if "workers.main" in line:
-                os.kill(pid, signal.SIGKILL)
+        kill_worker(server)
         async with asyncio.timeout(150):
             while not await read(server.url, path, body, resumed):
                 pass
@@ -204,3 +207,35 @@ async def _metrics(server: Server) -> str:
         return await asyncio.to_thread(metrics_text, server)
     except OSError:
         return ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_an_engine_dies_while_another_frontend_keeps_a_stream_with_a_grammar(server: Server) -> None:
+    """That frontend has never compiled it, and cannot send it to the next life before the client asks."""
+    path, body = REQUESTS[0]
+    fields = {"max_tokens": 3000, "ignore_eos": False, "structured_outputs": {"regex": "([ab]{2}-){2000}"}}
+    body = {**body, **fields}
+    expected = asyncio.run(follow(server.url, path, body))
+
+    async def run() -> Resumed:
+        resumed = Resumed()
+        reading = asyncio.create_task(read(server.url, path, body, resumed))
+        while len(resumed.events) < 30:
+            await asyncio.sleep(0.01)
+        for place in range(2):  # one of them serves it
+            if not reading.done():
+                starts = server.text().count("is ready after")
+                kill_frontends(server, place)
+                await asyncio.sleep(0.5)
+                while not reading.done() and server.text().count("is ready after") == starts:
+                    await asyncio.sleep(0.1)
+        assert not await reading
+        await asyncio.sleep(3.5)  # a core offers orphans after three seconds
+        kill_worker(server)
+        async with asyncio.timeout(200):
+            while not await read(server.url, path, body, resumed):
+                await asyncio.sleep(0.2)
+        return resumed
+
+    assert asyncio.run(run()).events == expected.events

@@ -1,8 +1,10 @@
 """A running server is replaced by another one: no request fails, and streams that can be resumed go on."""
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +84,8 @@ class Load:
             self.resumptions += resumed.resumptions
 
 
-async def plain(session: aiohttp.ClientSession) -> str:
-    async with session.post(_PATH, json=_PLAIN) as response:
+async def plain(session: aiohttp.ClientSession, body: dict[str, Any] = _PLAIN) -> str:
+    async with session.post(_PATH, json=body) as response:
         assert response.status == 200, await response.text()
         return str((await response.json())["choices"][0]["text"])
 
@@ -114,6 +116,81 @@ def test_five_upgrades_in_a_row_under_load(tmp_path: Path) -> None:
     finally:
         for server in servers:
             server.kill()
+
+
+@contextlib.contextmanager
+def upgraded_server(*args: str) -> Iterator[tuple[Server, list[Server]]]:
+    """A ready server, and a list for the one that replaces it; both are gone when the block ends."""
+    new: list[Server] = []
+    with running_server(*args) as old:
+        try:
+            yield old, new
+        finally:
+            for each in new:
+                each.kill()
+
+
+def kill_engine(server: Server) -> None:
+    """SIGKILL of a worker."""
+    os.kill(next(pid for pid, line in server.children().items() if "workers.main" in line), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_streams_that_wait_for_a_dead_engine_go_on_at_the_new_server(tmp_path: Path) -> None:
+    """It dies when the upgrade begins, and its next life when the new server has the sockets."""
+    args = ("--model", str(checkpoint(tmp_path / "model")), *ARGS, *_MORE)
+    bodies = [_LONG | {"seed": seed, "n": 1 + seed % 2} for seed in range(6)]
+    expected: list[Resumed] = []
+    found: list[Resumed] = []
+
+    async def upgrade(old: Server, new: list[Server]) -> None:
+        expected.extend(await asyncio.gather(*(follow(old.url, _PATH, body) for body in bodies)))
+        begun = asyncio.Event()
+
+        def on_event(resumed: Resumed) -> None:
+            if len(resumed.events) == 30:
+                begun.set()
+
+        long = [body | {"max_tokens": 2500} for body in bodies]
+        streams = [asyncio.create_task(follow(old.url, _PATH, body, on_event)) for body in long]
+        await begun.wait()
+        kill_engine(old)
+        new.append(Server(*args, "--upgrade-from", str(old.process.pid)))
+        await _until(lambda: "has taken over" in old.text())
+        kill_engine(old)
+        assert await asyncio.to_thread(old.process.wait, 90) == 0, old.text()
+        found.extend(await asyncio.gather(*streams))
+
+    with upgraded_server(*args) as (old, new):
+        asyncio.run(upgrade(old, new))
+    for one, other in zip(found, expected, strict=True):
+        assert one.resumptions
+        for index, text in other.texts.items():
+            assert one.texts[index].startswith(text)
+
+
+@pytest.mark.slow
+def test_requests_of_a_leaving_server_outlive_its_engine(tmp_path: Path) -> None:
+    """They cannot be resumed: the old server starts its engine again for them."""
+    more = ("--api-server-count", "2", "--shutdown-timeout", "120")
+    args = ("--model", str(checkpoint(tmp_path / "model")), *ARGS, *more)
+    body = _PLAIN | {"max_tokens": 4000}
+
+    async def upgrade(old: Server, new: list[Server]) -> list[str]:
+        async with aiohttp.ClientSession(old.url) as session:
+            expected = await plain(session, _PLAIN | {"max_tokens": 200})
+            requests = [asyncio.create_task(plain(session, body)) for _ in range(4)]
+            new.append(Server(*args, "--upgrade-from", str(old.process.pid)))
+            await _until(lambda: "has taken over" in old.text())
+            kill_engine(old)
+            texts = await asyncio.gather(*requests)
+        assert await asyncio.to_thread(old.process.wait, 90) == 0, old.text()
+        return [text for text in texts if not text.startswith(expected)]
+
+    with upgraded_server(*args) as (old, new):
+        other = asyncio.run(upgrade(old, new))
+        assert "life 1, is ready" in old.text()
+    assert other == []
 
 
 @pytest.mark.slow

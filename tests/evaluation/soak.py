@@ -7,10 +7,11 @@ Clients stream and do not stream, chat and complete, penalise, score prompts, le
 bodies that must be refused. With `--kill-every` there are two engines and two frontends, and a worker, a core
 or a frontend is killed about as often; a client whose frontend dies is cut off, and no other notices.
 Every ten seconds the tool reads resident memory, open descriptors and threads of each kind of process, of
-the largest where there are several, and at the end it prints the memory of every half minute. The first third
-of the samples is a warm-up. The tool exits with status 1 where the medians of the last third are above those
-of the middle third by more than 8 MiB, 2 descriptors or 2 threads, and where a request had an outcome
-that it should not have, or none.
+the largest where there are several, and at the end it prints the memory of every half minute. Processes that
+are younger than two minutes are left out: what a new one has allocated does not grow after its first minute,
+but the free memory that it keeps does for some. The first third of the samples is a warm-up. The tool exits
+with status 1 where the medians of the last third are above those of the middle third by more than 8 MiB,
+2 descriptors or 2 threads, and where a request had an outcome that it should not have, or none.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.error
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,9 +45,11 @@ _TINY = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 _LIMITS = ("--max-model-len", "4096", "--num-kv-blocks", "700", "--max-queued-requests", "64")
 _WORDS = ("one", "two", "three", "four", "five", "six", "seven", "fox", "dog", "jumps")
 _SAMPLE_S = 10.0
-_REQUEST_DEADLINE_S = 240.0
-"""On a busy machine a frontend may take a minute to start again, and an engine longer."""
+_REQUEST_DEADLINE_S = 120.0
+"""On a busy machine an engine may take a minute to start again."""
 _PRINTED_S = 30.0
+_WARM_S = 120.0
+"""Age from which a process counts, unless the run is short."""
 _CUT_S = 2.0
 """A client notices within so long that the frontend of its open connection has died."""
 _FRONTEND = "frontend.main"
@@ -101,6 +105,7 @@ class Soak:
         self._sent = 0
         self._kills: Counter[str] = Counter()
         """By the module of the process."""
+        self._warm_s = _WARM_S
         self._cut_at = -_CUT_S
         """When a frontend was killed last (monotonic, seconds): its clients are cut off."""
         self._began = time.monotonic()
@@ -110,6 +115,7 @@ class Soak:
     async def run(self, seconds: float, kill_every: float) -> None:
         """Keep the clients busy for so long; kill a process every `kill_every` seconds, if that is not 0."""
         end = time.monotonic() + seconds
+        self._warm_s = min(_WARM_S, seconds / 6)
         timeout = aiohttp.ClientTimeout(total=_REQUEST_DEADLINE_S)
         async with (
             aiohttp.ClientSession(self._server.url, timeout=timeout) as session,
@@ -119,17 +125,20 @@ class Soak:
                 group.create_task(self._client(session, random.Random(self._seed + number), end))
             group.create_task(self._sample_until(end))
             if kill_every:
-                group.create_task(self._kill_until(end - _REQUEST_DEADLINE_S / 4, kill_every))
+                group.create_task(self._kill_until(end - _REQUEST_DEADLINE_S / 2, kill_every))
 
     def take_sample(self) -> None:
-        """Read the processes' figures now. A kind of which none lives has those of the sample before."""
+        """Read the processes' figures now. A kind without one that is warm has those of the sample before."""
         figures = dict(self._samples[-1][1]) if self._samples else {}
         found: dict[str, list[tuple[int, ...]]] = {}
+        young: dict[str, list[tuple[int, ...]]] = {}
         for pid in (self._server.process.pid, *self._server.children()):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 sample = (process.memory_info().rss, process.num_fds(), process.num_threads())
-                found.setdefault(_name_of(process), []).append(sample)
+                is_warm = time.time() - process.create_time() >= self._warm_s
+                (found if is_warm else young).setdefault(_name_of(process), []).append(sample)
+        found |= {name: each for name, each in young.items() if name not in found and name not in figures}
         figures |= {name: tuple(map(max, zip(*each, strict=True))) for name, each in found.items()}
         self._samples.append((time.monotonic() - self._began, figures))
 
@@ -189,18 +198,25 @@ class Soak:
                 if self._cut_at > begun - _CUT_S:
                     self._outcomes["cut off with a frontend"] += 1
                 else:
-                    self._fail(error)
+                    self._fail(error, begun)
             except TimeoutError as error:
-                self._fail(error)
+                self._fail(error, begun)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, begun: float) -> None:
         self._outcomes["failed"] += 1
-        minute = (time.monotonic() - self._began) / 60
-        self._unexpected.append(f"{type(error).__name__} at minute {minute:.1f}: {error}")
+        minute, since = (time.monotonic() - self._began) / 60, begun - self._cut_at
+        self._unexpected.append(
+            f"{type(error).__name__} at minute {minute:.1f}, of a request that was sent {since:.0f} s after "
+            f"the last end of a frontend: {error}"
+        )
 
     def _is_whole(self) -> bool:
         """Whether both engines can serve."""
-        return len(re.findall(r"^atom:engine_up.* 1\.0$", metrics_text(self._server), re.MULTILINE)) == 2
+        try:
+            text = metrics_text(self._server)
+        except urllib.error.HTTPError:  # the frontend was too busy to read the files of all
+            return False
+        return len(re.findall(r"^atom:engine_up.* 1\.0$", text, re.MULTILINE)) == 2
 
     async def _kill_until(self, end: float, every: float) -> None:
         """Kill one process after another, of each kind in turn."""

@@ -116,6 +116,9 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
     the first life of a frontend accepts connections only once an engine is ready."""
     started_at: float = 0.0
     """When the server was started: the monotonic clock, which all processes of a host share."""
+    other_fds: dict[int, int] = {}
+    """By number: the listening TCP sockets of the other frontends of its node, inherited. It accepts their
+    connections while they are down."""
 
     @property
     def name(self) -> str:

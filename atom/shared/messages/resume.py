@@ -102,6 +102,17 @@ class GetStream(msgspec.Struct, tag=24, array_like=True, frozen=True, gc=False):
     """As in Claim."""
 
 
+class LeaveStream(msgspec.Struct, tag=27, array_like=True, frozen=True, gc=False):
+    """A frontend ends, and another server goes on with a stream that no engine has. The response is a
+    `HandedStream` without a stream."""
+
+    frontend: int
+    number: int
+    """As in GetStream."""
+    claimed: Claimed
+    """The sequences that wait for an engine."""
+
+
 class HandedStream(msgspec.Struct, tag=25, array_like=True, frozen=True, gc=False):
     """The response to `GetStream`. The supervisor has forgotten what it has sent."""
 

@@ -4,7 +4,7 @@ Every child sends its state (supervisor binds PULL, children PUSH). Frontends al
 connection (supervisor binds ROUTER, frontend n connects a DEALER with the identity of its index in
 four little-endian bytes): they send GetEngines, and receive Engines then and at every change. The one
 that serves the administrators sends SetServerState and RestartEngines, those with suspected requests send
-WantTrial, and GetStream is answered by HandedStream.
+WantTrial, and GetStream and LeaveStream are answered by HandedStream.
 
 `process` is the supervisor's name of the process: prepare, core, frontend, worker 0, worker 1, …
 """
@@ -13,7 +13,7 @@ import msgspec
 
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.launch import EngineAddress
-from atom.shared.messages.resume import GetStream, HandedStream
+from atom.shared.messages.resume import GetStream, HandedStream, LeaveStream
 from atom.shared.utils.exit_status import ExitStatus
 
 
@@ -101,7 +101,7 @@ class RestartEngines(msgspec.Struct, tag=26, array_like=True, frozen=True, gc=Fa
     """Restart all engines, one after the other."""
 
 
-ToControl = GetEngines | SetServerState | WantTrial | GetStream | RestartEngines
+ToControl = GetEngines | SetServerState | WantTrial | GetStream | RestartEngines | LeaveStream
 
 
 class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
@@ -117,6 +117,8 @@ class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
     """Whether another server has taken the listening sockets over: frontends end after their connections."""
     to_restart: list[int] = []
     """Ranks of the engines that an administrator restarts and that are not ready again."""
+    down: list[int] = []
+    """Numbers of the frontends that accept no connections: others of their node do it for them."""
 
 
 FromControl = Engines | HandedStream

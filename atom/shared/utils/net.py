@@ -62,6 +62,10 @@ class ListenPort:
             self._sockets[index] = _listen_socket(self._host, self.port, shared, shared)
         return self._sockets[index]
 
+    def descriptors_without(self, index: int) -> dict[int, int]:
+        """Those of all sockets but `index`, by number."""
+        return {other: self.open(other).fileno() for other in range(self._count) if other != index}
+
     @property
     def sockets(self) -> dict[int, socket.socket]:
         """Those that are open, by number."""

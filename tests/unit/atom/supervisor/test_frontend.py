@@ -6,16 +6,25 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import zmq
 
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.server import ServerConfig
+from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.engine import AddRequest, Sampling, pack_ids
+from atom.shared.messages.launch import FrontendLaunch
+from atom.shared.messages.resume import Claimed, ClaimedRequest, ClaimedSequence, HandedStream, LeaveStream
+from atom.shared.messages.supervisor import Engines, FromControl, Ready, control_identity
+from atom.shared.utils.liveness import PeerMonitor
 from atom.shared.utils.net import ListenPort
 from atom.supervisor import Supervisor
 from atom.supervisor import failure as failure_module
+from atom.supervisor.control import Control
 from atom.supervisor.failure import Failure
 from atom.supervisor.frontend import Frontend
 from atom.supervisor.life import Life
-from tests.helpers.domains import SLEEP, add_child, settings_in
+from atom.supervisor.process import ProcessSpec
+from tests.helpers.domains import SLEEP, ScriptDomain, add_child, send, settings_in
 
 LOCAL = "127.0.0.1"
 HANDLERS = "import os, signal, sys, time; got = []; signal.signal(15, lambda *_: got.append(1)); "
@@ -111,10 +120,20 @@ def test_one_that_ends_is_restarted_alone_and_its_socket_waits(
     assert second.name == "frontend 1"
 
 
-def test_after_two_failures_in_a_row_the_others_get_its_connections(
+def test_its_socket_stays_open_however_often_it_fails(supervisor: Supervisor, port: ListenPort) -> None:
+    _, second = add_frontends(supervisor, port, SLEEP, SLEEP)
+    supervisor.restart_failed()
+    kill(supervisor, second)
+    until_restarted(supervisor, second)
+    kill(supervisor, second)
+    assert connections_of(port, 1) > 5
+
+
+def test_after_two_failures_in_a_row_a_node_with_one_frontend_refuses_connections(
     supervisor: Supervisor, port: ListenPort
 ) -> None:
     _, second = add_frontends(supervisor, port, SLEEP, SLEEP)
+    second._each = 1
     supervisor.restart_failed()
     kill(supervisor, second)
     until_restarted(supervisor, second)
@@ -122,6 +141,57 @@ def test_after_two_failures_in_a_row_the_others_get_its_connections(
     assert connections_of(port, 0) == 60
     until_restarted(supervisor, second)
     assert connections_of(port, 1) > 5
+
+
+def test_the_others_are_told_which_accept_no_connections(supervisor: Supervisor, port: ListenPort) -> None:
+    frontends = add_frontends(supervisor, port, SLEEP, SLEEP)
+    published: list[list[int]] = []
+    supervisor._publish = lambda: published.append(supervisor.engine_state.down)  # type: ignore[method-assign]
+    supervisor.restart_failed()
+    supervisor.check(0)
+    assert published == [[0, 1]]
+    for each in frontends:
+        assert each.life is not None
+        send(each.life, Ready(each.name))
+    supervisor.check(0)
+    supervisor.check(0)
+    assert published == [[0, 1], []]
+    kill(supervisor, frontends[1])
+    assert published[-1] == [1]
+
+
+def test_one_that_is_silent_accepts_no_connections(supervisor: Supervisor, port: ListenPort) -> None:
+    (frontend,) = add_frontends(supervisor, port, SLEEP)
+    assert frontend.life is not None
+    frontend.life._monitor = PeerMonitor(60.0, warn_s=0.2)
+    send(frontend.life, Ready(frontend.name))
+    supervisor.check(0)
+    assert supervisor.engine_state.down == []
+    deadline = time.monotonic() + 10
+    while supervisor.engine_state.down != [0]:
+        assert time.monotonic() < deadline
+        supervisor.check()
+
+
+def test_each_gets_the_sockets_of_the_others_of_its_node(
+    supervisor: Supervisor, port: ListenPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ServerConfig(api_server_count=2)
+    settings = settings_in(supervisor.run_dir, supervisor._context, EngineConfig(), server)
+    specs: list[ProcessSpec] = []
+    monkeypatch.setattr(Life, "spawn", lambda life, node, spec: specs.append(spec))
+    for index in range(2):
+        frontend = Frontend(index, settings, port, lambda: Engines([]))
+        frontend.start()
+        assert frontend.life is not None
+        frontend.life.close()
+        launch = specs[index].launch
+        assert isinstance(launch, FrontendLaunch)
+        assert list(launch.other_fds) == [1 - index]
+        assert specs[index].pass_fds == [launch.listen_fd, *launch.other_fds.values()]
+    first, second = (each.launch for each in specs)
+    assert isinstance(first, FrontendLaunch) and isinstance(second, FrontendLaunch)
+    assert (first.other_fds[1], second.other_fds[0]) == (second.listen_fd, first.listen_fd)
 
 
 def test_a_frontend_that_does_not_end_is_killed(supervisor: Supervisor, port: ListenPort) -> None:
@@ -177,6 +247,46 @@ def test_all_are_stopped_and_connections_are_refused(supervisor: Supervisor, por
     assert time.monotonic() - begun < 5
     assert first.life is None and second.life is None and not supervisor.has_frontends
     assert is_refused(port) and supervisor.fault is None
+
+
+def test_what_a_server_that_is_replaced_starts_again(supervisor: Supervisor, port: ListenPort) -> None:
+    """Its engines, for the requests that it has, but no frontend."""
+    first, second = add_frontends(supervisor, port, SLEEP, SLEEP)
+    settings = settings_in(supervisor.run_dir, supervisor._context, EngineConfig())
+    engine = ScriptDomain("engine", settings)
+    engine.start()
+    supervisor._engines = [engine]  # type: ignore[list-item]
+    supervisor._publish = lambda: None  # type: ignore[method-assign]
+    supervisor.restart_failed()
+    supervisor.leave()
+    assert first.life is not None and engine.life is not None
+    first.life.children[first.name].process.kill()
+    engine.life.children["core"].process.kill()
+    deadline = time.monotonic() + 10
+    while engine.number == 0:
+        assert time.monotonic() < deadline
+        supervisor.check()
+    assert engine.life is not None and first.number == second.number == 0
+    engine.close()
+
+
+def test_streams_without_an_engine_go_to_the_next_server(supervisor: Supervisor) -> None:
+    request = encode(AddRequest([1], pack_ids([1]), 5, Sampling(0.0, 0, 1.0, 0.0, 0)))
+    claimed = Claimed(0, "k", [ClaimedRequest(request, [ClaimedSequence(1, b"")])], left_s=60.0)
+    control = f"ipc://{supervisor.run_dir}/control"
+    supervisor._control = Control(supervisor._context, control, supervisor.handed.take, supervisor._left.add)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as frontend:
+        frontend.setsockopt(zmq.IDENTITY, control_identity(0))
+        frontend.connect(control)
+        frontend.send(encode(LeaveStream(0, 3, claimed)))
+        deadline = time.monotonic() + 10
+        while not frontend.poll(0):
+            assert time.monotonic() < deadline
+            supervisor.check()
+        assert Decoder[FromControl](FromControl).decode(frontend.recv()) == HandedStream(3)
+    (left,) = supervisor.take_streams()
+    assert (left.key, left.requests) == ("k", claimed.requests) and 50 < left.left_s <= 60
+    assert list(supervisor.take_streams()) == []
 
 
 def test_one_that_waits_for_its_restart_stays_down_while_stopping(

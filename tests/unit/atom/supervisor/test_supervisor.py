@@ -111,7 +111,7 @@ def test_it_waits_until_all_are_ready(supervisor: Supervisor) -> None:
 class ReadyFrontend:
     """A frontend that serves."""
 
-    is_ready = is_alive = responds = True
+    is_ready = is_alive = responds = accepts = True
     label = "frontend"
     life = None
     is_due = is_over = False

@@ -302,6 +302,32 @@ def test_a_grammar_is_asked_for_once_whatever_the_number_of_requests() -> None:
     assert core.grammar_messages() == core.grammar_questions() == []
 
 
+def test_frontends_are_asked_in_turn_until_one_sends_the_grammar() -> None:
+    """One may have died, or got the request from a dead one, without its grammar."""
+    now = [0.0]
+    core = new_core(lambda: now[0])
+    core.add(request(1, b"a"), FRONTEND)
+    core.add(request(2, b"a"), b"other")
+    for asked in (FRONTEND, b"other", FRONTEND):
+        assert core.grammar_questions() == [(asked, GetGrammar(b"a"))]
+        assert core.grammar_questions() == []
+        now[0] += 1.1
+    assert core.grammar_provided(GrammarBytes(b"a", b"x")) == {}
+    assert core.grammar_messages() == [LoadGrammar(b"a", b"x")]
+    assert core.grammar_questions() == []
+
+
+def test_the_only_frontend_is_asked_again() -> None:
+    now = [0.0]
+    core = new_core(lambda: now[0])
+    core.add(request(1, b"a"), FRONTEND)
+    for _ in range(3):
+        assert core.grammar_questions() == [(FRONTEND, GetGrammar(b"a"))]
+        now[0] += 1.1
+    core.abort([1])
+    assert core.grammar_questions() == []
+
+
 def test_another_frontend_is_asked_if_the_first_one_has_no_request_left() -> None:
     core = new_core()
     core.add(request(1, b"a"), FRONTEND)

@@ -13,8 +13,10 @@ from atom.shared.messages.resume import (
     ClaimedSequence,
     Resumable,
 )
+from atom.shared.messages.supervisor import EngineEnded
 from frontend.errors import ResumedElsewhereError
-from tests.helpers.fake_engines import Start, connected, start
+from frontend.text.output_processor import TextOptions
+from tests.helpers.fake_engines import Start, connected, start, until
 
 __all__ = ["start"]
 
@@ -43,5 +45,48 @@ def test_a_stream_that_is_taken_away_before_its_reader_begins_ends_with_an_error
                 with pytest.raises(ResumedElsewhereError):
                     await anext(stream)
             assert len(client) == 0
+
+    asyncio.run(run())
+
+
+def test_what_waits_for_an_engine_can_be_handed_over(start: Start) -> None:
+    """What an engine runs is not: the engine hands it over."""
+    core = start(0, endless=True)
+
+    async def run() -> None:
+        async with connected([core], orphan_grace=30.0, max_replays=3) as client:
+            numbers = client.new_ids(2)
+            stream = Resumable("k", b"form", numbers[0], 2)
+            sampling = Sampling(0.7, 0, 1.0, 0.0, 11)
+            asked = AddRequest(numbers, pack_ids([1, 2]), 10_000, sampling, resumable=stream)
+            async with client.open([asked], TextOptions()) as reading:
+                await until(lambda: len(client._sequences[numbers[0]].state.emitted) > 3)
+                client.set_engines([], [EngineEnded(0, 0, "killed by SIGKILL")])
+                assert client.resumption.without_engine() == []  # its client still reads it
+            (left,) = client.resumption.without_engine()
+            assert (left.key, left.ended) == ("k", []) and 29 < left.left_s <= 30
+            for number, part in zip(numbers, left.requests, strict=True):
+                assert part.request == encode(asked)
+                (sequence,) = part.sequences
+                emitted = client._sequences[number].state.emitted
+                assert sequence.request_id == number and sequence.output_ids == emitted.tobytes()
+            assert reading.open == set(numbers)
+            client.resumption.close()
+
+    asyncio.run(run())
+
+
+def test_what_an_engine_runs_is_handed_over_by_it(start: Start) -> None:
+    core = start(0, endless=True)
+
+    async def run() -> None:
+        async with connected([core], orphan_grace=30.0) as client:
+            numbers = client.new_ids(1)
+            sampling = Sampling(0.7, 0, 1.0, 0.0, 11)
+            stream = Resumable("k", b"form", numbers[0], 1)
+            asked = AddRequest(numbers, pack_ids([1, 2]), 10_000, sampling, resumable=stream)
+            async with client.open([asked], TextOptions()) as reading:
+                await anext(reading)
+            assert len(client.resumption) == 1 and client.resumption.without_engine() == []
 
     asyncio.run(run())
