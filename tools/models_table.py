@@ -40,9 +40,9 @@ results of `tests/models`.
   SmolLM3, a GGUF file; of models with experts, for Mixtral, Qwen3-MoE, Qwen3-Next, Qwen3.5 (also the dense
   one), GPT-OSS, GLM-4.5 to 4.7, GLM-4.7-Flash, DeepSeek V2, V3 and Kimi-K2, and MiniMax-M2. It is converted
   once, into `ATOM_CACHE_DIR`; on a CPU its integers are [kept](quantization.md#gguf). Layers for multi-token
-  prediction in such a file are not read, nor are vision models, which llama.cpp puts into another one. Refused
-  by name: Qwen2-MoE, Llama 4, GLM-5, Granite with experts or without RoPE, Kimi-Linear, and files in several
-  parts. Use the safetensors of these.
+  prediction in such a file are not read, nor are vision models, which llama.cpp puts into another one.
+  Refused by name: Qwen2-MoE, Llama 4, GLM-5, Granite with experts or without RoPE, Kimi-Linear, and files
+  in several parts. Use the safetensors of these.
 - A missing, unused or misshaped tensor is an error that names it. Biases of zeros, RoPE tables and MTP layers
   are not needed, and are not read.
 - Qwen3-VL and Qwen3.5 read [images](images.md). Of another multimodal directory (Gemma 3, Llama 4, Mistral

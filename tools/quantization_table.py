@@ -144,8 +144,8 @@ compiler, all are dequantized when they are loaded.
 
 Experts keep the types of this table too: gate and up in one format, down in another where the file has it so
 (Q6_K next to Q4_K), if gate and up, or the outputs of down, are a multiple of 16 on each rank; else they are
-dequantized when they are loaded. Experts in MXFP4 stay so on CPUs and GPUs, those of GPT-OSS if all matrices of
-a layer are MXFP4. On a CPU only those in MXFP4 are dequantized in every step.
+dequantized when they are loaded. Experts in MXFP4 stay so on CPUs and GPUs, those of GPT-OSS if all matrices
+of a layer are MXFP4. On a CPU only those in MXFP4 are dequantized in every step.
 
 A Llama of 1.4 billion random weights on two cores of an AMD EPYC with AVX-512, one stream, two rounds
 alternately with llama.cpp (llama-cpp-python 0.3.36, built there, two threads); F16 at other times. The

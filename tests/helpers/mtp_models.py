@@ -226,8 +226,8 @@ class VisionMtpModel:
         return x_TD * (x_TD.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + self.own[name])
 
 
-def save_vision_mtp_model(directory: Path) -> VisionMtpModel:
-    """Saves such a model."""
+def save_vision_mtp_model(directory: Path, strong: bool = False) -> VisionMtpModel:
+    """Saves such a model; `strong`: its drafts depend on all tokens, and few are right."""
     layers = 4
     kinds = ["linear_attention", "full_attention"] * 2
     built = build(
@@ -237,7 +237,8 @@ def save_vision_mtp_model(directory: Path) -> VisionMtpModel:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in built.named_parameters():
-            if "visual" not in name and any(part in name for part in ("o_proj", "down_proj", "out_proj")):
+            adds = any(part in name for part in ("o_proj", "down_proj", "out_proj"))
+            if adds and "visual" not in name and not (strong and f".{layers}." in name):
                 weight.mul_(_SMALL)
     save(built, directory)
     last = f"model.language_model.layers.{layers}."

@@ -164,7 +164,7 @@ def test_drafts_of_multi_token_prediction(
 
 
 def test_drafts_with_images_are_those_of_the_definition(tmp_path: Path) -> None:
-    model = save_vision_mtp_model(tmp_path)
+    model = save_vision_mtp_model(tmp_path, strong=True)
     engine = Tiny(tmp_path, 2, None).engine(
         budget=96, speculative=SpeculativeConfig("mtp", 3, spec_decode_adaptive=False)
     )

@@ -27,6 +27,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     "eplb_config": ('{"window_size": 9}', '{"window_size": 9}'),
     "online_quant_config": ('{"global_quant_config": "ptpc_fp8"}', '{"global_quant_config": "ptpc_fp8"}'),
     "override_generation_config": ('{"top_k": 9}', '{"top_k": 9}'),
+    "limit_mm_per_prompt": ('{"image": 2}', '{"image": 2}'),
     "kv_transfer_config": ('{"kv_role": "kv_both"}', '{"kv_role": "kv_both"}'),
     "kv_events_config": ('{"publisher": "zmq"}', '{"publisher": "zmq"}'),
     "hf_overrides": ('{"a": {"b": [1]}}', '{"a": {"b": [1]}}'),
