@@ -120,6 +120,7 @@ def test_engines_in_lockstep_draft_with_a_layer_of_experts(predicting: Path, ada
     assert sum(stats.num_accepted_tokens_per_pos) > 3
 
 
+@pytest.mark.slow
 def test_experts_move_while_a_layer_of_experts_drafts(predicting: Path) -> None:
     """Those of the layer, too; replicas included."""
     often = '{"window_size": 3, "step_interval": 17, "num_redundant_experts": 2}'
