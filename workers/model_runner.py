@@ -156,7 +156,7 @@ class ModelRunner:
         step = self._inputs.step(applied)
         if self._drafts_in_lockstep:  # the model that drafts computes the tokens of the shape, too
             step = pad_step(step, shape)
-        if shape.mode is StepMode.PROMPT_GRAPH:
+        if shape.mode is StepMode.PROMPT_GRAPH and len(step.ids_T):  # none if all rows are at their limits
             hidden_TD = self._prompt_graphs.forward(step, shape.padded_tokens, shape.padded_rows)
         else:
             step = pad_step(step, shape)

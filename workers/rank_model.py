@@ -1,5 +1,6 @@
 """The model of one rank and the specs of its KV cache: for a worker, and on the meta device for a plan."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -65,16 +66,23 @@ def build_rank(
     if not config.speculative.reads_images:  # none come
         checkpoint = replace(checkpoint, images=None)
     model = build_model(checkpoint, build, online_quantization(config.model.online_quant_config))
-    if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):
-        raise ValueError(
-            f"--decode-context-parallel-size {mesh.dcp.size}: {checkpoint.model_type} has layers without "
-            "MLA, whose cache is not split by tokens; omit the flag"
-        )
+    _check_cache_split(model.kv_groups, checkpoint.model_type, mesh)
     if (drafts := config.speculative.num_speculative_tokens) > 0:
         model.kv_groups = [_with_places(group, 1 + drafts) for group in model.kv_groups]
     if (path := config.speculative.draft_model) is not None:
-        _attach_draft(model, draft_checkpoint(path), checkpoint, build, config)
+        own = draft_checkpoint(path)
+        _attach_draft(model, own, checkpoint, build, config)
+        _check_cache_split(model.kv_groups, f"--draft-model {own.directory}", mesh)
     return model
+
+
+def _check_cache_split(groups: Sequence[CacheGroup], name: str, mesh: Mesh) -> None:
+    """Raise ValueError if the dcp ranks cannot split the cache of a model, or of its draft model, `name`."""
+    if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in groups):
+        raise ValueError(
+            f"--decode-context-parallel-size {mesh.dcp.size}: {name} has layers without "
+            "MLA, whose cache is not split by tokens; omit the flag"
+        )
 
 
 def _with_places(group: CacheGroup, places: int) -> CacheGroup:
@@ -90,7 +98,8 @@ def _attach_draft(
             f"--draft-model {own.directory} has a vocabulary of {own.vocab_size} ids, and the model one of "
             f"{target.vocab_size}: a draft model needs the same tokenizer"
         )
-    build = replace(build, overlap_tokens=0, mtp=False)
+    # The experts of a draft model stay where they are.
+    build = replace(build, overlap_tokens=0, mtp=False, redundant_experts=None)
     if config.speculative.reads_hidden_states:
         attach(model, build_reader(own, model, build, config), own)
     else:

@@ -134,6 +134,8 @@ class RunnerBuilder:
             adaptive=speculative.spec_decode_adaptive,
             forced_length=speculative.forced_length,
         )
+        if batch.speculation is not None:
+            batch.speculation.timer.tp = self._mesh.tp
         if self.images is not None:
             batch.images = ImageRows(limits, self.device, self.images.features)
             if proposer is not None:

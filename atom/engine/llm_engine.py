@@ -430,7 +430,7 @@ def _compiled(process: GrammarProcess, source: GrammarSource) -> CompiledGrammar
 
 
 def _sum(stats: list[CoreStats]) -> CoreStats:
-    """The sum of each counter; lists are added element by element."""
+    """The sum of each counter; lists are added element by element, and empty ones add nothing."""
     columns = zip(*map(msgspec.structs.astuple, stats), strict=True)
     return CoreStats(*(_sum_of(column) for column in columns))
 
@@ -438,7 +438,7 @@ def _sum(stats: list[CoreStats]) -> CoreStats:
 def _sum_of(values: tuple[Any, ...]) -> Any:
     first = values[0]
     if isinstance(first, list):
-        return [_sum_of(places) for places in zip(*values, strict=True)]
+        return [_sum_of(places) for places in zip(*filter(None, values), strict=True)]
     if isinstance(first, KVTierStats):
         columns = list(zip(*map(msgspec.structs.astuple, values), strict=True))
         return KVTierStats(first.medium, *map(sum, columns[1:]))

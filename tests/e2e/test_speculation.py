@@ -69,7 +69,7 @@ def check_requests(directory: Path, count: int, least_accepted: int) -> tuple[in
     """They get the same tokens with drafts; returns the steps without and with them."""
     save_tiny(tiny("llama-gqa"), directory)
     plain, off, plain_steps = generate(directory, count)
-    drafted, figures, steps = generate(directory, count, **NGRAM)
+    drafted, figures, steps = generate(directory, count, **NGRAM, spec_decode_adaptive=False)
     differing = [
         number
         for number, (one, other) in enumerate(zip(plain, drafted, strict=True))

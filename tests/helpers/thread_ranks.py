@@ -53,6 +53,10 @@ class ThreadCommunicator(Communicator):
         self.calls["all_reduce"] += 1
         return torch.stack(self._threads.exchange(self.rank, x.clone())).sum(0)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        self.calls["broadcast"] += 1
+        return self._threads.exchange(self.rank, x.clone())[0]
+
     def all_to_all_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         self.calls["all_to_all"] += 1
         parts = self._threads.exchange(self.rank, x.clone().split(list(sent)))

@@ -19,7 +19,13 @@ OPTIONS: dict[str, Any] = {
     "num_kv_blocks": 100,
 }
 pytestmark = pytest.mark.timeout(400)
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 2,
+    "spec_decode_adaptive": False,
+}
 PROMPTS = [prompt_of(4, seed) * 4 for seed in range(10)]
 
 
@@ -37,12 +43,14 @@ def params() -> list[SamplingParams]:
     ]
 
 
-def run(directory: Path, **options: Any) -> tuple[list[Any], Any]:
+def run(directory: Path, rounds: int = 1, **options: Any) -> tuple[list[Any], Any]:
+    """What is generated in the last of so many equal rounds."""
     with LLMEngine(str(directory), **OPTIONS | options) as engine:
         aborted = engine.add_request(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True))
         engine.step()
         engine.abort(aborted)
-        outputs = engine.generate(PROMPTS, params())
+        for _ in range(rounds):
+            outputs = engine.generate(PROMPTS, params())
         return [output["token_ids"] for output in outputs], engine.stats()
 
 
@@ -109,6 +117,35 @@ def test_engines_in_lockstep_draft_with_a_layer_of_experts(predicting: Path, ada
     found, stats = run(predicting, **drafts, **layout)
     assert found == run(predicting)[0]
     assert stats.num_draft_tokens > 50 or adaptive
+    assert sum(stats.num_accepted_tokens_per_pos) > 3
+
+
+@pytest.mark.slow
+def test_experts_move_while_a_layer_of_experts_drafts(predicting: Path) -> None:
+    """Those of the layer, too; replicas included."""
+    often = '{"window_size": 3, "step_interval": 17, "num_redundant_experts": 2}'
+    layout = {
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": often,
+    }
+    drafts = {"method": "mtp", "num_speculative_tokens": 3, "spec_decode_adaptive": False}
+    found, stats = run(predicting, 4, **drafts, **layout)
+    assert found == run(predicting)[0]
+    assert sum(stats.num_accepted_tokens_per_pos) > 3
+    assert stats.experts_moved > 0
+
+
+@pytest.mark.parametrize("method", ["mtp", pytest.param("draft_model", marks=pytest.mark.slow)])
+def test_ranks_that_split_the_cache_by_tokens_draft(method: str, tmp_path: Path) -> None:
+    """The cache of what drafts is split as the model's is."""
+    save_mtp_model(tiny("deepseek-v3"), tmp_path)
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "spec_decode_adaptive": False}
+    drafts |= {"draft_model": str(tmp_path)} if method == "draft_model" else {}
+    layout = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    found, stats = run(tmp_path, **drafts, **layout)
+    assert found == run(tmp_path)[0]
     assert sum(stats.num_accepted_tokens_per_pos) > 3
 
 

@@ -109,7 +109,10 @@ class InputBatch:
             self.speculation.add_rows(batch.new_rows)
             for table in self.tables:
                 table.update_device_table()
-        return self._applied(batch)
+        applied = self._applied(batch)
+        if self.speculation is not None:
+            self.speculation.timer.begin(bool(applied.decodes.all()))
+        return applied
 
     def lengths(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
         """(computed tokens, tokens to prefill) of each row of a batch that is not applied yet."""

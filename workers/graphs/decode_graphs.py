@@ -150,10 +150,16 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[], None]) -> None:
-        """Capture every size, the largest first: smaller ones reuse its memory."""
+        """Capture every size, the largest first: smaller ones reuse its memory.
+
+        Raises NoHostRowsError if a model that drafts on the host cannot follow captured steps.
+        """
         for size in reversed(self._sizes):
             self._graphs[size] = self._capture_size(size)
             progress()
+        speculation = self._inputs.speculation
+        if speculation is not None and speculation.exact:
+            speculation.observe(self._graphs[self._sizes[-1]].output.computed)
 
     @property
     def sizes(self) -> list[int]:

@@ -9,8 +9,9 @@
 | NONE               | eager        | eager                   |
 
 Whole steps are fastest: attention is in the graph, with kernels that suit any row. In pieces attention
-chooses its kernels by the step. A CPU has FULL_DECODE_ONLY, with recordings in place of graphs. A GPU has it
-in place of FULL for recurrent states with drafts: their rows compute their tokens one after another.
+chooses its kernels by the step. A CPU has FULL_DECODE_ONLY, with recordings in place of graphs; where rows
+have drafts, each another number, it also records small steps of any rows. A GPU has FULL_DECODE_ONLY in place
+of FULL for recurrent states with drafts: their rows compute their tokens one after another.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import torch
 
 from atom.shared.config.device import GraphMode
 from atom.shared.utils.logger import get_logger
+from atom_ops import NoHostRowsError
 from workers.batch.input_batch import InputBatch
 from workers.graphs.call_recorder import CallRecorder, NotRecordableError
 from workers.graphs.decode_graphs import DecodeGraphs
@@ -31,6 +33,9 @@ from workers.graphs.trace_ranges import RangeRecorder
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer
 from workers.model_runner import Graphs
+
+_RECORDED_TOKENS = (*range(2, 9), *range(10, 17, 2), *range(20, 33, 4))
+"""Tokens of the steps with drafts that a CPU records. With more tokens, Python takes little of a step."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,12 @@ class GraphSettings:
         sizes = [size for size in PROMPT_SIZES if size <= self.most_tokens] or [self.most_tokens]
         return sizes[-1:] if self.largest_alone else sizes
 
+    @property
+    def recorded_tokens(self) -> list[int]:
+        """Tokens of the steps with drafts to record, ascending."""
+        sizes = [size for size in _RECORDED_TOKENS if size <= self.most_tokens]
+        return sizes[-1:] if self.largest_alone else sizes
+
     def piecewise_tokens(self, tokens_per_row: int) -> list[int]:
         """Tokens of the steps to capture in pieces, ascending."""
         if self.mode != "PIECEWISE":
@@ -80,7 +91,7 @@ def capture_graphs(
 ) -> Graphs:
     """Capture the graphs of one model; `progress` is called with (done, total).
 
-    None, with a line in the log, if a CPU cannot record the model. Raises torch.OutOfMemoryError.
+    Those that a CPU cannot record are left out, with a line in the log. Raises torch.OutOfMemoryError.
     """
     if not settings.rows or settings.mode == "NONE":
         return Graphs()
@@ -99,8 +110,10 @@ def capture_graphs(
     elif settings.mode in ("FULL_AND_PIECEWISE", "PIECEWISE"):
         sizes = settings.piecewise_tokens(1 + inputs.limits.num_drafts)
         prompts = PiecewiseGraphs(model, kv_layers, inputs, sizes, PiecewiseRecorder(recorder), device)
-    graphs = Graphs(decode, prompts)
-    total = len(decode) * len(graphs.sizes.decode_rows) + len(graphs.sizes.prompt_tokens)
+    elif inputs.speculation is not None and inputs.speculation.exact and not drafts_have_states:
+        sizes = settings.recorded_tokens
+        prompts = PromptGraphs(model, kv_layers, inputs, sizes, record, device, row_sizes=())
+    total = sum(len(graphs.sizes) for graphs in decode) + (len(prompts.token_sizes) if prompts else 0)
     done = 0
     progress(done, total)
 
@@ -109,16 +122,24 @@ def capture_graphs(
         done += 1
         progress(done, total)
 
-    try:
-        for each in (graphs.prompts, *decode):
-            if each is not None:
-                each.capture(one_more)
-    except NotRecordableError as error:
-        get_logger().info(
-            "decode steps are not recorded: %s; Python runs their operators one by one, which changes no "
-            "output, and takes longer for a small model",
-            error,
-        )
+    def captured(graphs: DecodeGraphs | PromptGraphs | PiecewiseGraphs, kind: str) -> bool:
+        try:
+            graphs.capture(one_more)
+        except (NotRecordableError, NoHostRowsError) as error:
+            if device.type != "cpu":
+                raise
+            get_logger().info(
+                "%s are not recorded: %s; Python runs their operators one by one, which changes no "
+                "output, and takes longer for a small model",
+                kind,
+                error,
+            )
+            return False
+        return True
+
+    if prompts is not None and not captured(prompts, "steps with drafts"):
+        prompts = None
+    decode = [graphs for graphs in decode if captured(graphs, "decode steps")]
+    if done < total:
         progress(total, total)
-        return Graphs()
-    return graphs
+    return Graphs(decode, prompts)

@@ -49,14 +49,15 @@ class PromptGraphs:
         sizes: Sequence[int],
         record: Recorder,
         device: torch.device,
+        row_sizes: Sequence[int] = _ROW_SIZES,
     ):
-        """`sizes` are numbers of tokens, ascending."""
+        """`sizes` are numbers of tokens, ascending, each captured with `row_sizes` and the most rows."""
         limits = inputs.limits
         self._model = model
         self._kv_layers = kv_layers
         self._record = record
         self._sizes = list(sizes)
-        self._row_sizes = sorted({min(rows, limits.max_rows) for rows in (*_ROW_SIZES, limits.max_rows)})
+        self._row_sizes = sorted({min(rows, limits.max_rows) for rows in (*row_sizes, limits.max_rows)})
         tokens = self._sizes[-1]
         rows = limits.max_rows
         self._ids_T = torch.zeros(tokens, dtype=torch.int64, device=device)

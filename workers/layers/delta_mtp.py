@@ -10,13 +10,12 @@ Otherwise as in `workers.layers.mtp`. T tokens, D hidden.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from workers.layers.context import BuildContext, ForwardContext, ImageTokens
+from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLayer, FeedForward, TokenMixers
 from workers.layers.linear import ReplicatedLinear
-from workers.layers.mtp import PredictingLM
+from workers.layers.mtp import PredictingLM, PredictionParts
 from workers.layers.norm import RMSNorm
 
 
@@ -34,6 +33,13 @@ class DeltaPrediction(nn.Module):
         self.fc = ReplicatedLinear(2 * args.hidden_size, args.hidden_size, build)
         self.layers = nn.ModuleList([layer])
         self.norm = norm()
+
+    @property
+    def layer(self) -> DecoderLayer:
+        """The one layer."""
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        return layer
 
 
 class PredictingDeltaLM(PredictingLM):
@@ -62,19 +68,8 @@ class PredictingDeltaLM(PredictingLM):
         layer = DecoderLayer(args, token_mixers.make(number, at), mlp(number, at.at("mlp")), build)
         self.mtp = DeltaPrediction(args, layer, build)
 
-    def predict(
-        self,
-        next_ids_T: torch.Tensor,
-        hidden_TD: torch.Tensor,
-        positions_T: torch.Tensor,
-        ctx: ForwardContext,
-        images: ImageTokens | None = None,
-    ) -> torch.Tensor:
+    @property
+    def _parts(self) -> PredictionParts:
         mtp = self.mtp
         assert mtp is not None, "it was not requested"
-        embedded_TD = mtp.pre_fc_norm_embedding(self.embedded_next(next_ids_T, images))
-        pair_T2D = torch.cat((embedded_TD, mtp.pre_fc_norm_hidden(hidden_TD)), -1)
-        rotation = self.model.rotary[0](positions_T)
-        x_TD, residual_TD = mtp.layers[0](mtp.fc(pair_T2D), None, rotation, ctx)
-        normed_TD, _ = mtp.norm.add_norm(x_TD, residual_TD)
-        return normed_TD
+        return PredictionParts(mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.layer, mtp.norm)

@@ -12,7 +12,7 @@ T tokens, D hidden.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,13 +42,27 @@ class PredictionLayer(DecoderLayer):
         self.shared_head = SharedHead(args, build)
 
 
+class PredictionParts(NamedTuple):
+    """What predicts: norms of both inputs, their projection, the layer, and the norm before the LM head."""
+
+    embedding_norm: RMSNorm
+    hidden_norm: RMSNorm
+    projection: ReplicatedLinear
+    layer: DecoderLayer
+    norm: RMSNorm
+
+
 class PredictingLM(DecoderLM, ABC):
     """A decoder that can predict more tokens after the next one."""
 
     mtp: nn.Module | None
     """What predicts, without embedding and LM head; None unless `BuildContext.mtp` requests it."""
 
+    @property
     @abstractmethod
+    def _parts(self) -> PredictionParts:
+        """The modules of `mtp`, which has been requested."""
+
     def predict(
         self,
         next_ids_T: torch.Tensor,
@@ -62,8 +76,15 @@ class PredictingLM(DecoderLM, ABC):
         `hidden_TD` are the model's of the tokens at the RoPE positions `positions_T`, or earlier results of
         this method. `images` are tokens whose next one is in an image, with its features.
         """
+        parts = self._parts
+        embedded_TD = parts.embedding_norm(self._embedded_next(next_ids_T, images))
+        pair_T2D = torch.cat((embedded_TD, parts.hidden_norm(hidden_TD)), -1)
+        rotation = self.model.rotary[0](positions_T)
+        x_TD, residual_TD = parts.layer(parts.projection(pair_T2D), None, rotation, ctx)
+        normed_TD, _ = parts.norm.add_norm(x_TD, residual_TD)
+        return normed_TD
 
-    def embedded_next(self, next_ids_T: torch.Tensor, images: ImageTokens | None) -> torch.Tensor:
+    def _embedded_next(self, next_ids_T: torch.Tensor, images: ImageTokens | None) -> torch.Tensor:
         """What the layer reads of the next tokens, [T, D]."""
         embedded_TD = self.model.embed_tokens(next_ids_T)
         if images is None:
@@ -107,19 +128,8 @@ class PredictingDecoderLM(PredictingLM):
             f"{at.prefix}.shared_head.head.*",
         )
 
-    def predict(
-        self,
-        next_ids_T: torch.Tensor,
-        hidden_TD: torch.Tensor,
-        positions_T: torch.Tensor,
-        ctx: ForwardContext,
-        images: ImageTokens | None = None,
-    ) -> torch.Tensor:
+    @property
+    def _parts(self) -> PredictionParts:
         layer = self.mtp
         assert layer is not None, "the layer was not requested"
-        pair_T2D = torch.cat(
-            (layer.enorm(self.embedded_next(next_ids_T, images)), layer.hnorm(hidden_TD)), -1
-        )
-        x_TD, residual_TD = layer(layer.eh_proj(pair_T2D), None, self.model.rotary[0](positions_T), ctx)
-        normed_TD, _ = layer.shared_head.norm.add_norm(x_TD, residual_TD)
-        return normed_TD
+        return PredictionParts(layer.enorm, layer.hnorm, layer.eh_proj, layer, layer.shared_head.norm)

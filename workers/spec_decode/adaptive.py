@@ -1,15 +1,14 @@
-"""How many drafts each row may have, by what the model accepted of its last ones and by the load.
+"""How many drafts each row may have, by what the model accepted of its last ones and by what they cost.
 
 For a row whose drafts are accepted with rate a each, k drafts give 1 + a + a² + … + a^k tokens in the time of
-1 + k * cost tokens. `cost` is that of one more token, in units of a row's step: small while a step reads
-weights longer than it computes, so it grows with the rows of the step. A model that drafts adds the time of
-its pass. The k with the most tokens a time is taken. A row for which that is 0 has no drafts for a while,
+1 + first + k * each steps without (see `draft_costs`): few more while a step reads weights longer than it
+computes. The k with the most tokens a time is taken. A row for which that is 0 has no drafts for a while,
 each time longer.
 
-A model that drafts follows the text also while its drafts pause. So its accounts are kept: the steps that its
-drafts have saved, less the time that they and their verification took. Where it loses, it is off for a while,
-each time longer, and computes nothing. It lacks the text of the requests that ran meanwhile, and drafts for
-later ones alone.
+A model that drafts follows the text also while its drafts pause. So its account is kept: the steps that its
+drafts have saved, less the time that they, their verification and this following took. Where it loses, it is
+off for a while, each time longer, and computes nothing. It lacks the text of the requests that ran meanwhile,
+and drafts for later ones alone.
 
 For devices that compute only the drafts that exist: all of it is on the host.
 """
@@ -18,16 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.batch.group_rows import Rows
+from workers.spec_decode.draft_costs import DraftCosts, StepSeconds
 
-FREE_TOKENS = 8
-"""A step of so many tokens takes about twice as long as one of a single token."""
 SHORTEST_PAUSE = 64
 """Tokens without drafts after the first failure; twice as many after each further one."""
 LONGEST_PAUSE = 4096
-FIRST_ACCOUNT_STEPS = 32
-"""Steps of a row after which a model's first accounts are closed, and the first ones after it was off."""
-ACCOUNT_STEPS = 256
-"""The same for a model that has paid."""
+MOST_LOSS = 8.0
+"""Steps of a row that a model that drafts may lose before it is off."""
+MOST_GAIN = 32.0
+"""Steps that count as gained before: not more, so that it is off soon if it begins to lose."""
 SHORTEST_OFF = 1024
 """Steps of a row for which it is off then; four times as many after each further loss."""
 LONGEST_OFF = 1 << 18
@@ -37,6 +35,7 @@ _FIRST = (0.6, 1.0)
 """Accepted and verified drafts with which a row begins: it has several drafts until it has failed twice."""
 _AGAIN = (0.25, 0.5)
 """The same after a pause: one success or failure decides."""
+_NOT_MEASURED = StepSeconds()
 
 
 class AdaptiveDrafts:
@@ -51,18 +50,20 @@ class AdaptiveDrafts:
         self._next_pause = np.full(num_rows, SHORTEST_PAUSE)
         self._allowed = np.full(num_rows, num_drafts)
         self._places = np.arange(num_drafts + 1)
-        self._draft_cost = draft_cost
+        self._runs_model = draft_cost > 0
+        self._costs = DraftCosts(num_drafts, draft_cost)
         self._lacks_text = np.zeros(num_rows, np.bool_)
         self._gain = 0.0
-        self._steps = 0
-        """Steps of a row since the accounts were closed, or of those left while the model is off."""
-        self._account_steps = FIRST_ACCOUNT_STEPS
+        """Steps of a row that the model has gained."""
+        self._steps_off = 0
+        """Steps of a row for which it is still off; then until the next request, whose text it can follow."""
         self._next_off = SHORTEST_OFF
         self.is_off = False
         """Whether the model computes nothing."""
 
     def add_rows(self, rows: Rows) -> None:
         """These rows have new requests."""
+        self.is_off = self.is_off and self._steps_off > 0
         self._accepted[rows], self._verified[rows] = _FIRST
         self._pause[rows] = 0
         self._next_pause[rows] = SHORTEST_PAUSE
@@ -73,7 +74,7 @@ class AdaptiveDrafts:
         """How many drafts each row may have since its last step; of a new request all."""
         return self._allowed[rows]
 
-    def update(self, rows: Rows, counts: Rows, proposed: Rows) -> Rows:
+    def update(self, rows: Rows, counts: Rows, proposed: Rows, seconds: StepSeconds = _NOT_MEASURED) -> Rows:
         """Count a step that sampled `counts` tokens of each of its rows, after `proposed` drafts.
 
         Returns how many drafts each of them may have in the next step.
@@ -88,8 +89,9 @@ class AdaptiveDrafts:
         pause = np.maximum(pause - counts, 0)
         accepted_sum[is_over], verified_sum[is_over] = _AGAIN
 
-        cost = len(rows) / (FREE_TOKENS + len(rows)) + self._draft_cost
-        best = self._best(accepted_sum / verified_sum, cost)
+        self._costs.add(len(rows), int(proposed.sum()), seconds)
+        first, each = self._costs.of_drafts(len(rows))
+        best = self._best(accepted_sum / verified_sum, first, each)
         failed = drafted & (best == 0) & (pause == 0)
         next_pause = np.where(drafted & (accepted == proposed), SHORTEST_PAUSE, self._next_pause[rows])
         pause[failed] = next_pause[failed]
@@ -98,39 +100,35 @@ class AdaptiveDrafts:
         self._verified[rows] = verified_sum
         self._pause[rows] = pause
         self._next_pause[rows] = next_pause
-        if self._draft_cost:
+        if self._runs_model:
             # A row whose text the model lacks says nothing about it, but shortens its pause.
             judged = len(rows) if self.is_off else len(rows) - int(self._lacks_text[rows].sum())
-            time = self._draft_cost * judged + cost * proposed.sum()
-            self._account(judged, accepted.sum() - time)
+            cost = first * drafted.sum() + each * proposed.sum()
+            following = self._costs.of_following(len(rows)) * judged
+            self._account(judged, float(accepted.sum() - cost - following))
         allowed = np.where((pause > 0) | self._lacks_text[rows], 0, np.maximum(best, 1))
+        if self._costs.must_compare(len(rows)):
+            allowed[:] = 0
         self._allowed[rows] = allowed
         return allowed
 
     def _account(self, steps: int, gain: float) -> None:
         """Count a step of so many rows, that has gained so many of a row's steps."""
         if self.is_off:
-            self._steps -= steps
-            self.is_off = self._steps > 0
-        else:
-            self._steps += steps
-            self._gain += gain
-            if self._steps < self._account_steps:
-                return
-            if self._gain < 0:
-                self.is_off = True
-                self._lacks_text[:] = True
-                self._steps = self._next_off
-                self._account_steps = FIRST_ACCOUNT_STEPS
-                self._next_off = min(4 * self._next_off, LONGEST_OFF)
-                return
-            self._account_steps = ACCOUNT_STEPS
+            self._steps_off -= steps
+            return
+        self._gain += gain
+        if self._gain >= MOST_GAIN:
+            self._gain = MOST_GAIN
             self._next_off = SHORTEST_OFF
-        if not self.is_off:
-            self._steps = 0
+        elif self._gain < -MOST_LOSS:
             self._gain = 0.0
+            self.is_off = True
+            self._lacks_text[:] = True
+            self._steps_off = self._next_off
+            self._next_off = min(4 * self._next_off, LONGEST_OFF)
 
-    def _best(self, rates: NDArray[np.float64], cost: float) -> Rows:
+    def _best(self, rates: NDArray[np.float64], first: float, each: float) -> Rows:
         """The number of drafts with the most tokens a time, for each rate."""
         tokens = (rates[:, None] ** self._places).cumsum(1)
-        return np.argmax(tokens / (1 + cost * self._places), 1)
+        return np.argmax(tokens / (1 + first * (self._places > 0) + each * self._places), 1)

@@ -17,7 +17,9 @@ from atom_ops import NO_DRAFT, RowState, StatePlan, to_device, verify_drafts
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import Rows
 from workers.layers.context import GroupContext
+from workers.spec_decode import draft_costs
 from workers.spec_decode.adaptive import AdaptiveDrafts
+from workers.spec_decode.draft_costs import StepTimer
 from workers.spec_decode.draft_passes import DraftPasses
 from workers.spec_decode.draft_rows import Computed, DraftRows, Draws, Sampled, Verified
 from workers.spec_decode.forced_acceptance import ForcedAcceptance
@@ -55,6 +57,8 @@ class Speculation:
         self._limits = np.zeros(limits.max_rows, np.int64)
         self._admissions = np.zeros(limits.max_rows, np.int64)
         self._forced = None if forced_length is None else ForcedAcceptance(forced_length, ids_N.device)
+        self.timer = StepTimer()
+        """Used where the number of drafts adapts."""
         self._adaptive: AdaptiveDrafts | None = None
         if adaptive and exact:
             self._adaptive = AdaptiveDrafts(limits.max_rows, limits.num_drafts, proposer.cost)
@@ -152,18 +156,23 @@ class Speculation:
         if self._accepted_N is not None:
             self._accepted_N.index_copy_(0, drafts.rows_R, counts_R - 1)
         if draws.settings is not None and self._follows:
+            since = draft_costs.clock()
             sampled = Sampled(drafts, ids_S, draws.tokens_S, counts_R, draws.settings)
             self._proposer.observe(draws.computed, sampled)
+            self.timer.followed(since)
         if self._proposer.records_outputs:
             # A row at its limit has sampled a token that is not its own.
             counts = counts_R.masked_fill(drafts.first_positions_R < 0, 0)
             self._proposer.record_outputs(drafts.rows, kept.by_row(ids_S), counts)
         proposed_R = (drafts.drafts_RK != NO_DRAFT).sum(1)
         if self._adaptive is not None:
-            allowed = self._adaptive.update(drafts.rows, counts_R.numpy(), proposed_R.numpy())
+            seconds = self.timer.step()
+            allowed = self._adaptive.update(drafts.rows, counts_R.numpy(), proposed_R.numpy(), seconds)
             if self.passes is not None:
                 allowed = np.minimum(allowed, self.passes.num_drafts)
+            since = draft_costs.clock()
             self._propose_up_to(drafts, allowed)
+            self.timer.drafted(since)
         elif self._is_pausing(drafts):
             self.state.drafts_NK.index_fill_(0, drafts.rows_R, NO_DRAFT)
         else:

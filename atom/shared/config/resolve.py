@@ -124,7 +124,7 @@ def resolve(
         names = ", ".join(checkpoint.ignored_defaults)
         notes.append(f"generation_config.json also sets {names}: not supported, ignored")
     notes += [*checkpoint.warnings, *_rope_notes(config.model, checkpoint)]
-    speculative = _speculative(config.speculative, config.parallel, checkpoint)
+    speculative = _speculative(config.speculative, checkpoint)
     notes += _forced_notes(speculative)
     if speculative.method == "suffix" and device != "cpu":
         raise ConfigError(
@@ -344,9 +344,7 @@ def _model(model: ModelConfig, dtype: Dtype) -> ModelConfig:
     return replace(model, dtype=dtype, served_model_name=model.served_model_name or model.model)
 
 
-def _speculative(
-    speculative: SpeculativeConfig, parallel: ParallelConfig, checkpoint: Checkpoint
-) -> SpeculativeConfig:
+def _speculative(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> SpeculativeConfig:
     if speculative.method is None:
         for name in _DRAFT_FLAGS:
             if getattr(speculative, name):
@@ -368,7 +366,7 @@ def _speculative(
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} is for --method ngram; omit it with --method {speculative.method}")
     if speculative.runs_model:
-        _check_draft_model(speculative, parallel, checkpoint)
+        _check_draft_model(speculative, checkpoint)
     if speculative.method != "ngram":
         return speculative
     longest = speculative.prompt_lookup_max or speculative.prompt_lookup_min or _NGRAM
@@ -402,9 +400,7 @@ def _forced_notes(speculative: SpeculativeConfig) -> list[str]:
     ]
 
 
-def _check_draft_model(
-    speculative: SpeculativeConfig, parallel: ParallelConfig, checkpoint: Checkpoint
-) -> None:
+def _check_draft_model(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> None:
     flag = f"--method {speculative.method}"
     needs_draft = speculative.method != "mtp"
     if needs_draft and speculative.draft_model is None:
@@ -417,10 +413,6 @@ def _check_draft_model(
             f"{flag}: one layer for multi-token prediction is supported, for some families; this checkpoint "
             f"({checkpoint.model_type}) has {checkpoint.mtp_layers} that can be used; use --method ngram"
         )
-    if parallel.decode_context_parallel_size > 1:
-        raise ConfigError(f"{flag} with --decode-context-parallel-size is not supported; omit one of them")
-    if parallel.enable_eplb:
-        raise ConfigError(f"{flag} with --enable-eplb is not supported; omit one of them")
 
 
 def _scheduler(scheduler: SchedulerConfig, defaults: _DeviceDefaults, num_drafts: int) -> SchedulerConfig:

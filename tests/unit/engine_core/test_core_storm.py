@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.kv_cache import state_checkpoints
@@ -56,6 +57,10 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_checkpoints, "_LEAST_BLOCKS", 1)
 
 
+METHODS: list[Any] = [None, "ngram", "mtp", "draft_model", "suffix", "dflash", "eagle3", "dspark"]
+"""By the drafts of each row: what drafts, so that every interface to the core is met."""
+
+
 def drafting(chance: random.Random) -> Draft:
     """Proposals of random length, of which a random number is accepted; how many differs from run to run."""
     share = chance.choice(ACCEPTANCE)
@@ -74,14 +79,11 @@ def tiers_of(sizes: list[int], specs: list[KVSpec]) -> list[TierSlots]:
 
 
 def limits_of(rows: int, budget: int, policy: str, num_drafts: int) -> Limits:
-    """A step has room for the drafts of all rows. Odd budgets limit prompts more.
-
-    Two and more drafts of each row are a model's, or those of a model of pairs.
-    """
+    """A step has room for the drafts of all rows. Odd budgets limit prompts more."""
     decodes = rows * (1 + num_drafts)
     budget = max(budget, decodes) if num_drafts else budget
     mixed, longest = (min(budget, decodes), budget // 2) if budget % 2 else (0, 0)
-    pairs = num_drafts % 2 == 0 and num_drafts > 0
+    speculative = SpeculativeConfig(METHODS[num_drafts], num_drafts)
     return Limits(
         rows,
         budget,
@@ -91,8 +93,8 @@ def limits_of(rows: int, budget: int, policy: str, num_drafts: int) -> Limits:
         long_prefill_token_threshold=longest,
         fair_share=bool(budget % 2),
         adapts_width=rows % 2 == 0,
-        lookahead=num_drafts - pairs if num_drafts > 1 else 0,
-        sends_next_ids=pairs,
+        lookahead=speculative.lookahead,
+        sends_next_ids=speculative.reads_next_ids,
     )
 
 
@@ -103,7 +105,7 @@ class Storm(RuleBasedStateMachine):
         rows=st.integers(1, 6),
         budget=st.sampled_from(BUDGETS),
         caching=st.booleans(),
-        num_drafts=st.sampled_from([0, 1, 2, 3, 6]),
+        num_drafts=st.integers(0, len(METHODS) - 1),
         chance=st.randoms(use_true_random=False),
         tiers=st.lists(st.sampled_from([1, 4, 40]), max_size=2),
     )

@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.speculative import SpeculativeConfig
+from parallel.communicator import Communicator
+from parallel.expert import LocalDispatch
+from parallel.mesh import Mesh
 from tests.helpers.drafting import (
     PLAIN,
     REQUESTS,
@@ -22,6 +25,7 @@ from tests.helpers.drafting import (
 )
 from tests.helpers.tiny_models import engine_config, hf_greedy, place, save_tiny, tiny
 from tests.unit.workers.spec_decode.test_ngram import check, run
+from workers.rank_model import build_rank
 from workers.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,6 +138,14 @@ def test_draft_models_that_cannot_draft(
     config = dataclasses.replace(engine_config(), speculative=drafted(directory, 2))
     with pytest.raises(ValueError, match=message):
         Worker(config, models["llama-gqa"].checkpoint, place(), lambda *progress: None).load()
+
+
+def test_ranks_cannot_split_the_cache_of_any_draft_model(models: dict[str, Saved]) -> None:
+    config = dataclasses.replace(engine_config(2), speculative=drafted(models["llama-gqa"].noisy, 2))
+    ranks = Communicator(0, 2)
+    mesh = Mesh(torch.device("cpu"), tp=ranks, dcp=ranks)
+    with pytest.raises(ValueError, match="--draft-model .* has layers without MLA"):
+        build_rank(config, models["deepseek-v2-lite"].checkpoint, mesh, LocalDispatch())
 
 
 def test_a_draft_model_that_is_no_checkpoint(models: dict[str, Saved], tmp_path: Path) -> None:

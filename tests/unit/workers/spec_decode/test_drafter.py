@@ -11,7 +11,7 @@ import torch
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.device import DeviceConfig
 from atom.shared.config.speculative import SpeculativeConfig
-from atom_ops import SamplingBatch
+from atom_ops import SamplingBatch, native_impl
 from parallel.communicator import Communicator
 from tests.helpers.drafting import rarely
 from tests.helpers.drafting_steps import SIMULATED, DraftingSteps, check_pair, save_pair, simulate_gpu
@@ -26,6 +26,8 @@ from tests.unit.workers.spec_decode.test_speculation import (
     triples_of,
 )
 from workers.batch.block_table import BatchLimits, BlockTable
+from workers.batch.step_inputs import StepInputs
+from workers.graphs.prompt_graphs import PromptGraphs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import VocabEmbedding
@@ -175,6 +177,33 @@ def test_models_that_draft_in_graphs(name: str, tmp_path: Path, monkeypatch: pyt
         return DraftingSteps(checkpoint, device, place(), speculative)
 
     check_pair(save_pair(name, tmp_path), make, ["[1,2,4,8]"], [3], ["greedy", "limited"])
+
+
+@pytest.mark.skipif(not native_impl.runs_on(CPU), reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    "name", ["draft_model llama-gqa", *map(rarely, ("eagle3 llama-gqa", "dspark llama-gqa"))]
+)
+def test_small_steps_with_drafts_are_recorded_on_a_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows have different numbers of drafts; steps with more tokens, and with prompts, are among them."""
+    replayed: list[int] = []
+    forward = PromptGraphs.forward
+
+    def counted(graphs: PromptGraphs, step: StepInputs, *size: int) -> torch.Tensor:
+        replayed.append(len(step.ids_T))
+        return forward(graphs, step, *size)
+
+    monkeypatch.setattr(PromptGraphs, "forward", counted)
+
+    def make(checkpoint: Checkpoint, speculative: SpeculativeConfig, sizes: str) -> DraftingSteps:
+        device = DeviceConfig(
+            device="cpu", cpu_threads=1, cudagraph_capture_sizes=sizes, cudagraph_mode="FULL_DECODE_ONLY"
+        )
+        return DraftingSteps(checkpoint, device, place(), speculative)
+
+    check_pair(save_pair(name, tmp_path), make, ["[1,4]"], [3], ["limited"])
+    assert len(set(replayed)) > 10 and max(replayed) <= 32
 
 
 class NearlyMarkov(Drafter):

@@ -72,7 +72,7 @@ def test_the_output_is_the_plain_runs(models: dict[str, MtpModel], name: str, dr
 def test_drafts_adapt(models: dict[str, MtpModel], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have fewer drafts, of which more are accepted; the model as a whole is not judged here."""
     monkeypatch.setattr(adaptive, "SHORTEST_PAUSE", 4)
-    monkeypatch.setattr(adaptive, "FIRST_ACCOUNT_STEPS", 1 << 20)
+    monkeypatch.setattr(adaptive, "MOST_LOSS", 1e9)
     checkpoint = models["glm4-moe"].checkpoint
     always = drafting_engine(checkpoint, unchanging(mtp(4)))
     made = drafting_engine(checkpoint, mtp(4))
