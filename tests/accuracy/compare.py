@@ -98,12 +98,17 @@ def ask_server(command: str, model: str, directory: str, concurrent: int, *flags
     """
     flags = ("--max-model-len", "2048", "--device", "cpu", *flags)
     with running_server("--model", model, "--served-model-name", directory, *flags) as server:
-        return lm_eval(
-            command,
-            "local-completions",
-            f"model={directory},base_url={server.url}/v1/completions,num_concurrent={concurrent},"
-            "max_retries=3,tokenized_requests=False",
-        )
+        return ask(command, server.url, directory, concurrent)
+
+
+def ask(command: str, url: str, directory: str, concurrent: int) -> Run:
+    """One run with a ready server, whose model has a directory's name."""
+    return lm_eval(
+        command,
+        "local-completions",
+        f"model={directory},base_url={url}/v1/completions,num_concurrent={concurrent},"
+        "max_retries=3,tokenized_requests=False",
+    )
 
 
 def lm_eval(command: str, model: str, model_args: str) -> Run:

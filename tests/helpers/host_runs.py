@@ -40,17 +40,25 @@ def save_and_generate(
 
 
 def write_entry_points(directory: Path, more: Mapping[str, Mapping[str, str]] | None = None) -> None:
-    """The metadata of an installed ATOM, with the entry points of pyproject.toml and `more`."""
+    """The metadata of an installed ATOM, with pyproject.toml's entry points, and of a package with `more`.
+
+    An editable install leaves metadata of ATOM in ROOT, which hides these: `more` needs another name.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    info = directory / f"atom_serve-{project['version']}.dist-info"
+    _write_metadata(directory, "atom-serve", project["version"], project["entry-points"])
+    if more:
+        _write_metadata(directory, "atom-test-probe", "0", more)
+
+
+def _write_metadata(
+    directory: Path, name: str, version: str, entry_points: Mapping[str, Mapping[str, str]]
+) -> None:
+    info = directory / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: atom-serve\nVersion: {project['version']}\n"
-    )
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     lines = []
-    for group, points in project["entry-points"].items():
-        added = points | dict((more or {}).get(group, {}))
-        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in added.items())]
+    for group, points in entry_points.items():
+        lines += [f"[{group}]", *(f"{point} = {target}" for point, target in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 

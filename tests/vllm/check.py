@@ -4,6 +4,7 @@
     features    chunked prefill, prefix cache and speculation of vLLM
     quantized   quantized checkpoints
     ranks       tensor and expert parallelism on two ranks
+    evaluation  lm-eval's metrics of a small real model in `vllm serve`, and vLLM's without ATOM
     contract    the interfaces of vLLM that the plugin uses, in the wheels of its other versions
 
 Token ids have to be transformers', from models of ATOM and by the attention of the run. `--record` writes the
@@ -33,6 +34,7 @@ from tests.helpers.source import ROOT
 from tests.helpers.tiny_models import MAX_MODEL_LEN
 from tests.vllm.cases import FAMILIES, FEATURES, HOST, OWN, QUANTIZED, RANKS, Case
 from tests.vllm.contract import check_contracts
+from tests.vllm.evaluation import check_evaluation
 
 GROUPS = {"families": FAMILIES, "features": FEATURES, "quantized": QUANTIZED, "ranks": RANKS}
 
@@ -111,6 +113,13 @@ def run_group(python: str, cases: list[Case]) -> Found:
         }
 
 
+def _evaluation(arguments: argparse.Namespace) -> Found:
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        write_entry_points(place)
+        return check_evaluation(arguments.python, environment(place), place)
+
+
 def _group(cases: list[Case]) -> Callable[[argparse.Namespace], Found]:
     return lambda arguments: run_group(arguments.python, cases)
 
@@ -119,7 +128,11 @@ def main() -> None:
     groups = {name: _group(cases) for name, cases in GROUPS.items()}
     check_groups(
         __doc__,
-        {**groups, "contract": lambda arguments: check_contracts(arguments.wheels)},
+        {
+            **groups,
+            "evaluation": _evaluation,
+            "contract": lambda arguments: check_contracts(arguments.wheels),
+        },
         lambda found: write_table(PAGE, "vLLM", FAMILIES, found, (OWN, HOST)),
     )
 
