@@ -112,7 +112,7 @@ def capture_graphs(
         prompts = PiecewiseGraphs(model, kv_layers, inputs, sizes, PiecewiseRecorder(recorder), device)
     elif inputs.speculation is not None and inputs.speculation.exact and not drafts_have_states:
         sizes = settings.recorded_tokens
-        prompts = PromptGraphs(model, kv_layers, inputs, sizes, record, device, row_sizes=())
+        prompts = PromptGraphs(model, kv_layers, inputs, sizes, record, device, most_rows_alone=True)
     total = sum(len(graphs.sizes) for graphs in decode) + (len(prompts.token_sizes) if prompts else 0)
     done = 0
     progress(done, total)

@@ -49,15 +49,16 @@ class PromptGraphs:
         sizes: Sequence[int],
         record: Recorder,
         device: torch.device,
-        row_sizes: Sequence[int] = _ROW_SIZES,
+        most_rows_alone: bool = False,
     ):
-        """`sizes` are numbers of tokens, ascending, each captured with `row_sizes` and the most rows."""
+        """`sizes` are numbers of tokens, ascending; `most_rows_alone`: none is captured for fewer rows."""
         limits = inputs.limits
         self._model = model
         self._kv_layers = kv_layers
         self._record = record
         self._sizes = list(sizes)
-        self._row_sizes = sorted({min(rows, limits.max_rows) for rows in (*row_sizes, limits.max_rows)})
+        fewer = () if most_rows_alone else _ROW_SIZES
+        self._row_sizes = sorted({min(rows, limits.max_rows) for rows in (*fewer, limits.max_rows)})
         tokens = self._sizes[-1]
         rows = limits.max_rows
         self._ids_T = torch.zeros(tokens, dtype=torch.int64, device=device)

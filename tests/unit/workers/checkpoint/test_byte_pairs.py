@@ -12,7 +12,7 @@ import pytest
 import regex
 from tokenizers import Tokenizer
 
-from workers.checkpoint.byte_pairs import _KIMI_PATTERN, tekken_tokenizer, tiktoken_tokenizer
+from workers.checkpoint.byte_pairs import KIMI_PATTERN, tekken_tokenizer, tiktoken_tokenizer
 
 TEKKEN_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEXT = "the cat's hat is in the that 中文 中文字 Don't SAY 2026 Ärger  e\u0301e\u0301\n\n  then\r\n"
@@ -114,7 +114,7 @@ def test_ids_are_those_of_the_definition(tmp_path: Path) -> None:
     other = tekken(tmp_path)
     for text in texts():
         ids = one.encode(text).ids
-        assert ids == by_definition(text, _KIMI_PATTERN), text
+        assert ids == by_definition(text, KIMI_PATTERN), text
         assert one.decode(ids) == text
         wanted = [1, *(24 + i for i in by_definition(text, TEKKEN_PATTERN))]
         assert other.encode(text).ids == wanted, text
