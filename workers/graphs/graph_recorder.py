@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from atom.shared.utils.errors import one_line
+from atom.shared.utils.logger import get_logger
 from atom_ops import backend
 
 Replay = Callable[[], object]
@@ -46,13 +48,22 @@ class GraphRecorder:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, body: Callable[[], Any], name: str) -> tuple[Replay, Any]:
-        if self._has_run and not self._runs_always:
-            captured = backend.with_loaded_kernels(partial(self._capture, body))
-            if captured is not None:
-                return captured
+        captured = self._without_run(body) if self._has_run and not self._runs_always else None
+        if captured is not None:
+            return captured
         body()  # compiles kernels and initialises libraries outside the capture
         self._has_run = True
         return self._capture(body)
+
+    def _without_run(self, body: Callable[[], Any]) -> tuple[Replay, Any] | None:
+        """None if `body` must run first: it needs a kernel, or a library, that a capture cannot load."""
+        try:
+            return backend.with_loaded_kernels(partial(self._capture, body))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            get_logger().debug("a step runs before its capture: %s", one_line(error))
+            return None
 
     def _capture(self, body: Callable[[], Any]) -> tuple[Replay, Any]:
         with self.capturing():

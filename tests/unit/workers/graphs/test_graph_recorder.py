@@ -16,18 +16,18 @@ class Step:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, runs_always: bool) -> None:
         self.calls: list[str] = []
         self.loaded: set[str] = set()
-        self._captures = False
+        self.captures = False
         monkeypatch.setattr(graph_recorder.torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(graph_recorder.torch.cuda, "Stream", lambda: None)
         self.record = GraphRecorder(runs_always)
         monkeypatch.setattr(self.record, "_capture", self._capture)
 
     def _capture(self, body: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        self._captures = True
+        self.captures = True
         try:
             return lambda: None, body()
         finally:
-            self._captures = False
+            self.captures = False
 
     def of(self, kernel: str) -> str:
         """Record a step that launches the kernel; returns its result."""
@@ -37,7 +37,7 @@ class Step:
             if hook is not None and kernel not in self.loaded:
                 hook(fn=type("Info", (), {"name": kernel}), key="", compile={})
             self.loaded.add(kernel)
-            self.calls.append(f"{'capture' if self._captures else 'run'} {kernel}")
+            self.calls.append(f"{'capture' if self.captures else 'run'} {kernel}")
             return kernel
 
         found: str = self.record(body, "step")[1]
@@ -56,6 +56,20 @@ def test_ranks_that_wait_for_one_another_run_every_step(monkeypatch: pytest.Monk
     steps.of("a")
     steps.of("a")
     assert steps.calls == ["run a", "capture a"] * 2
+
+
+def test_what_only_a_run_can_initialise(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Step(monkeypatch, runs_always=False)
+    steps.of("a")
+    ran: list[bool] = []
+
+    def body() -> None:
+        ran.append(steps.captures)
+        if ran == [True]:
+            raise RuntimeError("a library cannot be initialised in a capture")
+
+    steps.record(body, "step")
+    assert ran == [True, False, True]
 
 
 def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
