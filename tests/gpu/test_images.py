@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,14 +41,8 @@ LOOK, WHY = [5, 6, 7, 8, 9], [11, 12, 13, 14, 15, 16]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("released"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    yield
-    backend.resolve(CPU)
-    torch.cuda.empty_cache()
 
 
 def make_worker(

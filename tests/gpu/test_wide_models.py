@@ -1,7 +1,6 @@
 """Models of real width with few layers and random weights on a GPU: logits of kernels and of torch ops."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,14 +48,8 @@ LARGEST_ERROR |= {"qwen3_5_text": 0.03, "qwen3_5_moe_text": 0.03, "minimax_m2": 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("released"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    yield
-    backend.resolve(CPU)
-    torch.cuda.empty_cache()
 
 
 def save_wide(model_type: str, directory: Path, **sizes: Any) -> None:

@@ -111,7 +111,7 @@ class InputBatch:
                 table.update_device_table()
         applied = self._applied(batch)
         if self.speculation is not None:
-            self.speculation.timer.begin(bool(applied.decodes.all()))
+            self.speculation.begin_step(applied.decodes)
         return applied
 
     def lengths(self, batch: ScheduledBatch) -> list[tuple[int, int]]:

@@ -77,6 +77,11 @@ class Speculation:
         self.state.limits_N.index_copy_(0, rows_R, limits_R)
         self._proposer.add_rows(new_rows)
 
+    def begin_step(self, decodes_R: NDArray[np.bool_]) -> None:
+        """A step begins, of rows that decode or not; its time is taken where drafts adapt to it."""
+        if self._adaptive is not None:
+            self.timer.begin(bool(decodes_R.all()))
+
     def track_accepted(self) -> torch.Tensor:
         """Accepted drafts of each row's last step, int64 [N], from now on."""
         if self._accepted_N is None:
