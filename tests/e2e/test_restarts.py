@@ -20,6 +20,8 @@ from tests.helpers.server import Server, running_server
 pytestmark = [pytest.mark.timeout(480), pytest.mark.usefixtures("shared_memory_is_left_as_it_was")]
 
 STREAMS = 6
+TOKENS = 800
+"""So many that no stream has ended when the last one has begun and a process is killed."""
 DEADLINE_S = 120.0
 
 
@@ -96,7 +98,7 @@ def test_an_engine_that_dies_is_restarted(
     causes: tuple[str, ...],
 ) -> None:
     """Its streams get the text of an undisturbed run."""
-    undisturbed, *crowds = (Crowd(STREAMS, 150, temperature=0.8, seed=5) for _ in ("none", *victims))
+    undisturbed, *crowds = (Crowd(STREAMS, TOKENS, temperature=0.8, seed=5) for _ in ("none", *victims))
 
     async def kill(server: Server, victim: str, crowd: Crowd, before: str) -> float:
         others = set(server.children()) - set(pids_of(server, "frontend.main"))
