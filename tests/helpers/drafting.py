@@ -1,8 +1,10 @@
 """Engines whose drafts a model proposes, and what it proposes in each step."""
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,6 +15,7 @@ from atom.shared.config.speculative import SpeculativeConfig
 from parallel.mesh import Mesh
 from tests.helpers.thread_ranks import ThreadCommunicator, ThreadGroup
 from tests.helpers.tiny_models import engine_config, place, prompt_of
+from tests.helpers.varied_requests import check, run
 from tests.helpers.whole_engine import WholeEngine
 from workers.worker import Worker
 
@@ -28,7 +31,6 @@ def rarely(*values: Any) -> Any:
 def drafting_engine(
     checkpoint: Checkpoint,
     speculative: SpeculativeConfig,
-    groups: int = 1,
     blocks: int = 400,
     ranks: int = 1,
     **limits: int,
@@ -37,9 +39,14 @@ def drafting_engine(
     if ranks == 2:
         made = cast(Worker, PairOfRanks(checkpoint, speculative))
     else:
-        config = dataclasses.replace(engine_config(), speculative=speculative)
-        made = Worker(config, checkpoint, place(), lambda *progress: None)
-    return WholeEngine(made, [blocks] * groups, **{"max_tokens": 96, "max_rows": 12} | limits)
+        made = drafting_worker(checkpoint, speculative)
+    return WholeEngine(made, blocks, **{"max_tokens": 96, "max_rows": 12} | limits)
+
+
+def drafting_worker(checkpoint: Checkpoint, speculative: SpeculativeConfig) -> Worker:
+    """A worker on one rank that has not loaded its model."""
+    config = dataclasses.replace(engine_config(), speculative=speculative)
+    return Worker(config, checkpoint, place(), lambda *progress: None)
 
 
 def recorded(made: WholeEngine) -> list[tuple[int, list[int]]]:
@@ -77,6 +84,62 @@ def check_drafts(made: WholeEngine, drafts_of: Callable[[list[int], int], list[i
             assert drafts[:usable] == drafts_of(text[: position + 1], usable), position
         assert drafts[usable:] == [-1] * (count - usable)
     return len(found)
+
+
+def check_output(checkpoint: Checkpoint, speculative: SpeculativeConfig, least: float) -> None:
+    """Requests of all kinds get the plain run's output, and more than that fraction of drafts is accepted."""
+    wanted = run(drafting_engine(checkpoint, PLAIN), REQUESTS)
+    made = drafting_engine(checkpoint, unchanging(speculative))
+    check(run(made, REQUESTS), wanted)
+    assert accepted_share(made) > least
+
+
+def check_few_blocks(
+    checkpoint: Checkpoint,
+    speculative: SpeculativeConfig,
+    blocks: int,
+    requests: int,
+    predicts: bool = False,
+) -> None:
+    """With so few that requests are preempted and prompts come from the prefix cache: the plain run's output.
+
+    `predicts`: half of the requests predict it.
+    """
+    wanted = run(drafting_engine(checkpoint, PLAIN), requests)
+    made = drafting_engine(checkpoint, speculative, blocks)
+    check(run(made, requests, wanted if predicts else None), wanted)
+    stats = made.core.stats()
+    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    assert sum(stats.num_accepted_tokens_per_pos) > 0
+
+
+def check_refusal(
+    checkpoint: Checkpoint,
+    speculative: SpeculativeConfig,
+    changes: Mapping[str, Any],
+    folder: Path,
+    message: str,
+) -> None:
+    """A worker refuses the draft model, copied to `folder` with a changed config.json, by that message."""
+    assert speculative.draft_model
+    original = Path(speculative.draft_model)
+    config = _changed(json.loads((original / "config.json").read_text()), changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes((original / "model.safetensors").read_bytes())
+    other = dataclasses.replace(speculative, draft_model=str(folder))
+    with pytest.raises(ValueError, match=message):
+        drafting_worker(checkpoint, other).load()
+
+
+def _changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """None removes a field; a mapping changes the fields of one."""
+    changed = dict(config)
+    for name, value in changes.items():
+        if value is None:
+            del changed[name]
+        else:
+            changed[name] = _changed(changed.get(name, {}), value) if isinstance(value, Mapping) else value
+    return changed
 
 
 def unchanging(speculative: SpeculativeConfig) -> SpeculativeConfig:

@@ -41,7 +41,7 @@ class WholeEngine:
     def __init__(
         self,
         worker: Worker,
-        num_blocks: Sequence[int],
+        num_blocks: Sequence[int] | int,
         max_tokens: int = 16,
         max_rows: int = 8,
         caching: bool = True,
@@ -49,11 +49,14 @@ class WholeEngine:
         specs: Sequence[KVSpec] = (),
         image_tokens: int = 0,
     ):
-        """`max_tokens` are computed in one step; `specs`: of a worker that has loaded its model already.
+        """`num_blocks` in each KV group; `max_tokens` are computed in one step.
 
+        `specs`: of a worker that has loaded its model already.
         A tier in files is shared with other engines. Features of `image_tokens` tokens are held at a time.
         """
         specs = list(specs) or worker.load().kv_specs
+        if isinstance(num_blocks, int):
+            num_blocks = [num_blocks] * len(specs)
         worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN, list(tiers)))
         speculative = worker._config.speculative
         limits = Limits(

@@ -1,26 +1,23 @@
 """DSpark drafters through core and worker: the drafts by definition, and the output of the plain run."""
 
-import dataclasses
-import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atom.shared.config.speculative import SpeculativeConfig
 from tests.helpers.drafting import (
-    PLAIN,
-    REQUESTS,
-    accepted_share,
     check_drafts,
+    check_few_blocks,
+    check_output,
+    check_refusal,
     drafting_engine,
     rarely,
     unchanging,
 )
 from tests.helpers.dspark_models import DsparkModel, save_dspark_model
-from tests.helpers.tiny_models import engine_config, place, tiny
-from tests.unit.workers.spec_decode.test_ngram import check, run
-from workers.worker import Worker
+from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +46,7 @@ def test_drafts_are_those_of_the_definition(
 ) -> None:
     model = models[kind]
     speculative = unchanging(dspark(model, drafts))
-    made = drafting_engine(model.checkpoint, speculative, 2, ranks=ranks, max_tokens=16, max_rows=2)
+    made = drafting_engine(model.checkpoint, speculative, ranks=ranks, max_tokens=16, max_rows=2)
     wanted = partial(model.drafts_of, most=drafts)
     assert check_drafts(made, wanted, drafts) < 20, "no draft was accepted"
 
@@ -64,21 +61,12 @@ def test_drafts_are_those_of_the_definition(
     ],
 )
 def test_the_output_is_the_plain_runs(models: dict[str, DsparkModel], kind: str, drafts: int) -> None:
-    model = models[kind]
-    wanted = run(drafting_engine(model.checkpoint, PLAIN), REQUESTS)
-    made = drafting_engine(model.checkpoint, unchanging(dspark(model, drafts)), 2)
-    check(run(made, REQUESTS), wanted)
-    assert accepted_share(made) > 0.2
+    check_output(models[kind].checkpoint, dspark(models[kind], drafts), least=0.2)
 
 
 def test_preempted_and_cached_requests(models: dict[str, DsparkModel]) -> None:
-    """With few blocks, requests are preempted and prompts come from the prefix cache; drafts adapt."""
     model = models["copies"]
-    wanted = run(drafting_engine(model.checkpoint, PLAIN), 14)
-    made = drafting_engine(model.checkpoint, dspark(model, 3), 2, blocks=24)
-    check(run(made, 14), wanted)
-    stats = made.core.stats()
-    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    check_few_blocks(model.checkpoint, dspark(model, 3), blocks=24, requests=14)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +84,7 @@ def test_preempted_and_cached_requests(models: dict[str, DsparkModel]) -> None:
     ],
 )
 def test_drafters_that_are_not_supported(
-    models: dict[str, DsparkModel],
-    tmp_path_factory: pytest.TempPathFactory,
-    changes: dict[str, Any],
-    message: str,
+    models: dict[str, DsparkModel], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     model = models["copies"]
-    other = tmp_path_factory.mktemp("other")
-    (other / "config.json").write_text(json.dumps(model.config | changes))
-    (other / "model.safetensors").write_bytes((model.drafter / "model.safetensors").read_bytes())
-    speculative = SpeculativeConfig("dspark", 4, draft_model=str(other))
-    config = dataclasses.replace(engine_config(), speculative=speculative)
-    with pytest.raises(ValueError, match=message):
-        Worker(config, model.checkpoint, place(), lambda *progress: None).load()
+    check_refusal(model.checkpoint, dspark(model, 4), changes, tmp_path, message)

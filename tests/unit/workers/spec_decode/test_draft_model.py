@@ -15,22 +15,23 @@ from parallel.communicator import Communicator
 from parallel.expert import LocalDispatch
 from parallel.mesh import Mesh
 from tests.helpers.drafting import (
-    PLAIN,
     REQUESTS,
     accepted_share,
     check_drafts,
+    check_few_blocks,
+    check_output,
     drafting_engine,
+    drafting_worker,
     rarely,
     unchanging,
 )
-from tests.helpers.tiny_models import engine_config, hf_greedy, place, save_tiny, tiny
-from tests.unit.workers.spec_decode.test_ngram import check, run
+from tests.helpers.tiny_models import engine_config, hf_greedy, save_tiny, tiny
+from tests.helpers.varied_requests import run
 from workers.rank_model import build_rank
-from workers.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GROUPS = {"llama-gqa": 1, "gpt-oss": 2, "deepseek-v2-lite": 1, "mistral-window": 1}
+FAMILIES = ("llama-gqa", "gpt-oss", "deepseek-v2-lite", "mistral-window")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Saved:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
     saved = {}
-    for name in GROUPS:
+    for name in FAMILIES:
         directory = tmp_path_factory.mktemp(name)
         built, checkpoint = save_tiny(tiny(name), directory)
         noisy = tmp_path_factory.mktemp(f"{name}-noisy")
@@ -76,9 +77,7 @@ def test_drafts_are_the_draft_models_tokens(
 ) -> None:
     model = models[draft]
     speculative = unchanging(drafted(model.checkpoint.directory, 3))
-    groups = GROUPS[target] + GROUPS[draft]
-    limits = {"max_tokens": 16, "max_rows": 2}
-    made = drafting_engine(models[target].checkpoint, speculative, groups, ranks=ranks, **limits)
+    made = drafting_engine(models[target].checkpoint, speculative, ranks=ranks, max_tokens=16, max_rows=2)
     check_drafts(made, lambda ids, count: hf_greedy(model.built, ids, count).ids if count else [], 3)
 
 
@@ -94,30 +93,20 @@ def test_drafts_are_the_draft_models_tokens(
 )
 def test_the_output_is_the_plain_runs(models: dict[str, Saved], name: str, drafts: int) -> None:
     """Greedy and sampled rows, with a draft model that is nearly the target."""
-    groups = GROUPS[name]
-    wanted = run(drafting_engine(models[name].checkpoint, PLAIN, groups), REQUESTS)
-    speculative = unchanging(drafted(models[name].noisy, drafts))
-    made = drafting_engine(models[name].checkpoint, speculative, 2 * groups)
-    check(run(made, REQUESTS), wanted)
-    assert accepted_share(made) > 0.2
+    check_output(models[name].checkpoint, drafted(models[name].noisy, drafts), least=0.2)
 
 
 def test_sampled_drafts_have_the_targets_noise(models: dict[str, Saved]) -> None:
     """A draft model with the target's weights: nearly all drafts are right, whatever the temperature."""
     checkpoint = models["llama-gqa"].checkpoint
-    made = drafting_engine(checkpoint, unchanging(drafted(checkpoint.directory, 3)), 2)
+    made = drafting_engine(checkpoint, unchanging(drafted(checkpoint.directory, 3)))
     run(made, REQUESTS)
     assert accepted_share(made) > 0.6, "logits processors, which drafts do not have, change some tokens"
 
 
 def test_preempted_and_cached_requests(models: dict[str, Saved]) -> None:
-    """With few blocks, requests are preempted and prompts come from the prefix cache."""
     saved = models["llama-gqa"]
-    wanted = run(drafting_engine(saved.checkpoint, PLAIN), 14)
-    made = drafting_engine(saved.checkpoint, unchanging(drafted(saved.noisy, 3)), 2, blocks=24)
-    check(run(made, 14), wanted)
-    stats = made.core.stats()
-    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    check_few_blocks(saved.checkpoint, unchanging(drafted(saved.noisy, 3)), blocks=24, requests=14)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +124,8 @@ def test_draft_models_that_cannot_draft(
     other = dataclasses.replace(other, config=other.config | {"vocab_size": vocabulary})
     directory = tmp_path_factory.mktemp("other")
     save_tiny(other, directory)
-    config = dataclasses.replace(engine_config(), speculative=drafted(directory, 2))
     with pytest.raises(ValueError, match=message):
-        Worker(config, models["llama-gqa"].checkpoint, place(), lambda *progress: None).load()
+        drafting_worker(models["llama-gqa"].checkpoint, drafted(directory, 2)).load()
 
 
 def test_ranks_cannot_split_the_cache_of_any_draft_model(models: dict[str, Saved]) -> None:
@@ -149,6 +137,5 @@ def test_ranks_cannot_split_the_cache_of_any_draft_model(models: dict[str, Saved
 
 
 def test_a_draft_model_that_is_no_checkpoint(models: dict[str, Saved], tmp_path: Path) -> None:
-    config = dataclasses.replace(engine_config(), speculative=drafted(tmp_path, 2))
     with pytest.raises(ValueError, match="give a directory with config.json"):
-        Worker(config, models["llama-gqa"].checkpoint, place(), lambda *progress: None).load()
+        drafting_worker(models["llama-gqa"].checkpoint, drafted(tmp_path, 2)).load()

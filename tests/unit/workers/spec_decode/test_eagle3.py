@@ -1,25 +1,22 @@
 """EAGLE-3 heads through core and worker: the drafts by definition, and the output of the plain run."""
 
-import dataclasses
-import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atom.shared.config.speculative import SpeculativeConfig
 from tests.helpers.drafting import (
-    PLAIN,
-    REQUESTS,
-    accepted_share,
     check_drafts,
+    check_few_blocks,
+    check_output,
+    check_refusal,
     drafting_engine,
     rarely,
     unchanging,
 )
 from tests.helpers.eagle3_models import Eagle3Model, save_eagle3_model
-from tests.helpers.tiny_models import engine_config, place, tiny
-from tests.unit.workers.spec_decode.test_ngram import check, run
-from workers.worker import Worker
+from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,7 +47,7 @@ def eagle3(model: Eagle3Model, drafts: int) -> SpeculativeConfig:
 @pytest.mark.parametrize("kind", [rarely("small-vocabulary"), "moe-own-embedding", "normed"])
 def test_drafts_are_those_of_the_definition(models: dict[str, Eagle3Model], kind: str) -> None:
     model = models[kind]
-    made = drafting_engine(model.checkpoint, unchanging(eagle3(model, 4)), 2, max_tokens=16, max_rows=2)
+    made = drafting_engine(model.checkpoint, unchanging(eagle3(model, 4)), max_tokens=16, max_rows=2)
     steps = check_drafts(made, model.drafts, 4)
     assert steps < 23, "no draft was accepted"
 
@@ -66,29 +63,20 @@ def test_drafts_are_those_of_the_definition(models: dict[str, Eagle3Model], kind
     ],
 )
 def test_the_output_is_the_plain_runs(models: dict[str, Eagle3Model], kind: str, drafts: int) -> None:
-    model = models[kind]
-    wanted = run(drafting_engine(model.checkpoint, PLAIN), REQUESTS)
-    made = drafting_engine(model.checkpoint, unchanging(eagle3(model, drafts)), 2)
-    check(run(made, REQUESTS), wanted)
-    assert accepted_share(made) > 0.05
+    check_output(models[kind].checkpoint, eagle3(models[kind], drafts), least=0.05)
 
 
 def test_two_ranks_draft_the_same(models: dict[str, Eagle3Model]) -> None:
     model = models["small-vocabulary"]
     speculative = unchanging(eagle3(model, 4))
-    made = drafting_engine(model.checkpoint, speculative, 2, ranks=2, max_tokens=16, max_rows=2)
+    made = drafting_engine(model.checkpoint, speculative, ranks=2, max_tokens=16, max_rows=2)
     assert check_drafts(made, model.drafts, 4) < 23
 
 
 @pytest.mark.models
 def test_preempted_and_cached_requests(models: dict[str, Eagle3Model]) -> None:
-    """With few blocks, requests are preempted and prompts come from the prefix cache."""
     model = models["small-vocabulary"]
-    wanted = run(drafting_engine(model.checkpoint, PLAIN), 30)
-    made = drafting_engine(model.checkpoint, unchanging(eagle3(model, 3)), 2, blocks=36)
-    check(run(made, 30), wanted)
-    stats = made.core.stats()
-    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    check_few_blocks(model.checkpoint, unchanging(eagle3(model, 3)), blocks=36, requests=30)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +91,7 @@ def test_preempted_and_cached_requests(models: dict[str, Eagle3Model]) -> None:
     ],
 )
 def test_heads_that_are_not_supported(
-    models: dict[str, Eagle3Model], tmp_path_factory: pytest.TempPathFactory, changes: Any, message: str
+    models: dict[str, Eagle3Model], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     model = models["small-vocabulary"]
-    other = tmp_path_factory.mktemp("other")
-    (other / "model.safetensors").write_bytes((model.head / "model.safetensors").read_bytes())
-    (other / "config.json").write_text(json.dumps(model.config | changes))
-    speculative = SpeculativeConfig("eagle3", 2, draft_model=str(other))
-    config = dataclasses.replace(engine_config(), speculative=speculative)
-    with pytest.raises(ValueError, match=message):
-        Worker(config, model.checkpoint, place(), lambda *progress: None).load()
+    check_refusal(model.checkpoint, eagle3(model, 2), changes, tmp_path, message)

@@ -1,29 +1,27 @@
 """Multi-token prediction through core and worker: the drafts by definition, the output of the plain run."""
 
-import dataclasses
-
 import pytest
 
 from atom.shared.config.speculative import SpeculativeConfig
 from tests.helpers.drafting import (
-    PLAIN,
     REQUESTS,
     accepted_share,
     check_drafts,
+    check_few_blocks,
+    check_output,
     drafting_engine,
+    drafting_worker,
     rarely,
     unchanging,
 )
 from tests.helpers.mtp_models import DELTA_FAMILIES, MtpModel, save_delta_mtp_model, save_mtp_model
-from tests.helpers.tiny_models import engine_config, place, save_tiny, tiny
-from tests.unit.workers.spec_decode.test_ngram import check, run
+from tests.helpers.tiny_models import save_tiny, tiny
+from tests.helpers.varied_requests import check, run
 from workers.spec_decode import adaptive
-from workers.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2", "glm-4.7-flash", "glm-5")
-GROUPS = dict.fromkeys(FAMILIES, 1) | dict.fromkeys(DELTA_FAMILIES, 2)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def mtp(drafts: int) -> SpeculativeConfig:
 )
 def test_drafts_are_those_of_the_definition(models: dict[str, MtpModel], name: str) -> None:
     model = models[name]
-    made = drafting_engine(model.checkpoint, unchanging(mtp(4)), GROUPS[name], max_tokens=16, max_rows=2)
+    made = drafting_engine(model.checkpoint, unchanging(mtp(4)), max_tokens=16, max_rows=2)
     steps = check_drafts(made, model.drafts, 4)
     assert steps < 18, "no draft was accepted"
 
@@ -57,16 +55,12 @@ QUICK = {("deepseek-v3", 4), ("glm4-moe", 1), ("deepseek-v3.2", 3), ("qwen3-next
     ("name", "drafts"),
     [
         (name, drafts) if (name, drafts) in QUICK else rarely(name, drafts)
-        for name in GROUPS
+        for name in (*FAMILIES, *DELTA_FAMILIES)
         for drafts in (1, 2, 3, 4)
     ],
 )
 def test_the_output_is_the_plain_runs(models: dict[str, MtpModel], name: str, drafts: int) -> None:
-    checkpoint = models[name].checkpoint
-    wanted = run(drafting_engine(checkpoint, PLAIN, GROUPS[name]), REQUESTS)
-    made = drafting_engine(checkpoint, unchanging(mtp(drafts)), GROUPS[name])
-    check(run(made, REQUESTS), wanted)
-    assert accepted_share(made) > 0.05
+    check_output(models[name].checkpoint, mtp(drafts), least=0.05)
 
 
 def test_drafts_adapt(models: dict[str, MtpModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,18 +82,10 @@ def test_two_ranks_draft_the_same(models: dict[str, MtpModel]) -> None:
 
 
 def test_preempted_and_cached_requests(models: dict[str, MtpModel]) -> None:
-    """With few blocks, requests are preempted and prompts come from the prefix cache."""
-    checkpoint = models["glm4-moe"].checkpoint
-    wanted = run(drafting_engine(checkpoint, PLAIN), 14)
-    made = drafting_engine(checkpoint, unchanging(mtp(3)), blocks=24)
-    check(run(made, 14), wanted)
-    stats = made.core.stats()
-    assert stats.preemptions > 0 and stats.prefix_hits > 0
-    assert accepted_share(made) > 0.05
+    check_few_blocks(models["glm4-moe"].checkpoint, unchanging(mtp(3)), blocks=24, requests=14)
 
 
 def test_a_model_without_such_a_layer(tmp_path_factory: pytest.TempPathFactory) -> None:
     _, checkpoint = save_tiny(tiny("llama-gqa"), tmp_path_factory.mktemp("model"))
-    config = dataclasses.replace(engine_config(), speculative=mtp(2))
     with pytest.raises(ValueError, match="no layer for multi-token prediction"):
-        Worker(config, checkpoint, place(), lambda *progress: None).load()
+        drafting_worker(checkpoint, mtp(2)).load()

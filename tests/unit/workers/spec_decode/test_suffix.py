@@ -8,10 +8,10 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.speculative import SpeculativeConfig
-from tests.helpers.drafting import unchanging
+from tests.helpers.drafting import PLAIN, check_few_blocks, drafting_engine, unchanging
 from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.varied_requests import check, run
 from tests.helpers.whole_engine import WholeEngine
-from tests.unit.workers.spec_decode.test_ngram import check, engine, run
 from workers.spec_decode import suffix
 from workers.spec_decode.suffix import LONGEST, MOST_PLACES, RecentOutputs, longest_match, most_common
 
@@ -28,8 +28,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_output_is_the_plain_runs(checkpoints: dict[str, Checkpoint], name: str) -> None:
-    plain = engine(checkpoints[name], SpeculativeConfig())
-    made = engine(checkpoints[name], SUFFIX)
+    plain = drafting_engine(checkpoints[name], PLAIN)
+    made = drafting_engine(checkpoints[name], SUFFIX)
     wanted = run(plain, 30)
     check(run(made, 30, wanted), wanted)
     stats = made.core.stats()
@@ -38,13 +38,7 @@ def test_the_output_is_the_plain_runs(checkpoints: dict[str, Checkpoint], name: 
 
 
 def test_preempted_and_cached_requests(checkpoints: dict[str, Checkpoint]) -> None:
-    """With few blocks, requests are preempted and prompts come from the prefix cache."""
-    checkpoint = checkpoints["llama-gqa"]
-    made = engine(checkpoint, SUFFIX, blocks=36)
-    check(run(made, 40), run(engine(checkpoint, SpeculativeConfig()), 40))
-    stats = made.core.stats()
-    assert stats.preemptions > 0 and stats.prefix_hits > 0
-    assert sum(stats.num_accepted_tokens_per_pos) > 0
+    check_few_blocks(checkpoints["llama-gqa"], SUFFIX, blocks=36, requests=40)
 
 
 def steps_of(made: WholeEngine, number: int, salt: str = "") -> int:
@@ -56,7 +50,7 @@ def steps_of(made: WholeEngine, number: int, salt: str = "") -> int:
 
 
 def test_outputs_of_other_requests_are_drafted(checkpoints: dict[str, Checkpoint]) -> None:
-    made = engine(checkpoints["mistral-window"], SUFFIX)
+    made = drafting_engine(checkpoints["mistral-window"], SUFFIX)
     first = steps_of(made, 0)
     assert steps_of(made, 1) < 0.7 * first
     assert made.outputs[1].token_ids == made.outputs[0].token_ids
@@ -64,7 +58,7 @@ def test_outputs_of_other_requests_are_drafted(checkpoints: dict[str, Checkpoint
 
 def test_a_request_with_a_salt_shares_no_output(checkpoints: dict[str, Checkpoint]) -> None:
     """Neither do others have drafts of its output, nor has it drafts of theirs."""
-    made = engine(checkpoints["mistral-window"], SUFFIX)
+    made = drafting_engine(checkpoints["mistral-window"], SUFFIX)
     private = steps_of(made, 0, salt="mine")
     assert steps_of(made, 1) == private
     assert steps_of(made, 2, salt="mine") == private
