@@ -24,7 +24,7 @@ def test_the_requests_of_a_dead_engine_run_again(tmp_path: Path, monkeypatch: py
         (cache / each.name).symlink_to(each)
     monkeypatch.setenv("ATOM_CACHE_DIR", str(cache))
     model = write_checkpoint(tmp_path / "model")
-    crowd = Crowd(3, max_tokens=400)
+    crowd = Crowd(3, max_tokens=800)
 
     async def kill() -> None:
         async with crowd.streaming(server):

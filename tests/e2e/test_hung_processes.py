@@ -53,7 +53,7 @@ def wait_for(condition: Callable[[], object]) -> None:
     ("module", "name"), [("workers.main", "worker 0"), ("engine_core.process", "engine core 0")]
 )
 def test_a_short_stop_heals_and_no_stream_is_lost(model: str, module: str, name: str) -> None:
-    crowd = Crowd(STREAMS, max_tokens=400)
+    crowd = Crowd(STREAMS, max_tokens=1000)
 
     async def drive(server: Server) -> None:
         async with crowd.streaming(server):
@@ -82,7 +82,7 @@ def test_a_short_stop_heals_and_no_stream_is_lost(model: str, module: str, name:
     ],
 )
 def test_after_a_long_stop_it_is_restarted(model: str, module: str, name: str, cause: str) -> None:
-    crowd = Crowd(STREAMS, max_tokens=400)
+    crowd = Crowd(STREAMS, max_tokens=1000)
 
     async def drive(server: Server) -> None:
         async with crowd.streaming(server):
@@ -132,7 +132,7 @@ def test_no_connection_waits_for_a_frontend_that_is_stopped(model: str) -> None:
 @pytest.mark.slow
 def test_streams_go_on_while_the_log_is_not_read(model: str) -> None:
     """An engine dies and starts again meanwhile, which all of its processes and the supervisor log."""
-    crowd = Crowd(STREAMS, max_tokens=400)
+    crowd = Crowd(STREAMS, max_tokens=1000)
 
     async def drive(server: Server) -> None:
         async with crowd.streaming(server):

@@ -172,8 +172,8 @@ def test_a_frontend_that_dies_is_restarted_and_no_connection_is_refused(
 
 def test_of_two_engines_the_other_serves_on(model: str, run_directories: Path) -> None:
     """Streams of the dead one go on there, or at its next life where the client chose its rank."""
-    moving, bound = Crowd(4, 300), Crowd(3, 300, data_parallel_rank=0)
-    staying = Crowd(3, 300, data_parallel_rank=1)
+    moving, bound = Crowd(4, TOKENS), Crowd(3, TOKENS, data_parallel_rank=0)
+    staying = Crowd(3, TOKENS, data_parallel_rank=1)
     statuses = set()
 
     async def drive(server: Server) -> None:
@@ -197,7 +197,7 @@ def test_of_two_engines_the_other_serves_on(model: str, run_directories: Path) -
 
 
 def test_of_two_frontends_the_other_serves_on(model: str, run_directories: Path) -> None:
-    crowd = Crowd(24, max_tokens=150)
+    crowd = Crowd(24, TOKENS)
 
     async def drive(server: Server) -> None:
         async with crowd.streaming(server):
