@@ -95,14 +95,18 @@ def write_gguf(
     kind: str = "llama",
     types: Mapping[str, Type] | Type | None = None,
     sizes: Sizes = SMALL,
+    tensors_per_part: int = 0,
     **more: Any,
 ) -> None:
-    """A file with these weights. `types`: of quantized matrices; K- and I-quants have random blocks."""
+    """A file with these weights, or parts with some of the tensors each, as llama.cpp names them.
+
+    `types`: of quantized matrices; K- and I-quants have random blocks. `more`: methods of GGUFWriter.
+    """
     architecture = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), None)
     names = gguf.get_tensor_name_map(architecture or gguf.MODEL_ARCH.LLAMA, sizes.layers)
     if kind in _ROTATES_NEIGHBOURS:
         weights = {name: _as_in_file(name, array, sizes) for name, array in weights.items()}
-    writer = gguf.GGUFWriter(path, kind)
+    writer = gguf.GGUFWriter(path, kind, split_max_tensors=tensors_per_part)
     writer.add_block_count(sizes.layers)
     writer.add_context_length(512)
     writer.add_embedding_length(sizes.hidden)

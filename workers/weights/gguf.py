@@ -1,4 +1,4 @@
-"""Converts a GGUF file into config.json, safetensors and tokenizer.json, with the help of transformers.
+"""Converts a GGUF model into config.json, safetensors and tokenizer.json, with the help of transformers.
 
 Quantized matrices keep their integers (`gguf_blocks`), under the names that the quantization method gguf
 reads, for which `quantization_config` lists them; those of other types are expanded to float32. One tensor
@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
+from workers.checkpoint.gguf_files import gguf_parts
 from workers.weights.gguf_blocks import (
     FP4,
     KEPT,
@@ -75,6 +76,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _STACKS = (("gate_up_proj", "down_proj"),)
 # What the engine multiplies by plain numbers alone.
 _PLAIN = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
+# Of transformers' configurations: where and under which name the file was, and what was not read.
+_NOT_KEPT = ("quantization_config", "_model_name_or_path", "_name_or_path")
 _FLOATS = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
 
 # (phase, done, total)
@@ -82,8 +85,9 @@ Report = Callable[[str, int, int], None]
 
 
 def convert(path: Path, directory: Path, report: Report, keep_integers: bool = True) -> None:
-    """Write the content of the GGUF file at `path` into `directory`, which exists and is empty.
+    """Write the content of the GGUF model at `path` into `directory`, which exists and is empty.
 
+    `path` is its file, or the first of several.
     Without `keep_integers` all quantized matrices are expanded, so that other programs read them.
     Raises ValueError, in one line, for a file that cannot be served.
     """
@@ -220,17 +224,36 @@ class _Shards:
 
 
 def _open(path: Path) -> gguf.GGUFReader:
-    """The opened file. Raises ValueError for an unsupported one, from its metadata alone."""
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
-    architecture = _value(reader, "general.architecture", "(none)")
+    """The first file, opened, with the tensors of all parts.
+
+    Raises ValueError for unsupported ones, from their metadata alone.
+    """
+    files = gguf_parts(path)
+    readers = [_read(file) for file in files]
+    first = readers[0]
+    architecture = _value(first, "general.architecture", "(none)")
     if why := why_refused(architecture, _ARCHITECTURES):
         raise ValueError(f"{path.name} has {why}")
-    if _value(reader, "split.count", 1) > 1:
-        raise ValueError(f"{path.name} is one part of a split model; merge the parts into one file first")
-    return reader
+    for number, (file, reader) in enumerate(zip(files, readers, strict=True)):
+        found = (_value(reader, "split.no", 0), _value(reader, "split.count", 0) or 1)
+        if found != (number, len(files)):
+            raise ValueError(
+                f"{file.name} is, by its metadata, part {found[0] + 1} of {found[1]} of a model, which its "
+                "name must say, as in NAME-00001-of-00003.gguf"
+            )
+    for reader in readers[1:]:
+        first.tensors += reader.tensors
+    total = _value(first, "split.tensors.count", len(first.tensors))
+    if total != len(first.tensors):
+        raise ValueError(f"the parts of {path.name} have {len(first.tensors)} tensors, and not {total}")
+    return first
+
+
+def _read(path: Path) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
 
 
 def _value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
@@ -293,7 +316,7 @@ def _config(reader: gguf.GGUFReader, model: Any, formats: Mapping[str, Format]) 
             found.append(module)
     quantized = {"quantization_config": {"quant_method": "gguf", "modules": modules}} if modules else {}
     kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
-    return {key: read[key] for key in read if key not in ("quantization_config", "_model_name_or_path")} | {
+    return {key: read[key] for key in read if key not in _NOT_KEPT} | {
         "architectures": [type(model).__name__],
         "dtype": "float32" if kinds == {gguf.GGMLQuantizationType.F32} else "bfloat16",
         "rope_parameters": _rope(reader, model.config),
