@@ -39,6 +39,8 @@ class Sizes:
 
 SMALL = Sizes()
 _ROTATES_NEIGHBOURS = ("llama", "granite", "smollm3", "mistral3")
+_NAMES_OF = {"deepseek32": "glm-dsa"}
+"""Architectures with the names of another one, which gguf does not know."""
 _ADDS_ONE = ("gemma2", "gemma3")
 """Architectures whose norms are stored with 1 added."""
 
@@ -102,8 +104,9 @@ def write_gguf(
 
     `types`: of quantized matrices; K- and I-quants have random blocks. `more`: methods of GGUFWriter.
     """
-    architecture = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), None)
-    names = gguf.get_tensor_name_map(architecture or gguf.MODEL_ARCH.LLAMA, sizes.layers)
+    known = _NAMES_OF.get(kind, kind)
+    architecture = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == known), None)
+    names = gguf.get_tensor_name_map(architecture or gguf.MODEL_ARCH.LLAMA, sizes.layers + 1)
     if kind in _ROTATES_NEIGHBOURS:
         weights = {name: _as_in_file(name, array, sizes) for name, array in weights.items()}
     writer = gguf.GGUFWriter(path, kind, split_max_tensors=tensors_per_part)

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,21 +40,27 @@ from workers.weights.gguf_blocks import (
 from workers.weights.gguf_families import (
     GGUF_FAMILIES,
     MIXTRAL,
+    ROPE_FACTORS,
     GGUFFamily,
     Metadata,
     rope_scaling,
     why_refused,
 )
-from workers.weights.gguf_tensors import ROPE_FACTORS, HeldTensors, Part, parts_of
+from workers.weights.gguf_mtp import copies, mtp_parts, with_mtp_layer
+from workers.weights.gguf_tensors import HeldTensors, Maker, Part
 from workers.weights.gguf_tokenizers import WITH_BOS, complete_tokenizer
 
 MAX_SHARD_BYTES = 10**9
 
 # Values of general.architecture whose settings transformers reads; those of others are in `gguf_families`.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_BY_TRANSFORMERS = GGUFFamily(lambda data: {}, settings=frozenset({ROPE_FACTORS}))
+_LLAMA = replace(_BY_TRANSFORMERS, rotates_neighbours=True)
 
 # GGUF files have only the divisors of the frequencies; Llama 3.1 and later derive them from these parameters.
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+# Of Llama 3, and of Llama 4.
+_HIGH_FREQ_FACTORS = (4.0, 1.0)
 
 # Tokens of the supported families that end a sequence in llama.cpp too, whatever the metadata says: files
 # often name one end of several. The last three begin other parts of a code base.
@@ -73,9 +80,13 @@ _FUSED = (
     *(("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")),
 )
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_GATE_UP = re.compile(r"\.\*\.(gate|up)_proj$")
 _STACKS = (("gate_up_proj", "down_proj"),)
 # What the engine multiplies by plain numbers alone.
-_PLAIN = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
+_PLAIN = (
+    *(".gate.weight", ".router.weight", ".shared_expert_gate.weight", ".indexer.weights_proj.weight"),
+    *(".eh_proj.weight", "mtp.fc.weight"),
+)
 # Of transformers' configurations: where and under which name the file was, and what was not read.
 _NOT_KEPT = ("quantization_config", "_model_name_or_path", "_name_or_path")
 _FLOATS = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
@@ -92,8 +103,8 @@ def convert(path: Path, directory: Path, report: Report, keep_integers: bool = T
     Raises ValueError, in one line, for a file that cannot be served.
     """
     reader = _open(path)
-    tokenizer, model = _load(path, reader)
-    parts = _parts(model, reader, path)
+    tokenizer, model, longer = _load(path, reader)
+    parts = _parts(model, longer, reader, path)
     formats = _formats(parts) if keep_integers else {}
     config = _config(reader, model, formats)
     roles = {"bos": "bos", "eos": "eos", "pad": "padding"}
@@ -129,13 +140,18 @@ def _family(reader: gguf.GGUFReader) -> GGUFFamily | None:
     return GGUF_FAMILIES.get(architecture)
 
 
-def _parts(model: Any, reader: gguf.GGUFReader, path: Path) -> list[Part]:
+def _parts(model: Any, longer: Any, reader: gguf.GGUFReader, path: Path) -> list[Part]:
     """All tensors of the checkpoint. Raises ValueError unless the file has exactly the model's."""
-    architecture, family = _value(reader, "general.architecture"), _family(reader)
-    held = HeldTensors(reader, model.config.num_hidden_layers, path.name)
-    rotates = architecture == "llama" if family is None else family.rotates_neighbours
-    parts = list(parts_of(model, held, architecture, rotates, family))
-    held.check_all_used(frozenset({ROPE_FACTORS}) if family is None else family.settings)
+    architecture, layers = _value(reader, "general.architecture"), model.config.num_hidden_layers
+    family = _family(reader)
+    if family is None:
+        family = _LLAMA if architecture == "llama" else _BY_TRANSFORMERS
+    held = HeldTensors(reader, layers if longer is None else layers + 1, path.name)
+    maker = Maker(held, model.config, architecture, family)
+    parts = list(maker.parts(model.state_dict()))
+    if longer is not None:
+        parts += mtp_parts(maker, longer, family.mtp_apart)
+    held.check_all_used(family.settings | copies(layers))
     return parts
 
 
@@ -261,8 +277,8 @@ def _value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
     return default if field is None else field.contents()
 
 
-def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
-    """(tokenizer, model without weights)."""
+def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any, Any]:
+    """(tokenizer, model without weights, and one with the layer for multi-token prediction or None)."""
     logging.set_verbosity_error()
     pre_tokenizer = _value(reader, "tokenizer.ggml.pre", "default")
     # The file's own metadata takes precedence.
@@ -273,18 +289,22 @@ def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
         with contextlib.redirect_stderr(io.StringIO()), _read_once(reader), torch.device("meta"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(**source, **add_bos)
             complete_tokenizer(tokenizer.backend_tokenizer, reader, pre_tokenizer)
-            model = AutoModelForCausalLM.from_config(_model_config(reader, source))
+            configs = _model_configs(reader, source)
+            model, longer = (config and AutoModelForCausalLM.from_config(config) for config in configs)
     except (ValueError, NotImplementedError, RuntimeError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"{path.name} cannot be expanded: {' '.join(str(error).split())}") from error
-    return tokenizer, model
+    return tokenizer, model, longer
 
 
-def _model_config(reader: gguf.GGUFReader, source: Mapping[str, Any]) -> Any:
-    """transformers' configuration of the file's model."""
+def _model_configs(reader: gguf.GGUFReader, source: Mapping[str, Any]) -> tuple[Any, Any]:
+    """transformers' configurations: of the file's model, and with its layer for multi-token prediction."""
     if (family := _family(reader)) is None:
-        return AutoConfig.from_pretrained(**source)
-    settings = dict(family.config(Metadata(reader, _value(reader, "general.architecture"))))
-    return AutoConfig.for_model(settings.pop("model_type"), **settings)
+        return AutoConfig.from_pretrained(**source), None
+    data = Metadata(reader, _value(reader, "general.architecture"))
+    settings = dict(family.config(data))
+    name = settings.pop("model_type")
+    longer = AutoConfig.for_model(name, **with_mtp_layer(settings)) if data.mtp_layers == 1 else None
+    return AutoConfig.for_model(name, **settings), longer
 
 
 @contextlib.contextmanager
@@ -309,8 +329,11 @@ def _config(reader: gguf.GGUFReader, model: Any, formats: Mapping[str, Format]) 
     """Contents of config.json; dtype is the compute dtype: bfloat16 unless all matrices are float32."""
     read = model.config.to_dict()
     modules: dict[str, list[str]] = {}
+    family = _family(reader)
     for name, format in formats.items():
         module = _EXPERT.sub(".experts.*.", name.removesuffix(".weight"))
+        if family is not None and family.inputs_first:
+            module = _GATE_UP.sub(".*.gate_up_proj", module).replace(".experts.*.", ".experts.")
         found = modules.setdefault(format.name, [])
         if not found or found[-1] != module:
             found.append(module)
@@ -328,18 +351,21 @@ def _rope(reader: gguf.GGUFReader, config: Any) -> dict[str, Any]:
     """rope_parameters with the file's scaling, which transformers does not read."""
     plain: dict[str, Any] = config.rope_parameters
     architecture = _value(reader, "general.architecture")
-    if _family(reader) is not None:
+    family = _family(reader)
+    if family is not None and ROPE_FACTORS not in family.settings:
         return plain
     factors = [torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == ROPE_FACTORS]
-    if factors:
-        scaled = plain | _LLAMA3_ROPE | {"rope_type": "llama3", "factor": float(factors[0].max())}
-        config.rope_parameters = scaled
+    if not factors:
+        return plain | rope_scaling(Metadata(reader, architecture))
+    unscaled = plain["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    for high in _HIGH_FREQ_FACTORS:
+        stated = {"rope_type": "llama3", "factor": float(factors[0].max()), "high_freq_factor": high}
+        config.rope_parameters = plain | _LLAMA3_ROPE | stated
         frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-        unscaled = plain["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
-        if not torch.allclose(unscaled / factors[0], frequencies, rtol=1e-3):
-            raise ValueError("the GGUF's rotary frequency factors are not those of Llama 3: not supported")
-        return scaled
-    return plain | rope_scaling(Metadata(reader, architecture))
+        if torch.allclose(unscaled / factors[0], frequencies, rtol=1e-3):
+            scaled: dict[str, Any] = config.rope_parameters
+            return scaled
+    raise ValueError("the GGUF's rotary frequency factors are not those of Llama 3 or 4: not supported")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
