@@ -105,7 +105,7 @@ def convert(path: Path, directory: Path, report: Report, keep_integers: bool = T
     reader = _open(path)
     tokenizer, model, longer = _load(path, reader)
     parts = _parts(model, longer, reader, path)
-    formats = _formats(parts) if keep_integers else {}
+    formats = _formats(parts, reader) if keep_integers else {}
     config = _config(reader, model, formats)
     roles = {"bos": "bos", "eos": "eos", "pad": "padding"}
     ids = {
@@ -140,6 +140,11 @@ def _family(reader: gguf.GGUFReader) -> GGUFFamily | None:
     return GGUF_FAMILIES.get(architecture)
 
 
+def _has_inputs_first(reader: gguf.GGUFReader) -> bool:
+    family = _family(reader)
+    return family is not None and family.inputs_first
+
+
 def _parts(model: Any, longer: Any, reader: gguf.GGUFReader, path: Path) -> list[Part]:
     """All tensors of the checkpoint. Raises ValueError unless the file has exactly the model's."""
     architecture, layers = _value(reader, "general.architecture"), model.config.num_hidden_layers
@@ -155,9 +160,11 @@ def _parts(model: Any, longer: Any, reader: gguf.GGUFReader, path: Path) -> list
     return parts
 
 
-def _formats(parts: Sequence[Part]) -> dict[str, Format]:
+def _formats(parts: Sequence[Part], reader: gguf.GGUFReader) -> dict[str, Format]:
     """The format of each matrix that keeps its integers; one for those that are fused."""
     formats = {part.name: kept for part in parts if (kept := _kept(part)) is not None}
+    if _has_inputs_first(reader):  # these experts have no MXFP4
+        formats = {name: format for name, format in formats.items() if format is not FP4}
     for name in list(formats):
         suffix = ".weight" if name.endswith(".weight") else ""
         parent, _, last = name.removesuffix(suffix).rpartition(".")
@@ -289,8 +296,9 @@ def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any, Any]:
         with contextlib.redirect_stderr(io.StringIO()), _read_once(reader), torch.device("meta"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(**source, **add_bos)
             complete_tokenizer(tokenizer.backend_tokenizer, reader, pre_tokenizer)
-            configs = _model_configs(reader, source)
-            model, longer = (config and AutoModelForCausalLM.from_config(config) for config in configs)
+            config, longer_config = _model_configs(reader, source)
+            model = AutoModelForCausalLM.from_config(config)
+            longer = None if longer_config is None else AutoModelForCausalLM.from_config(longer_config)
     except (ValueError, NotImplementedError, RuntimeError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"{path.name} cannot be expanded: {' '.join(str(error).split())}") from error
     return tokenizer, model, longer
@@ -329,10 +337,9 @@ def _config(reader: gguf.GGUFReader, model: Any, formats: Mapping[str, Format]) 
     """Contents of config.json; dtype is the compute dtype: bfloat16 unless all matrices are float32."""
     read = model.config.to_dict()
     modules: dict[str, list[str]] = {}
-    family = _family(reader)
     for name, format in formats.items():
         module = _EXPERT.sub(".experts.*.", name.removesuffix(".weight"))
-        if family is not None and family.inputs_first:
+        if _has_inputs_first(reader):
             module = _GATE_UP.sub(".*.gate_up_proj", module).replace(".experts.*.", ".experts.")
         found = modules.setdefault(format.name, [])
         if not found or found[-1] != module:

@@ -32,7 +32,7 @@ _ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 # As llama.cpp's converter calls them before it looks names up.
 _RENAMED = {"e_score_correction_bias": "e_score_correction.bias", ".dt_bias": ".dt_proj.bias"}
 # Modules that the checkpoint has where its experts are.
-_BESIDE_EXPERTS = re.compile(r"\.mlp\.(experts\.|gate\.|shared_expert|e_score_correction)")
+_WITH_EXPERTS = re.compile(r"\.mlp\.(experts\.|gate\.|shared_expert|e_score_correction)")
 _FORGET_GATE = {
     "f_a_proj.weight": "ssm_f_a.weight",
     "f_b_proj.weight": "ssm_f_b.weight",
@@ -136,7 +136,7 @@ class Maker:
     def make(self, name: str, shape: Shape, stored: str | None) -> Iterator[Part]:
         """The parts of one tensor of the model; `stored` is the file's tensor, if it is a single one."""
         layer = f"blk.{_layer(name)}"
-        written = _BESIDE_EXPERTS.sub(rf".{self._family.experts_in}.\1", name)
+        written = _WITH_EXPERTS.sub(rf".{self._family.experts_in}.\1", name)
         if name.endswith((*_STACKED, "experts.gate_up_proj_bias", "experts.down_proj_bias")):
             yield from self._experts(written, shape, f"{layer}.ffn")
         elif stored is None and name.endswith("kv_b_proj.weight"):

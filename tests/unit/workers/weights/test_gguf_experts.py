@@ -222,6 +222,8 @@ def wide(case: Case) -> Case:
         (GPT_OSS, by_layer(4, ffn_gate_exps=Type.MXFP4, ffn_down_exps=Type.MXFP4), set()),
         (QWEN3_MOE, by_layer(4, ffn_gate_exps=Type.Q8_0, ffn_down_exps=Type.Q5_0), {"int6_32"}),
         (LLAMA4, Type.Q8_0, {"int8_32"}),
+        (LLAMA4, by_layer(4, ffn_gate_exps=Type.MXFP4, ffn_up_exps=Type.MXFP4, ffn_down_exps=Type.MXFP4),
+         set()),
         (GLM_DSA,
          {f"model.layers.{layer}.self_attn.{name}.weight": Type.Q8_0
           for layer in range(4)
@@ -229,7 +231,7 @@ def wide(case: Case) -> Case:
          {"int8_32"}),
     ],
     ids=["q8_0", "tiled-q4_1", "gpt-oss-mxfp4", "mxfp4", "q4_k_m", "gpt-oss-mixed", "gate-alone",
-         "inputs-first", "indexer"],
+         "inputs-first", "inputs-first-mxfp4", "indexer"],
 )  # fmt: skip
 def test_experts_keep_their_integers(
     tmp_path: Path, case: Case, types: Type | Mapping[str, Type], formats: set[str]
