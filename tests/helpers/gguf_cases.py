@@ -98,7 +98,7 @@ def prepared(path: Path) -> Path:
 
 
 def logits_of(directory: Path) -> torch.Tensor:
-    """Of IDS, the prompt in two steps."""
+    """The engine's logits of IDS, whose prompt comes in two steps."""
     ours = TinyWorker(directory)
     core = ours.core()
     core.add(0, IDS)

@@ -214,7 +214,7 @@ class Maker:
         return Part(name, (qkv, gate), shape, by_head)
 
     def _convolutions(self, name: str, shape: Shape, layer: str) -> Iterator[Part]:
-        """Of queries, keys and values, which transformers joins."""
+        """Those of queries, keys and values, which transformers joins."""
         size = (shape[0] // 3, *shape[1:])
         for each in "qkv":
             tensor = self._held.take(f"{layer}.ssm_conv1d_{each}.weight", size, name)
@@ -222,7 +222,7 @@ class Maker:
             yield Part(written, (tensor,), size, lambda data: data.reshape(size), plain=True)
 
     def _forget_gate(self, name: str, shape: Shape, layer: str) -> Part:
-        """Of Kimi delta attention, in a module of its own in transformers alone."""
+        """Kimi delta attention has it in a module of its own in transformers alone."""
         written = name.replace("forget_gate.", "")
         tensor = self._held.take(f"{layer}.{_FORGET_GATE[written.partition('self_attn.')[2]]}", shape, name)
         if not name.endswith("A_log"):

@@ -195,6 +195,7 @@ def test_all_parts_of_a_quantization_are_fetched(tmp_path: Path, monkeypatch: py
     assert prepared(tmp_path, f"{NAME}:q4_k_m")[1] == response, "the hub is gone, the cache is not"
 
 
+@pytest.mark.slow
 def test_quantizations_that_are_not_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"a-Q8_0.gguf": b"x", "b-Q8_0.gguf": b"x", "c-Q4_0-00001-of-00002.gguf": b"x"}
     with FakeHub(NAME, files) as hub:
