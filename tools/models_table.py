@@ -38,11 +38,13 @@ results of `tests/models`.
   Face hub, or local.
 - For Llama, Mistral, Ministral 3, Qwen2, Qwen3, Gemma 2 and 3, Phi-3 and Phi-4, OLMo 2 and 3, Granite and
   SmolLM3, a GGUF file; of models with experts, for Mixtral, Qwen3-MoE, Qwen3-Next, Qwen3.5 (also the dense
-  one), GPT-OSS, GLM-4.5 to 4.7, GLM-4.7-Flash, DeepSeek V2, V3 and Kimi-K2, and MiniMax-M2. It is converted
-  once, into `ATOM_CACHE_DIR`; on a CPU its integers are [kept](quantization.md#gguf). Layers for multi-token
-  prediction in such a file are not read, nor are vision models, which llama.cpp puts into another one.
-  Refused by name: Qwen2-MoE, Llama 4, GLM-5, Granite with experts or without RoPE, Kimi-Linear, and files
-  in several parts. Use the safetensors of these.
+  one), GPT-OSS, GLM-4.5 to 5, GLM-4.7-Flash, DeepSeek V2 to V3.2 and Kimi-K2, Kimi-Linear, MiniMax-M2 and
+  Llama 4; and for the text of Qwen3-VL. Of a model in parts (`NAME-00001-of-00003.gguf`), which have to be in
+  one directory, name the first part or the directory; on the hub all of them are fetched.
+  `owner/name:Q4_K_M` is the GGUF model of that quantization. It is converted once, into `ATOM_CACHE_DIR`; on
+  a CPU its integers are [kept](quantization.md#gguf). A layer for multi-token prediction in the file is for
+  [`--method mtp`](speculation.md). Vision models, which llama.cpp puts into another file, are not read.
+  Other architectures are refused by name, among them those with Mamba layers, and Granite without RoPE.
 - A missing, unused or misshaped tensor is an error that names it. Biases of zeros, RoPE tables and MTP layers
   are not needed, and are not read.
 - Qwen3-VL and Qwen3.5 read [images](images.md). Of another multimodal directory (Gemma 3, Llama 4, Mistral

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, models
 
 from atom.shared.config.checkpoint import Checkpoint
+from tests.helpers.gguf_files import TOKENS, hf_weights, write_gguf
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,6 +61,11 @@ def save_base(directory: Path) -> None:
     made = Tokenizer(models.BPE({chr(97 + i): i for i in range(26)}, []))
     made.add_tokens([AddedToken(END, special=True), AddedToken(TURN, special=True)])
     made.save(str(directory / "tokenizer.json"))
+
+
+def _gguf_parts(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    write_gguf(directory / "m.gguf", hf_weights(), tensors_per_part=8)
 
 
 def save_ranks(directory: Path) -> None:
@@ -382,6 +388,20 @@ CONTENTS: list[Content] = [
         "text alone, with a warning",
         _configured(vision_config={"depth": 1}),
         lambda found: found.images is None and "vision model of llama" in found.warnings[-1],
+    ),
+    Content(
+        "GGUF",
+        "no config.json, and one GGUF model, in one file or in parts",
+        "converted; a missing part is named",
+        _gguf_parts,
+        lambda found: found.vocab_size == len(TOKENS),
+    ),
+    Content(
+        "GGUF",
+        "no config.json, and several",
+        "refused: one has to be named",
+        _all(_gguf_parts, _with("other.gguf", "")),
+        "2 models in GGUF files: give one of them",
     ),
 ]
 

@@ -39,6 +39,8 @@ class Sizes:
 
 SMALL = Sizes()
 _ROTATES_NEIGHBOURS = ("llama", "granite", "smollm3", "mistral3")
+_NAMES_OF = {"deepseek32": "glm-dsa"}
+"""Architectures with the names of another one, which gguf does not know."""
 _ADDS_ONE = ("gemma2", "gemma3")
 """Architectures whose norms are stored with 1 added."""
 
@@ -95,14 +97,19 @@ def write_gguf(
     kind: str = "llama",
     types: Mapping[str, Type] | Type | None = None,
     sizes: Sizes = SMALL,
+    tensors_per_part: int = 0,
     **more: Any,
 ) -> None:
-    """A file with these weights. `types`: of quantized matrices; K- and I-quants have random blocks."""
-    architecture = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), None)
-    names = gguf.get_tensor_name_map(architecture or gguf.MODEL_ARCH.LLAMA, sizes.layers)
+    """A file with these weights, or parts with some of the tensors each, as llama.cpp names them.
+
+    `types`: of quantized matrices; K- and I-quants have random blocks. `more`: methods of GGUFWriter.
+    """
+    known = _NAMES_OF.get(kind, kind)
+    architecture = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == known), None)
+    names = gguf.get_tensor_name_map(architecture or gguf.MODEL_ARCH.LLAMA, sizes.layers + 1)
     if kind in _ROTATES_NEIGHBOURS:
         weights = {name: _as_in_file(name, array, sizes) for name, array in weights.items()}
-    writer = gguf.GGUFWriter(path, kind)
+    writer = gguf.GGUFWriter(path, kind, split_max_tensors=tensors_per_part)
     writer.add_block_count(sizes.layers)
     writer.add_context_length(512)
     writer.add_embedding_length(sizes.hidden)

@@ -21,19 +21,21 @@ def in_file(weights: Mapping[str, np.ndarray], kind: str, config: Any) -> Arrays
             found |= _latent_up(block, array, config)
         elif ".linear_attn." in name:
             found |= _linear_attention(block, name, array, kind, config)
+        elif ".forget_gate." in name or name.endswith("self_attn.conv1d.weight"):
+            found |= _kimi_delta(block, name, array)
         elif name.endswith("e_score_correction_bias"):
             found[f"{block}exp_probs_b.bias"] = array
         elif name.endswith("sinks"):
             found[f"{block}attn_sinks.weight"] = array
         else:
-            adds_one = kind.startswith("qwen3") and kind != "qwen3moe" and name.endswith("norm.weight")
+            adds_one = kind in ("qwen3next", "qwen35", "qwen35moe") and name.endswith("norm.weight")
             found[name] = array + np.float32(1) if adds_one else array
     return found
 
 
 def _experts(block: str, name: str, array: np.ndarray, kind: str) -> Arrays:
     suffix = "bias" if name.endswith("bias") else "weight"
-    if kind == "gpt-oss" and suffix == "weight":
+    if kind in ("gpt-oss", "llama4") and suffix == "weight":
         array = array.transpose(0, 2, 1)
     if "down_proj" in name:
         return {f"{block}ffn_down_exps.{suffix}": array}
@@ -49,6 +51,19 @@ def _latent_up(block: str, array: np.ndarray, config: Any) -> Arrays:
         f"{block}attn_k_b.weight": np.stack([head[:nope].T for head in heads]),
         f"{block}attn_v_b.weight": np.stack([head[nope:] for head in heads]),
     }
+
+
+def _kimi_delta(block: str, name: str, array: np.ndarray) -> Arrays:
+    match name.rpartition("self_attn.")[2].removeprefix("forget_gate."):
+        case "conv1d.weight":
+            each = np.split(array[None, :, 0, None], 3, 1)  # [1, features, 1, taps]
+            return {f"{block}ssm_conv1d_{of}.weight": part for of, part in zip("qkv", each, strict=True)}
+        case "A_log":
+            return {f"{block}ssm_a": -np.exp(array)}
+        case "dt_bias":
+            return {f"{block}ssm_dt.bias": array}
+        case last:
+            return {f"{block}ssm_{last.removesuffix('_proj.weight')}.weight": array}
 
 
 def _linear_attention(block: str, name: str, array: np.ndarray, kind: str, config: Any) -> Arrays:

@@ -36,7 +36,7 @@ class Case:
         return {"ATOM_DISABLE_VLLM_PLUGIN_ATTENTION": "0" if self.attention == OWN else "1"}
 
 
-def _wide(name: str, seed: int) -> Tiny:
+def wide(name: str, seed: int) -> Tiny:
     """The row with heads of 32 features, the fewest that vLLM's attention on a CPU has."""
     row = tiny(name)
     return replace(row, name=f"{name}-wide-heads", seed=seed, config={**row.config, "head_dim": 32})
@@ -55,7 +55,7 @@ FAMILIES = [
         )
     ),
     *(
-        Case("family", _wide(name, seed), HOST)
+        Case("family", wide(name, seed), HOST)
         for name, seed in (
             *(("llama-gqa", 1), ("mistral-window", 1), ("qwen2", 1), ("qwen3", 6), ("qwen3-moe", 1)),
             *(("mixtral", 1), ("glm4-moe", 1), ("gpt-oss", 3)),

@@ -5,6 +5,7 @@
     quantized   quantized checkpoints
     ranks       tensor and expert parallelism on two ranks
     evaluation  lm-eval's metrics of a small real model in `vllm serve`, and vLLM's without ATOM
+    command     the published command line in `vllm serve`: served, or refused by name
     contract    the interfaces of vLLM that the plugin uses, in the wheels of its other versions
 
 Token ids have to be transformers', from models of ATOM and by the attention of the run. `--record` writes the
@@ -15,7 +16,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.helpers.reference import NEW_TOKENS, PROMPTS
 from tests.helpers.source import ROOT
 from tests.helpers.tiny_models import MAX_MODEL_LEN
 from tests.vllm.cases import FAMILIES, FEATURES, HOST, OWN, QUANTIZED, RANKS, Case
+from tests.vllm.command_line import check_command_line
 from tests.vllm.contract import check_contracts
 from tests.vllm.evaluation import check_evaluation
 
@@ -113,11 +115,16 @@ def run_group(python: str, cases: list[Case]) -> Found:
         }
 
 
-def _evaluation(arguments: argparse.Namespace) -> Found:
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        write_entry_points(place)
-        return check_evaluation(arguments.python, environment(place), place)
+def _serving(check: Callable[[str, Mapping[str, str], Path], Found]) -> Callable[[argparse.Namespace], Found]:
+    """A group that runs `vllm serve` with ATOM in a directory on its path."""
+
+    def group(arguments: argparse.Namespace) -> Found:
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder)
+            write_entry_points(place)
+            return check(arguments.python, environment(place), place)
+
+    return group
 
 
 def _group(cases: list[Case]) -> Callable[[argparse.Namespace], Found]:
@@ -130,7 +137,8 @@ def main() -> None:
         __doc__,
         {
             **groups,
-            "evaluation": _evaluation,
+            "evaluation": _serving(check_evaluation),
+            "command": _serving(check_command_line),
             "contract": lambda arguments: check_contracts(arguments.wheels),
         },
         lambda found: write_table(PAGE, "vLLM", FAMILIES, found, (OWN, HOST)),

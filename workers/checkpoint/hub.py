@@ -7,10 +7,12 @@ Cached files are not downloaded again, and are used when the hub cannot be reach
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from workers.checkpoint.gguf_files import VISION, first_files, of_quantization, part_names
 
 # (phase, done, total)
 Report = Callable[[str, int, int], None]
@@ -43,7 +45,7 @@ class UnreachableError(OSError):
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether `model` looks like owner/name, or like owner/name:file.gguf."""
+    """Whether `model` looks like owner/name, like owner/name:file.gguf or like owner/name:Q4_K_M."""
     return _NAME.fullmatch(model.partition(":")[0]) is not None
 
 
@@ -55,7 +57,7 @@ def fetch(
     accept: Accept,
     weights: bool = True,
 ) -> Path:
-    """Download `model`; returns its directory or GGUF file. `cache_dir` None is the library's cache.
+    """Download `model`; returns its directory or (first) GGUF file. `cache_dir` None is the library's cache.
 
     `accept` is called with a directory that has config.json before anything else is downloaded.
     Without `weights` safetensors files are not downloaded.
@@ -66,21 +68,43 @@ def fetch(
     from huggingface_hub import snapshot_download
 
     repository, _, file = model.partition(":")
-    patterns = [file] if file else [_TEMPLATES, *_FILES, *_WEIGHTS * weights]
-    options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "allow_patterns": patterns}
-    if not file:
-        options["ignore_patterns"] = _IGNORED
     reason = _why_unreachable(repository, revision)
+    options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
     options["local_files_only"] = reason is not None
     with _errors_in_one_line(repository, revision, reason):
-        if not file:
+        if file and not file.lower().endswith(".gguf"):
+            file = _file_of_quantization(repository, file, options)
+        files = part_names(file) if file else []
+        options["allow_patterns"] = files or [_TEMPLATES, *_FILES, *_WEIGHTS * weights]
+        if not files:
+            options["ignore_patterns"] = _IGNORED
             _fetch_config(repository, revision, options, accept)
         progress = _Progress(f"Downloading {repository}", _bytes_to_fetch(repository, options), report)
         directory = Path(snapshot_download(repository, tqdm_class=progress.bar_class(), **options))
         progress.finish()
-        if file and not (directory / file).is_file():
-            raise HubError(f"{repository} has no file {file}: {_gguf_files(repository, revision)}")
+        if missing := [name for name in files if not (directory / name).is_file()]:
+            raise HubError(f"{repository} has no file {missing[0]}: {_gguf_files(repository, revision)}")
     return directory / file if file else directory
+
+
+def _file_of_quantization(repository: str, tag: str, options: Mapping[str, Any]) -> str:
+    """The (first) GGUF file of the quantization `tag`. Raises HubError unless it has one model."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    if options["local_files_only"]:
+        # The library refuses patterns that have files which are not cached.
+        patterns = [f"*{each}*.gguf" for each in (tag, tag.upper(), tag.lower())]
+        cached: dict[str, Any] = {**options, "allow_patterns": patterns, "ignore_patterns": [f"*{VISION}*"]}
+        directory = Path(snapshot_download(repository, **cached))
+        names = [path.relative_to(directory).as_posix() for path in directory.rglob("*.gguf")]
+    else:
+        names = HfApi().list_repo_files(repository, revision=options["revision"])
+    found = of_quantization(names, tag)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise HubError(f"{repository} has several GGUF models {tag}: name one, of {', '.join(found)}")
+    raise HubError(f"{repository} has no GGUF model {tag}: {_name_one(repository, names)}")
 
 
 def _fetch_config(repository: str, revision: str | None, options: dict[str, Any], accept: Accept) -> None:
@@ -130,8 +154,11 @@ def _bytes_to_fetch(repository: str, options: dict[str, Any]) -> int:
 def _gguf_files(repository: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
 
-    files = sorted(HfApi().list_repo_files(repository, revision=revision))
-    found = [file for file in files if file.endswith(".gguf")]
+    return _name_one(repository, HfApi().list_repo_files(repository, revision=revision))
+
+
+def _name_one(repository: str, names: Iterable[str]) -> str:
+    found = first_files(names)
     if not found:
         return "give a model with config.json and safetensors files"
     return f"name one of its GGUF files, such as --model {repository}:{found[0]}"

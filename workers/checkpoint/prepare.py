@@ -31,6 +31,7 @@ from atom.shared.utils.process import read_launch
 from atom.shared.utils.trusted_path import REMEDY, distrusted
 from workers.checkpoint.checkpoint_files import check_weights, tensors_by_file
 from workers.checkpoint.families import check_supported
+from workers.checkpoint.gguf_files import gguf_in_directory, gguf_parts
 from workers.checkpoint.gguf_size import check_gguf_size
 from workers.checkpoint.head import with_own_head
 from workers.checkpoint.hf_config import read_config
@@ -40,7 +41,7 @@ from workers.checkpoint.quantization_files import with_routers
 from workers.device_probe import probe
 
 # To be increased when workers.weights.gguf changes its output, so that older conversions are not used.
-_GGUF_FORMAT = 7
+_GGUF_FORMAT = 8
 
 _CONVERSION_DEADLINE_S = 3600.0
 _PROGRESS_LINGER_MS = 1000
@@ -80,7 +81,9 @@ def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
     overrides = json_object(config.hf_overrides or "{}")
     directory = _directory(config, cache_dir, report, lambda found: _check_supported(found, overrides))
     if not (directory / "config.json").exists():
-        raise ValueError(_no_config(directory))
+        raise ValueError(
+            f"{directory} has no config.json: give a Hugging Face checkpoint's directory, or a .gguf file"
+        )
     _check_supported(directory, overrides)
     checkpoint = read_directory(directory, cache_dir, overrides, config.dtype)
     if image_limit(config.limit_mm_per_prompt) == 0 and checkpoint.images is not None:
@@ -110,20 +113,23 @@ def _directory(config: ModelConfig, cache_dir: Path, report: Report, accept: Acc
         weights = not config.load_dummy
         path = fetch(model, config.revision, config.download_dir, report, accept, weights)
     if path.is_dir():
-        return path
+        found = None if (path / "config.json").exists() else gguf_in_directory(path)
+        return path if found is None else converted_gguf(found, cache_dir, report)
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"{model} is a file, but not a .gguf file; give one or a directory with config.json")
     return converted_gguf(path, cache_dir, report)
 
 
 def converted_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
-    """The directory with the GGUF file's content in Hugging Face form; converted only once.
+    """The directory with the GGUF model's content in Hugging Face form; converted only once.
 
-    A second process waits for the first. A directory gets its final name only when it is complete. Raises
-    ValueError if other users can write there.
+    `path` is its file, or the first of several. A second process waits for the first. A directory gets its
+    final name only when it is complete. Raises ValueError if other users can write there.
     """
-    status = path.stat()
-    key = repr((str(path), status.st_size, status.st_mtime_ns, _GGUF_FORMAT))
+    parts = gguf_parts(path)
+    stats = [(part.name, part.stat()) for part in parts]
+    files = [(name, status.st_size, status.st_mtime_ns) for name, status in stats]
+    key = repr((str(path), files, _GGUF_FORMAT))
     name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     parent = cache_dir / "gguf"
     final = parent / name
@@ -132,7 +138,8 @@ def converted_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
         raise ValueError(f"{path.name} is converted into {parent}, but {problem}: {REMEDY}")
     if final.exists():
         return final
-    check_gguf_size(path)
+    for part in parts:
+        check_gguf_size(part)
     waiting = f"Waiting for another start to convert {path.name}"
     with exclusive(parent / f"{name}.lock", _CONVERSION_DEADLINE_S, lambda: report(waiting, 0, 1)):
         if not final.exists():
@@ -174,13 +181,6 @@ def progress_reports(supervisor: str) -> Iterator[Report]:
                 socket.send(encode(Progress("prepare", phase, done, total)), zmq.NOBLOCK)
 
         yield report
-
-
-def _no_config(directory: Path) -> str:
-    gguf_files = sorted(directory.glob("*.gguf"))
-    if gguf_files:
-        return f"{directory} has no config.json but GGUF files: give one of them, such as {gguf_files[0]}"
-    return f"{directory} has no config.json: give a Hugging Face checkpoint's directory, or a .gguf file"
 
 
 def _status(error: Exception) -> ExitStatus:

@@ -1,4 +1,4 @@
-"""Converts a GGUF file into config.json, safetensors and tokenizer.json, with the help of transformers.
+"""Converts a GGUF model into config.json, safetensors and tokenizer.json, with the help of transformers.
 
 Quantized matrices keep their integers (`gguf_blocks`), under the names that the quantization method gguf
 reads, for which `quantization_config` lists them; those of other types are expanded to float32. One tensor
@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
+from workers.checkpoint.gguf_files import gguf_parts
 from workers.weights.gguf_blocks import (
     FP4,
     KEPT,
@@ -38,21 +40,27 @@ from workers.weights.gguf_blocks import (
 from workers.weights.gguf_families import (
     GGUF_FAMILIES,
     MIXTRAL,
+    ROPE_FACTORS,
     GGUFFamily,
     Metadata,
     rope_scaling,
     why_refused,
 )
-from workers.weights.gguf_tensors import ROPE_FACTORS, HeldTensors, Part, parts_of
+from workers.weights.gguf_mtp import copies, mtp_parts, with_mtp_layer
+from workers.weights.gguf_tensors import HeldTensors, Maker, Part
 from workers.weights.gguf_tokenizers import WITH_BOS, complete_tokenizer
 
 MAX_SHARD_BYTES = 10**9
 
 # Values of general.architecture whose settings transformers reads; those of others are in `gguf_families`.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_BY_TRANSFORMERS = GGUFFamily(lambda data: {}, settings=frozenset({ROPE_FACTORS}))
+_LLAMA = replace(_BY_TRANSFORMERS, rotates_neighbours=True)
 
 # GGUF files have only the divisors of the frequencies; Llama 3.1 and later derive them from these parameters.
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+# Of Llama 3, and of Llama 4.
+_HIGH_FREQ_FACTORS = (4.0, 1.0)
 
 # Tokens of the supported families that end a sequence in llama.cpp too, whatever the metadata says: files
 # often name one end of several. The last three begin other parts of a code base.
@@ -72,9 +80,15 @@ _FUSED = (
     *(("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")),
 )
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_GATE_UP = re.compile(r"\.\*\.(gate|up)_proj$")
 _STACKS = (("gate_up_proj", "down_proj"),)
 # What the engine multiplies by plain numbers alone.
-_PLAIN = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
+_PLAIN = (
+    *(".gate.weight", ".router.weight", ".shared_expert_gate.weight", ".indexer.weights_proj.weight"),
+    *(".eh_proj.weight", "mtp.fc.weight"),
+)
+# Of transformers' configurations: where and under which name the file was, and what was not read.
+_NOT_KEPT = ("quantization_config", "_model_name_or_path", "_name_or_path")
 _FLOATS = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
 
 # (phase, done, total)
@@ -82,15 +96,16 @@ Report = Callable[[str, int, int], None]
 
 
 def convert(path: Path, directory: Path, report: Report, keep_integers: bool = True) -> None:
-    """Write the content of the GGUF file at `path` into `directory`, which exists and is empty.
+    """Write the content of the GGUF model at `path` into `directory`, which exists and is empty.
 
+    `path` is its file, or the first of several.
     Without `keep_integers` all quantized matrices are expanded, so that other programs read them.
     Raises ValueError, in one line, for a file that cannot be served.
     """
     reader = _open(path)
-    tokenizer, model = _load(path, reader)
-    parts = _parts(model, reader, path)
-    formats = _formats(parts) if keep_integers else {}
+    tokenizer, model, longer = _load(path, reader)
+    parts = _parts(model, longer, reader, path)
+    formats = _formats(parts, reader) if keep_integers else {}
     config = _config(reader, model, formats)
     roles = {"bos": "bos", "eos": "eos", "pad": "padding"}
     ids = {
@@ -125,19 +140,31 @@ def _family(reader: gguf.GGUFReader) -> GGUFFamily | None:
     return GGUF_FAMILIES.get(architecture)
 
 
-def _parts(model: Any, reader: gguf.GGUFReader, path: Path) -> list[Part]:
+def _has_inputs_first(reader: gguf.GGUFReader) -> bool:
+    family = _family(reader)
+    return family is not None and family.inputs_first
+
+
+def _parts(model: Any, longer: Any, reader: gguf.GGUFReader, path: Path) -> list[Part]:
     """All tensors of the checkpoint. Raises ValueError unless the file has exactly the model's."""
-    architecture, family = _value(reader, "general.architecture"), _family(reader)
-    held = HeldTensors(reader, model.config.num_hidden_layers, path.name)
-    rotates = architecture == "llama" if family is None else family.rotates_neighbours
-    parts = list(parts_of(model, held, architecture, rotates, family))
-    held.check_all_used(frozenset({ROPE_FACTORS}) if family is None else family.settings)
+    architecture, layers = _value(reader, "general.architecture"), model.config.num_hidden_layers
+    family = _family(reader)
+    if family is None:
+        family = _LLAMA if architecture == "llama" else _BY_TRANSFORMERS
+    held = HeldTensors(reader, layers if longer is None else layers + 1, path.name)
+    maker = Maker(held, model.config, architecture, family)
+    parts = list(maker.parts(model.state_dict()))
+    if longer is not None:
+        parts += mtp_parts(maker, longer, family.mtp_apart)
+    held.check_all_used(family.settings | copies(layers))
     return parts
 
 
-def _formats(parts: Sequence[Part]) -> dict[str, Format]:
+def _formats(parts: Sequence[Part], reader: gguf.GGUFReader) -> dict[str, Format]:
     """The format of each matrix that keeps its integers; one for those that are fused."""
     formats = {part.name: kept for part in parts if (kept := _kept(part)) is not None}
+    if _has_inputs_first(reader):  # these experts have no MXFP4
+        formats = {name: format for name, format in formats.items() if format is not FP4}
     for name in list(formats):
         suffix = ".weight" if name.endswith(".weight") else ""
         parent, _, last = name.removesuffix(suffix).rpartition(".")
@@ -220,17 +247,36 @@ class _Shards:
 
 
 def _open(path: Path) -> gguf.GGUFReader:
-    """The opened file. Raises ValueError for an unsupported one, from its metadata alone."""
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
-    architecture = _value(reader, "general.architecture", "(none)")
+    """The first file, opened, with the tensors of all parts.
+
+    Raises ValueError for unsupported ones, from their metadata alone.
+    """
+    files = gguf_parts(path)
+    readers = [_read(file) for file in files]
+    first = readers[0]
+    architecture = _value(first, "general.architecture", "(none)")
     if why := why_refused(architecture, _ARCHITECTURES):
         raise ValueError(f"{path.name} has {why}")
-    if _value(reader, "split.count", 1) > 1:
-        raise ValueError(f"{path.name} is one part of a split model; merge the parts into one file first")
-    return reader
+    for number, (file, reader) in enumerate(zip(files, readers, strict=True)):
+        found = (_value(reader, "split.no", 0), _value(reader, "split.count", 0) or 1)
+        if found != (number, len(files)):
+            raise ValueError(
+                f"{file.name} is, by its metadata, part {found[0] + 1} of {found[1]} of a model, which its "
+                "name must say, as in NAME-00001-of-00003.gguf"
+            )
+    for reader in readers[1:]:
+        first.tensors += reader.tensors
+    total = _value(first, "split.tensors.count", len(first.tensors))
+    if total != len(first.tensors):
+        raise ValueError(f"the parts of {path.name} have {len(first.tensors)} tensors, and not {total}")
+    return first
+
+
+def _read(path: Path) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
 
 
 def _value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
@@ -238,8 +284,8 @@ def _value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
     return default if field is None else field.contents()
 
 
-def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
-    """(tokenizer, model without weights)."""
+def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any, Any]:
+    """(tokenizer, model without weights, and one with the layer for multi-token prediction or None)."""
     logging.set_verbosity_error()
     pre_tokenizer = _value(reader, "tokenizer.ggml.pre", "default")
     # The file's own metadata takes precedence.
@@ -250,18 +296,23 @@ def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
         with contextlib.redirect_stderr(io.StringIO()), _read_once(reader), torch.device("meta"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(**source, **add_bos)
             complete_tokenizer(tokenizer.backend_tokenizer, reader, pre_tokenizer)
-            model = AutoModelForCausalLM.from_config(_model_config(reader, source))
+            config, longer_config = _model_configs(reader, source)
+            model = AutoModelForCausalLM.from_config(config)
+            longer = None if longer_config is None else AutoModelForCausalLM.from_config(longer_config)
     except (ValueError, NotImplementedError, RuntimeError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"{path.name} cannot be expanded: {' '.join(str(error).split())}") from error
-    return tokenizer, model
+    return tokenizer, model, longer
 
 
-def _model_config(reader: gguf.GGUFReader, source: Mapping[str, Any]) -> Any:
-    """transformers' configuration of the file's model."""
+def _model_configs(reader: gguf.GGUFReader, source: Mapping[str, Any]) -> tuple[Any, Any]:
+    """transformers' configurations: of the file's model, and with its layer for multi-token prediction."""
     if (family := _family(reader)) is None:
-        return AutoConfig.from_pretrained(**source)
-    settings = dict(family.config(Metadata(reader, _value(reader, "general.architecture"))))
-    return AutoConfig.for_model(settings.pop("model_type"), **settings)
+        return AutoConfig.from_pretrained(**source), None
+    data = Metadata(reader, _value(reader, "general.architecture"))
+    settings = dict(family.config(data))
+    name = settings.pop("model_type")
+    longer = AutoConfig.for_model(name, **with_mtp_layer(settings)) if data.mtp_layers == 1 else None
+    return AutoConfig.for_model(name, **settings), longer
 
 
 @contextlib.contextmanager
@@ -288,12 +339,14 @@ def _config(reader: gguf.GGUFReader, model: Any, formats: Mapping[str, Format]) 
     modules: dict[str, list[str]] = {}
     for name, format in formats.items():
         module = _EXPERT.sub(".experts.*.", name.removesuffix(".weight"))
+        if _has_inputs_first(reader):
+            module = _GATE_UP.sub(".*.gate_up_proj", module).replace(".experts.*.", ".experts.")
         found = modules.setdefault(format.name, [])
         if not found or found[-1] != module:
             found.append(module)
     quantized = {"quantization_config": {"quant_method": "gguf", "modules": modules}} if modules else {}
     kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
-    return {key: read[key] for key in read if key not in ("quantization_config", "_model_name_or_path")} | {
+    return {key: read[key] for key in read if key not in _NOT_KEPT} | {
         "architectures": [type(model).__name__],
         "dtype": "float32" if kinds == {gguf.GGMLQuantizationType.F32} else "bfloat16",
         "rope_parameters": _rope(reader, model.config),
@@ -305,18 +358,21 @@ def _rope(reader: gguf.GGUFReader, config: Any) -> dict[str, Any]:
     """rope_parameters with the file's scaling, which transformers does not read."""
     plain: dict[str, Any] = config.rope_parameters
     architecture = _value(reader, "general.architecture")
-    if _family(reader) is not None:
+    family = _family(reader)
+    if family is not None and ROPE_FACTORS not in family.settings:
         return plain
     factors = [torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == ROPE_FACTORS]
-    if factors:
-        scaled = plain | _LLAMA3_ROPE | {"rope_type": "llama3", "factor": float(factors[0].max())}
-        config.rope_parameters = scaled
+    if not factors:
+        return plain | rope_scaling(Metadata(reader, architecture))
+    unscaled = plain["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    for high in _HIGH_FREQ_FACTORS:
+        stated = {"rope_type": "llama3", "factor": float(factors[0].max()), "high_freq_factor": high}
+        config.rope_parameters = plain | _LLAMA3_ROPE | stated
         frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-        unscaled = plain["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
-        if not torch.allclose(unscaled / factors[0], frequencies, rtol=1e-3):
-            raise ValueError("the GGUF's rotary frequency factors are not those of Llama 3: not supported")
-        return scaled
-    return plain | rope_scaling(Metadata(reader, architecture))
+        if torch.allclose(unscaled / factors[0], frequencies, rtol=1e-3):
+            scaled: dict[str, Any] = config.rope_parameters
+            return scaled
+    raise ValueError("the GGUF's rotary frequency factors are not those of Llama 3 or 4: not supported")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Settings of GGUF files as config.json has them, and how their tensors differ, by general.architecture.
 
 What llama.cpp's converter leaves out of a file follows from its architecture, as in llama.cpp itself: the
-alternation of Gemma's windows, SmolLM3's layers without RoPE, the softmax scale of the largest Gemmas. Layers
-for multi-token prediction, which some files have after the others, are not read.
+alternation of Gemma's windows, SmolLM3's layers without RoPE, the softmax scale of the largest Gemmas, the
+chunks of Llama 4. Layers for multi-token prediction follow the others (`gguf_mtp`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,9 @@ _KNOWN_SCALING = (
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _FEATURES, _EXPERT_FEATURES = "feed_forward_length", "expert_feed_forward_length"
 _SOFTMAX, _SIGMOID = gguf.ExpertGatingFuncType.SOFTMAX, gguf.ExpertGatingFuncType.SIGMOID
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_EXPERTS_OF_MAVERICK = 128
+ROPE_FACTORS = "rope_freqs.weight"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 class Metadata:
@@ -52,6 +54,12 @@ class Metadata:
         return int(self.need("block_count")) - int(self.get("nextn_predict_layers", 0))
 
     @property
+    def mtp_layers(self) -> int:
+        """Layers for multi-token prediction; 0 where the file states some and lacks their tensors."""
+        whole = all(name in self.tensors for name in mtp_tensors(self.layers))
+        return int(self.get("nextn_predict_layers", 0)) if whole else 0
+
+    @property
     def scaling(self) -> dict[str, Any]:
         """The settings of RoPE scaling. Raises ValueError for one that is not supported."""
         prefix = f"{self._architecture}.rope.scaling."
@@ -59,6 +67,11 @@ class Metadata:
         if unknown := sorted(set(names) - set(_KNOWN_SCALING)):
             raise ValueError(f"its {prefix}{unknown[0]} is not supported")
         return {name: self.get(f"rope.scaling.{name}") for name in names}
+
+
+def mtp_tensors(layer: int) -> list[str]:
+    """The tensors that a layer for multi-token prediction has besides those of other layers."""
+    return [f"blk.{layer}.nextn.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head_norm")]
 
 
 Config = Mapping[str, Any]
@@ -80,8 +93,14 @@ class GGUFFamily:
     """Names of an expert's matrices in the checkpoint; None: GPT-OSS's stacks of all experts."""
     experts_in: str = "mlp"
     """The module of a layer, in the checkpoint, that has the experts."""
+    inputs_first: bool = False
+    """Whether stacks of all experts have inputs before outputs (Llama 4)."""
     tiled_values: bool = False
     """Whether linear attention has the first value head of each key head, then the second, and so on."""
+    names_of: str | None = None
+    """Another architecture whose tensors have the same names, for one that the gguf package does not know."""
+    mtp_apart: bool = False
+    """Whether the checkpoint has the layer for multi-token prediction in mtp.*, and not after the others."""
 
 
 def _common(data: Metadata) -> dict[str, Any]:
@@ -269,6 +288,28 @@ def _qwen3moe(data: Metadata) -> Config:
     return _common(data) | _expert_counts(data) | {"model_type": "qwen3_moe", "decoder_sparse_step": 1}
 
 
+def _llama4(data: Metadata) -> Config:
+    """What llama.cpp knows of Llama 4 and the file does not say is the default in transformers, too."""
+    if data.get("attention.sliding_window") == 0:
+        raise ValueError("it is a Llama 4 without chunks, which is not supported as GGUF")
+    experts = data.need("expert_count")
+    return _common(data) | {
+        "model_type": "llama4_text",
+        "intermediate_size": data.need(_EXPERT_FEATURES),
+        "intermediate_size_mlp": data.need(_FEATURES),
+        "num_local_experts": experts,
+        "num_experts_per_tok": data.need("expert_used_count"),
+        "interleave_moe_layer_step": data.need("interleave_moe_layer_step"),
+        # Of the two models that were published, Maverick has none.
+        "use_qk_norm": experts != _EXPERTS_OF_MAVERICK,
+    }
+
+
+def _qwen3vl(data: Metadata) -> Config:
+    """The text of Qwen3-VL is a Qwen3: without images its three rotary positions are one."""
+    return _common(data) | {"model_type": "qwen3"}
+
+
 def _gpt_oss(data: Metadata) -> Config:
     made = _common(data)
     window, layers = data.need("attention.sliding_window"), made["num_hidden_layers"]
@@ -298,7 +339,7 @@ def _routed(data: Metadata) -> dict[str, Any]:
         "routed_scaling_factor": data.get("expert_weights_scale", 1.0),
         "n_group": data.get("expert_group_count", 1),
         "topk_group": data.get("expert_group_used_count", 1),
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": data.mtp_layers,
     }
 
 
@@ -333,18 +374,12 @@ def _minimax_m2(data: Metadata) -> Config:
     }
 
 
-def _deepseek2(data: Metadata) -> Config:
-    """DeepSeek V2 with softmax routing; V3, Kimi-K2 and GLM-4.7-Flash with sigmoid routing."""
-    made = _common(data)
-    rope, routed = dict(made["rope_parameters"]), _routed(data)
-    if rope["rope_type"] == "yarn":
-        # The converter stores a tenth of it; the model's other factor of YaRN is always the same.
-        all_dim = round(10 * data.get("rope.scaling.yarn_log_multiplier", 0.0), 6)
-        rope |= {"mscale": all_dim, "mscale_all_dim": all_dim} if all_dim else {}
+def _latent_attention(data: Metadata, made: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of MLA."""
     rotated = data.need("rope.dimension_count")
     # Files of 2025 and later have the sizes of latents under the common names.
     of_key, of_value = (data.get(f"attention.{each}_length_mla") for each in ("key", "value"))
-    made |= routed | {
+    return {
         "num_key_value_heads": made["num_attention_heads"],
         "head_dim": rotated,
         "q_lora_rank": data.get("attention.q_lora_rank"),
@@ -352,17 +387,72 @@ def _deepseek2(data: Metadata) -> Config:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": (of_key or data.need("attention.key_length")) - rotated,
         "v_head_dim": of_value or data.need("attention.value_length"),
-        "rope_parameters": rope,
         "attention_bias": False,
     }
+
+
+def _deepseek(data: Metadata) -> dict[str, Any]:
+    """The settings of every DeepSeek V2 and its descendants, without `model_type`."""
+    made = _common(data)
+    rope = dict(made["rope_parameters"])
+    if rope["rope_type"] == "yarn":
+        # The converter stores a tenth of it; the model's other factor of YaRN is always the same.
+        all_dim = round(10 * data.get("rope.scaling.yarn_log_multiplier", 0.0), 6)
+        rope |= {"mscale": all_dim, "mscale_all_dim": all_dim} if all_dim else {}
+    return made | _routed(data) | _latent_attention(data, made) | {"rope_parameters": rope}
+
+
+def _deepseek2(data: Metadata) -> Config:
+    """DeepSeek V2 with softmax routing; V3, Kimi-K2 and GLM-4.7-Flash with sigmoid routing."""
+    made = _deepseek(data)
     if data.get("expert_gating_func", _SOFTMAX) == _SIGMOID:
         of_glm = data.value("tokenizer.ggml.pre") in ("glm4", "chatglm-bpe")
         return made | {"model_type": "glm4_moe_lite" if of_glm else "deepseek_v3"}
-    grouped = routed["n_group"] > 1
+    grouped = made["n_group"] > 1
     return made | {
         "model_type": "deepseek_v2",
         "topk_method": "group_limited_greedy" if grouped else "greedy",
     }
+
+
+def _sparse_attention(data: Metadata) -> dict[str, Any]:
+    """DeepSeek's settings, with those of indexers."""
+    return _deepseek(data) | {
+        "index_n_heads": data.need("attention.indexer.head_count"),
+        "index_head_dim": data.need("attention.indexer.key_length"),
+        "index_topk": data.need("attention.indexer.top_k"),
+    }
+
+
+def _deepseek32(data: Metadata) -> Config:
+    return _sparse_attention(data) | {"model_type": "deepseek_v32"}
+
+
+def _glm_dsa(data: Metadata) -> Config:
+    """The kind of each layer follows from its tensors: not all files state it."""
+    indexers = [f"blk.{layer}.indexer.attn_k.weight" in data.tensors for layer in range(data.layers)]
+    kinds = ["full" if each else "shared" for each in indexers]
+    return _sparse_attention(data) | {"model_type": "glm_moe_dsa", "indexer_types": kinds}
+
+
+def _kimi_linear(data: Metadata) -> Config:
+    """Layers without keys and values for attention are those of Kimi delta attention."""
+    made = _common(data)
+    kinds = [_FULL if heads else _LINEAR for heads in made["num_key_value_heads"]]
+    return (
+        made
+        | _routed(data)
+        | _latent_attention(data, made)
+        | {
+            "model_type": "kimi_linear",
+            "num_local_experts": data.need("expert_count"),
+            "norm_topk_prob": data.get("expert_weights_norm", True),
+            "layer_types": kinds,
+            "linear_num_heads": made["num_attention_heads"],
+            "linear_head_dim": data.need("kda.head_dim"),
+            "linear_conv_kernel_dim": data.need("ssm.conv_kernel"),
+        }
+    )
 
 
 def _delta_nets(data: Metadata) -> dict[str, Any]:
@@ -371,7 +461,7 @@ def _delta_nets(data: Metadata) -> dict[str, Any]:
     values, every = data.need("ssm.time_step_rank"), data.get("full_attention_interval", 4)
     layers = range(1, made["num_hidden_layers"] + 1)
     return made | {
-        "layer_types": ["linear_attention" if layer % every else _FULL for layer in layers],
+        "layer_types": [_LINEAR if layer % every else _FULL for layer in layers],
         "linear_conv_kernel_dim": data.need("ssm.conv_kernel"),
         "linear_key_head_dim": data.need("ssm.state_size"),
         "linear_num_key_heads": data.need("ssm.group_count"),
@@ -386,16 +476,16 @@ def _shared_expert(data: Metadata) -> dict[str, Any]:
 
 
 def _qwen3next(data: Metadata) -> Config:
-    more = {"model_type": "qwen3_next", "num_nextn_predict_layers": 0, "decoder_sparse_step": 1}
+    more = {"model_type": "qwen3_next", "num_nextn_predict_layers": data.mtp_layers, "decoder_sparse_step": 1}
     return _delta_nets(data) | _expert_counts(data) | _shared_expert(data) | more
 
 
 def _qwen35(data: Metadata) -> Config:
-    return _delta_nets(data) | {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 0}
+    return _delta_nets(data) | {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": data.mtp_layers}
 
 
 def _qwen35moe(data: Metadata) -> Config:
-    more = {"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 0}
+    more = {"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": data.mtp_layers}
     return _delta_nets(data) | _expert_counts(data) | _shared_expert(data) | more
 
 
@@ -415,22 +505,20 @@ GGUF_FAMILIES = {
     "glm4moe": GGUFFamily(_glm4moe),
     "minimax-m2": GGUFFamily(_minimax_m2, expert_names=_W123, experts_in="block_sparse_moe"),
     "deepseek2": GGUFFamily(_deepseek2),
-    "qwen3next": GGUFFamily(_qwen3next, norm_offset=1.0),
-    "qwen35": GGUFFamily(_qwen35, norm_offset=1.0, tiled_values=True),
-    "qwen35moe": GGUFFamily(_qwen35moe, norm_offset=1.0, tiled_values=True),
+    "deepseek32": GGUFFamily(_deepseek32, names_of="glm-dsa"),
+    "glm-dsa": GGUFFamily(_glm_dsa),
+    "llama4": GGUFFamily(_llama4, inputs_first=True, settings=frozenset({ROPE_FACTORS})),
+    "kimi-linear": GGUFFamily(_kimi_linear, expert_names=_W123, experts_in="block_sparse_moe"),
+    "qwen3vl": GGUFFamily(_qwen3vl),
+    "qwen3vlmoe": GGUFFamily(_qwen3moe),
+    "qwen3next": GGUFFamily(_qwen3next, norm_offset=1.0, mtp_apart=True),
+    "qwen35": GGUFFamily(_qwen35, norm_offset=1.0, tiled_values=True, mtp_apart=True),
+    "qwen35moe": GGUFFamily(_qwen35moe, norm_offset=1.0, tiled_values=True, mtp_apart=True),
 }
-
-_EXPERTS = ("qwen2moe", "glm-dsa", "granitemoe", "llama4", "mistral4")
-_RECURRENT = ("kimi-linear", "granitehybrid")
 
 
 def why_refused(name: str, others: Sequence[str]) -> str | None:
     """Why files of an architecture are refused; None for a family here, or one of the `others`."""
     if name in GGUF_FAMILIES or name in others:
         return None
-    why = ""
-    if name in _EXPERTS:
-        why = ", whose experts are not supported as GGUF: use the model's safetensors"
-    elif name in _RECURRENT:
-        why = ", whose recurrent layers are not supported as GGUF: use the model's safetensors"
-    return f"the architecture {name}{why}; supported: {', '.join(sorted({*GGUF_FAMILIES, *others}))}"
+    return f"the architecture {name}; supported: {', '.join(sorted({*GGUF_FAMILIES, *others}))}"

@@ -6,13 +6,15 @@
     attn_k_b [heads, rank, nope], attn_v_b [heads, value, rank]   kv_b_proj [heads * (nope + value), rank]
     attn_qkv, attn_gate: all queries, keys, values, z             in_proj_qkvz: those of each key head
     ssm_a = -exp(A_log)                              A_log
+    ssm_conv1d_{q,k,v}, ssm_dt, ssm_f_{a,b}          {q,k,v}_conv1d, dt_bias, f_{a,b}_proj    (Kimi-Linear)
     value heads: the first of each key head, …       all of the first key head, …    (Qwen3.5)
     norms plus 1, rotated features as neighbours     as in the family
 
 X experts, D hidden, F features of an expert.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,10 +28,17 @@ from workers.weights.gguf_families import GGUFFamily
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
-ROPE_FACTORS = "rope_freqs.weight"
 _ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 # As llama.cpp's converter calls them before it looks names up.
 _RENAMED = {"e_score_correction_bias": "e_score_correction.bias", ".dt_bias": ".dt_proj.bias"}
+# Modules that the checkpoint has where its experts are.
+_WITH_EXPERTS = re.compile(r"\.mlp\.(experts\.|gate\.|shared_expert|e_score_correction)")
+_FORGET_GATE = {
+    "f_a_proj.weight": "ssm_f_a.weight",
+    "f_b_proj.weight": "ssm_f_b.weight",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a",
+}
 _STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -75,7 +84,7 @@ class Part:
 
 
 class HeldTensors:
-    """The tensors of a file; those of layers after the first `layers` are for multi-token prediction."""
+    """The tensors of the first `layers` layers of a file, and those of no layer."""
 
     def __init__(self, reader: gguf.GGUFReader, layers: int, file: str):
         self._tensors = {tensor.name: tensor for tensor in reader.tensors if _layer(tensor.name) < layers}
@@ -100,43 +109,44 @@ class HeldTensors:
             raise ValueError(f"{self._file} holds a tensor {min(unused)!r}, which is not supported")
 
 
-def parts_of(
-    model: Any, held: HeldTensors, architecture: str, rotates_neighbours: bool, family: GGUFFamily | None
-) -> Iterator[Part]:
-    """All tensors of the model's checkpoint. Raises ValueError for one that the file lacks."""
-    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(numbers[architecture], model.config.num_hidden_layers)
-    maker = _Parts(held, model.config, rotates_neighbours, family or GGUFFamily(lambda data: {}))
-    for name, tensor in model.state_dict().items():
-        if model.config.tie_word_embeddings and name == "lm_head.weight":
-            continue
-        asked = name
-        for written, converted in _RENAMED.items():
-            asked = asked.replace(written, converted)
-        found = names.get_name(asked, try_suffixes=(".weight", ".bias"))
-        stored = next((each for each in (found, f"{found}.weight") if each in held), None)
-        yield from maker.make(name, tuple(tensor.shape), stored)
-
-
-class _Parts:
+class Maker:
     """Makes the parts of one model."""
 
-    def __init__(self, held: HeldTensors, config: Any, rotates_neighbours: bool, family: GGUFFamily):
+    def __init__(self, held: HeldTensors, config: Any, architecture: str, family: GGUFFamily):
         self._held = held
         self._config = config
-        self._rotates_neighbours = rotates_neighbours
         self._family = family
+        numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        number = numbers[family.names_of or architecture]
+        # One more: a layer for multi-token prediction.
+        self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers + 1)
+
+    def parts(self, weights: Mapping[str, Tensor]) -> Iterator[Part]:
+        """Those of all these tensors of the model. Raises ValueError for one that the file lacks."""
+        for name, tensor in weights.items():
+            if self._config.tie_word_embeddings and name == "lm_head.weight":
+                continue
+            asked = name
+            for written, converted in _RENAMED.items():
+                asked = asked.replace(written, converted)
+            found = self._names.get_name(asked, try_suffixes=(".weight", ".bias"))
+            stored = next((each for each in (found, f"{found}.weight") if each in self._held), None)
+            yield from self.make(name, tuple(tensor.shape), stored)
 
     def make(self, name: str, shape: Shape, stored: str | None) -> Iterator[Part]:
         """The parts of one tensor of the model; `stored` is the file's tensor, if it is a single one."""
         layer = f"blk.{_layer(name)}"
-        written = name.replace(".mlp.", f".{self._family.experts_in}.")
+        written = _WITH_EXPERTS.sub(rf".{self._family.experts_in}.\1", name)
         if name.endswith((*_STACKED, "experts.gate_up_proj_bias", "experts.down_proj_bias")):
             yield from self._experts(written, shape, f"{layer}.ffn")
         elif stored is None and name.endswith("kv_b_proj.weight"):
             yield self._latent_up(name, shape, layer)
         elif stored is None and name.endswith("in_proj_qkvz.weight"):
             yield self._by_key_head(name, shape, layer)
+        elif name.endswith("self_attn.conv1d.weight"):
+            yield from self._convolutions(name, shape, layer)
+        elif ".forget_gate." in name:
+            yield self._forget_gate(name, shape, layer)
         else:
             yield self._single(written, shape, self._held.take(stored, shape, name))
 
@@ -145,7 +155,7 @@ class _Parts:
         module, _, last = name.rpartition(".")
         if offset and name.endswith("norm.weight") and not module.endswith("linear_attn.norm"):
             return Part(name, (tensor,), shape, lambda data: data - offset, plain=True)
-        if self._rotates_neighbours and name.endswith(_ROTATED):
+        if self._family.rotates_neighbours and name.endswith(_ROTATED):
             return Part(name, (tensor,), shape, partial(_halves, self._heads(name)))
         if ".linear_attn." not in name:
             return Part(name, (tensor,), shape, _same)
@@ -203,6 +213,22 @@ class _Parts:
 
         return Part(name, (qkv, gate), shape, by_head)
 
+    def _convolutions(self, name: str, shape: Shape, layer: str) -> Iterator[Part]:
+        """Those of queries, keys and values, which transformers joins."""
+        size = (shape[0] // 3, *shape[1:])
+        for each in "qkv":
+            tensor = self._held.take(f"{layer}.ssm_conv1d_{each}.weight", size, name)
+            written = name.replace("conv1d", f"{each}_conv1d")
+            yield Part(written, (tensor,), size, lambda data: data.reshape(size), plain=True)
+
+    def _forget_gate(self, name: str, shape: Shape, layer: str) -> Part:
+        """Kimi delta attention has it in a module of its own in transformers alone."""
+        written = name.replace("forget_gate.", "")
+        tensor = self._held.take(f"{layer}.{_FORGET_GATE[written.partition('self_attn.')[2]]}", shape, name)
+        if not name.endswith("A_log"):
+            return Part(written, (tensor,), shape, _same)
+        return Part(written, (tensor,), shape, lambda data: np.log(-data).reshape(shape), plain=True)
+
     def _experts(self, name: str, shape: Shape, stored: str) -> Iterator[Part]:
         if self._family.expert_names is None:
             yield self._stacked(name, shape, stored)
@@ -210,15 +236,17 @@ class _Parts:
         gate, up, down = self._family.expert_names
         parent = name.rpartition(".")[0]
         count, outputs, inputs = shape
+        if self._family.inputs_first:
+            outputs, inputs = inputs, outputs
         if name.endswith("down_proj"):
-            tensor = self._held.take(f"{stored}_down_exps.weight", shape, name)
+            tensor = self._held.take(f"{stored}_down_exps.weight", (count, outputs, inputs), name)
             yield from _each(parent, down, tensor, count, slice(outputs), (outputs, inputs))
             return
         half = outputs // 2
         together = f"{stored}_gate_up_exps.weight"
         for number, (part, kind) in enumerate(((gate, "gate"), (up, "up"))):
             if together in self._held:
-                tensor = self._held.take(together, shape, name)
+                tensor = self._held.take(together, (count, outputs, inputs), name)
                 first = number * half
             else:
                 tensor = self._held.take(f"{stored}_{kind}_exps.weight", (count, half, inputs), name)

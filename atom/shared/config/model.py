@@ -11,7 +11,9 @@ from atom.shared.config.fields import NAMES, OBJECT
 @dataclass(frozen=True)
 class ModelConfig:
     model: Annotated[str, Meta(min_length=1)] = "Qwen/Qwen3-0.6B"
-    """Checkpoint directory, .gguf file, or name on the hub: owner/name or owner/name:file.gguf."""
+    """Checkpoint directory, .gguf file, or name on the hub: owner/name, owner/name:file.gguf, or
+    owner/name:Q4_K_M for the GGUF files of a quantization. Of a GGUF model in parts the first one, or their
+    directory."""
     revision: Annotated[str, Meta(min_length=1)] | None = None
     """Branch, tag or commit on the hub. If unset: the main branch."""
     download_dir: Annotated[str, Meta(min_length=1)] | None = None

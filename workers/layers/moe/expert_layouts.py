@@ -102,6 +102,7 @@ class InputsFirst(ExpertLayout):
 
     as published           gate_up_proj [X, D, 2F]   down_proj [X, F, D]
     transformers may save  gate_up_proj [X, 2F, D]   down_proj [X, D, F]
+    from a GGUF file       those of each expert, as in `PerExpert`; their formats are those of the two above
     """
 
     @property
@@ -109,19 +110,23 @@ class InputsFirst(ExpertLayout):
         return ("gate_up_proj", "down_proj")
 
     def matrix(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
+        alone = PER_EXPERT.matrix(shard, part, expert, sizes)
+        if shard.stored not in PLAIN.tensors:
+            return alone
+        assert alone.tensor is not None
         rows, columns = sizes.matrix(part)
         name, all_rows = ("down_proj", rows) if part == "down" else ("gate_up_proj", 2 * rows)
         shapes = (columns, all_rows), (all_rows, columns)
-        tensor = CheckpointTensor(name, tuple((sizes.experts, *shape) for shape in shapes), expert)
+        stacked = CheckpointTensor(name, tuple((sizes.experts, *shape) for shape in shapes), expert)
         first = rows if part == "up" else 0
-        decode = partial(_rows_of_outputs, shapes[0], first, rows)
-        return replace(shard, tensor=tensor, reading=ReadDecoded(decode))
+        decode = partial(_rows_of_outputs, shapes[0], all_rows, slice(first, first + rows))
+        return replace(shard, tensor=replace(alone.tensor, stacked=stacked), reading=ReadDecoded(decode))
 
     def bias(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
         raise ValueError("biases of stacked experts whose inputs come first are not supported")
 
     def check(self, scheme: Scheme, path: str) -> None:
-        if scheme.in_checkpoint is not PLAIN.tensors:
+        if scheme.in_checkpoint is not PLAIN.tensors and not scheme.mixes:
             raise ValueError(
                 f"{path}: stacked experts whose inputs come first are not supported in {scheme.name}: use a "
                 "plain checkpoint"
@@ -182,8 +187,9 @@ def _transposed(matrix: Tensor) -> Tensor:
     return matrix.t()
 
 
-def _rows_of_outputs(published: tuple[int, int], first: int, rows: int, matrix: Tensor) -> Tensor:
-    return (matrix.t() if matrix.shape == published else matrix).narrow(0, first, rows)
+def _rows_of_outputs(published: tuple[int, int], all_rows: int, kept: slice, matrix: Tensor) -> Tensor:
+    outputs_first = matrix.t() if matrix.shape == published else matrix
+    return outputs_first[kept] if len(outputs_first) == all_rows else outputs_first
 
 
 def _transposed_half(part: Part, interleaved_D2F: Tensor) -> Tensor:

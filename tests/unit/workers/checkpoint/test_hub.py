@@ -19,6 +19,7 @@ from atom.shared.messages.launch import PrepareLaunch
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.process import spawn
 from tests.helpers.fake_hub import COMMIT, TOKEN, FakeHub
+from tests.helpers.gguf_files import hf_weights, write_gguf
 from workers.checkpoint.hub import is_hub_name
 
 NAME = "someone/Tiny-1.5"
@@ -82,6 +83,7 @@ def free_port() -> int:
     [
         ("Qwen/Qwen3-0.6B", True),
         ("owner/name:file-Q4_K_M.gguf", True),
+        ("owner/name:Q4_K_M", True),
         ("./models/mine", False),
         ("/models/mine", False),
         ("models/mine/deep", False),
@@ -178,6 +180,33 @@ def test_gguf_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         )
         assert "model-Q8_0.gguf is not a readable GGUF file" in error_of(tmp_path, f"{NAME}:model-Q8_0.gguf")
         assert hub.fetched == {"model-Q8_0.gguf": 1}
+
+
+def test_all_parts_of_a_quantization_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "m-Q4_K_M.gguf", hf_weights(), tensors_per_part=6)
+    parts = {f"Q4_K_M/{path.name}": path.read_bytes() for path in tmp_path.glob("*.gguf")}
+    assert len(parts) == 2
+    with FakeHub(NAME, parts | {"m-Q8_0.gguf": b"x", "mmproj-Q4_K_M.gguf": b"x"}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        status, response = prepared(tmp_path, f"{NAME}:{min(parts)}")
+        assert status == 0, response
+        assert prepared(tmp_path, f"{NAME}:q4_k_m")[1] == response
+        assert hub.fetched == dict.fromkeys(parts, 1)
+    assert prepared(tmp_path, f"{NAME}:q4_k_m")[1] == response, "the hub is gone, the cache is not"
+
+
+@pytest.mark.slow
+def test_quantizations_that_are_not_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"a-Q8_0.gguf": b"x", "b-Q8_0.gguf": b"x", "c-Q4_0-00001-of-00002.gguf": b"x"}
+    with FakeHub(NAME, files) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert "has no GGUF model Q5_0: name one of its GGUF files, such as" in error_of(
+            tmp_path, f"{NAME}:Q5_0"
+        )
+        assert "several GGUF models Q8_0: name one, of a-Q8_0.gguf, b-Q8_0.gguf" in error_of(
+            tmp_path, f"{NAME}:Q8_0"
+        )
+        assert "has no file c-Q4_0-00002-of-00002.gguf" in error_of(tmp_path, f"{NAME}:Q4_0")
 
 
 def test_an_interrupted_download_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

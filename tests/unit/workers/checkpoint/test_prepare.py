@@ -366,10 +366,12 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             prepare(model(path), tmp_path, silent)
     write(tmp_path, "a.gguf", "x")
-    with pytest.raises(ValueError, match=r"give one of them, such as .*a\.gguf"):
-        prepare(without_weights(tmp_path), tmp_path, silent)
-    with pytest.raises(ValueError, match=r"a\.gguf is not a readable GGUF file"):
-        prepare(model(tmp_path / "a.gguf"), tmp_path, silent)
+    for path in (tmp_path, tmp_path / "a.gguf"):
+        with pytest.raises(ValueError, match=r"a\.gguf is not a readable GGUF file"):
+            prepare(model(path), tmp_path, silent)
+    write(tmp_path, "b-00002-of-00002.gguf", "x")
+    with pytest.raises(ValueError, match=r"2 models in GGUF files: give one of them, such as .*/a\.gguf"):
+        prepare(model(tmp_path), tmp_path, silent)
 
 
 # The process

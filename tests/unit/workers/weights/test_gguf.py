@@ -78,7 +78,10 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "starcoder2"}, "architecture starcoder2; supported: deepseek2, gemma2, gemma3, glm4moe"),
+        (
+            {"kind": "starcoder2"},
+            "architecture starcoder2; supported: deepseek2, deepseek32, gemma2, gemma3, glm-dsa",
+        ),
         ({"add_expert_count": 8}, r"lacks llama\.expert_used_count"),
         ({"add_rope_dimension_count": 4}, "lacks .*_proj.weight in the shape"),
         ({"add_tokenizer_pre": "unheard-of"}, "unheard-of"),

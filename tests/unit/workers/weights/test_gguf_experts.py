@@ -1,26 +1,31 @@
 """GGUF files of models with experts and with recurrent layers: transformers' logits."""
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 
-from tests.helpers.gguf_files import TOKENS, Sizes, write_gguf
-from tests.helpers.gguf_layout import in_file
-from tests.helpers.tiny_models import Tiny, build_tiny, hf_logits
-from tests.unit.workers.weights.test_gguf_families import IDS, YARN, YARN_ROPE, logits_of, prepared, silent
+from tests.helpers.gguf_cases import (
+    IDS,
+    YARN,
+    YARN_ROPE,
+    Case,
+    Type,
+    logits_of,
+    prepared,
+    saved,
+    silent,
+)
+from tests.helpers.tiny_models import hf_logits
 from workers.weights.gguf import convert
 
-Type = gguf.GGMLQuantizationType
 Gating = gguf.ExpertGatingFuncType
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 COUNTS = {"add_expert_count": 6, "add_expert_used_count": 3}
 ROUTED = {
     "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
@@ -41,7 +46,7 @@ STATED_LATENT = {
     "add_rope_dimension_count": 8,
 }  # fmt: skip
 DELTA = {
-    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
     "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "rope_parameters": PARTIAL,
 }  # fmt: skip
 STATED_DELTA = {
@@ -58,31 +63,6 @@ STATED_SHARED = COUNTS | {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model of transformers, and what its file states."""
-
-    architecture: str
-    model_type: str
-    config: dict[str, Any] = field(default_factory=dict)
-    stated: dict[str, Any] = field(default_factory=dict)
-    layers: int = 3
-    more: tuple[str, ...] = ()
-    """Tensors that are not read."""
-
-    @property
-    def row(self) -> Tiny:
-        common = {
-            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": self.layers, "head_dim": 16,
-            "vocab_size": len(TOKENS), "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
-        }  # fmt: skip
-        return Tiny(self.model_type, self.model_type, 3, NO_TOKENS | common | self.config)
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(heads=4, kv_heads=2, head_dim=16, hidden=64, ffn=96, layers=self.layers)
-
-
 MIXTRAL = Case(
     "llama",
     "mixtral",
@@ -92,7 +72,13 @@ MIXTRAL = Case(
 QWEN3_MOE = Case(
     "qwen3moe",
     "qwen3_moe",
-    {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 3,
+    },
     COUNTS | {"add_expert_feed_forward_length": 32, "add_key_length": 16, "add_value_length": 16},
 )
 GPT_OSS = Case(
@@ -107,8 +93,27 @@ QWEN35_MOE = Case(
     "qwen3_5_moe_text",
     DELTA | {key: SHARED[key] for key in SHARED if key != "norm_topk_prob"},
     STATED_DELTA | STATED_SHARED | {"add_key_length": 16},
-    4,
 )
+INDEXED = {"head_dim": 8, "index_topk": 16, "index_n_heads": 24, "index_head_dim": 20}
+STATED_INDEXED = {"add_indexer_head_count": 24, "add_indexer_key_length": 20, "add_indexer_top_k": 16}
+GLM_DSA = Case(
+    "glm-dsa",
+    "glm_moe_dsa",
+    ROUTED | LATENT | INDEXED | {"n_group": 1, "topk_group": 1, "index_topk_freq": 2},
+    STATED_ROUTED | STATED_LATENT | STATED_INDEXED,
+)
+LLAMA4 = Case(
+    "llama4",
+    "llama4_text",
+    {"num_local_experts": 6, "num_experts_per_tok": 1, "intermediate_size": 32, "intermediate_size_mlp": 96,
+     "interleave_moe_layer_step": 2,
+     "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}},
+    {"add_expert_count": 6, "add_expert_used_count": 1, "add_expert_feed_forward_length": 32,
+     "add_interleave_moe_layer_step": 2, "add_rope_dimension_count": 16, "add_rope_freq_base": 5e5},
+    {"rope_freqs.weight": [1.0 if 2 * math.pi * 5e5 ** (i / 8) < 8192 else 16.0 for i in range(8)]},
+)  # fmt: skip
+KINDS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 CASES = [
     MIXTRAL,
     QWEN3_MOE,
@@ -117,9 +122,7 @@ CASES = [
         "glm4moe",
         "glm4_moe",
         ROUTED | {"n_group": 1, "topk_group": 1, "use_qk_norm": True, "rope_parameters": PARTIAL},
-        STATED_ROUTED | {"add_key_length": 16, "add_rope_dimension_count": 8, "add_block_count": 4,
-                         "add_nextn_predict_layers": 1},
-        more=("blk.3.nextn.eh_proj.weight", "blk.3.attn_q.weight"),
+        STATED_ROUTED | {"add_key_length": 16, "add_rope_dimension_count": 8},
     ),
     Case(
         "minimax-m2",
@@ -157,21 +160,28 @@ CASES = [
         "qwen3_next",
         DELTA | SHARED,
         STATED_DELTA | STATED_SHARED | {"add_key_length": 16},
-        4,
     ),
-    Case("qwen35", "qwen3_5_text", DELTA, STATED_DELTA | {"add_key_length": 16}, 4),
+    Case("qwen35", "qwen3_5_text", DELTA, STATED_DELTA | {"add_key_length": 16}),
     QWEN35_MOE,
+    Case(
+        "deepseek32",
+        "deepseek_v32",
+        ROUTED | LATENT | INDEXED | {"n_group": 2, "topk_group": 1},
+        STATED_ROUTED | STATED_LATENT | STATED_INDEXED
+        | {"add_expert_group_count": 2, "add_expert_group_used_count": 1},
+    ),
+    GLM_DSA,
+    LLAMA4,
+    Case(
+        "kimi-linear",
+        "kimi_linear",
+        {name: value for name, value in (ROUTED | LATENT).items() if name != "n_routed_experts"}
+        | {"q_lora_rank": None, "num_local_experts": 6, "layer_types": KINDS, "linear_num_heads": 4,
+           "linear_head_dim": 24, "linear_conv_kernel_dim": 4},
+        {name: value for name, value in (STATED_ROUTED | STATED_LATENT).items() if name != "add_q_lora_rank"}
+        | {"add_head_count_kv": [0, 1, 0, 0], "add_kda_head_dim": 24, "add_ssm_conv_kernel": 4},
+    ),
 ]  # fmt: skip
-
-
-def saved(case: Case, path: Path, types: Type | Mapping[str, Type] | None = None) -> torch.nn.Module:
-    """Writes the case's model; returns it."""
-    model = build_tiny(case.row)
-    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    stored = in_file(weights, case.architecture, model.config)
-    stored |= {name: np.zeros((4, 4), np.float32) for name in case.more}
-    write_gguf(path, stored, case.architecture, types, case.sizes, **case.stated)
-    return model
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.architecture}-{case.model_type}")
@@ -199,20 +209,29 @@ def wide(case: Case) -> Case:
         (QWEN3_MOE, Type.Q8_0, {"int8_32"}),
         (QWEN35_MOE, by_layer(4, attn_qkv=Type.Q4_1, attn_gate=Type.Q4_1, ssm_out=Type.Q4_1),
          {"int4_32_offsets"}),
-        (GPT_OSS, by_layer(3, ffn_gate_exps=Type.MXFP4, ffn_up_exps=Type.MXFP4, ffn_down_exps=Type.MXFP4),
+        (GPT_OSS, by_layer(4, ffn_gate_exps=Type.MXFP4, ffn_up_exps=Type.MXFP4, ffn_down_exps=Type.MXFP4),
          {"mxfp4"}),
-        (QWEN3_MOE, by_layer(3, ffn_gate_exps=Type.MXFP4, ffn_up_exps=Type.MXFP4, ffn_down_exps=Type.MXFP4),
+        (QWEN3_MOE, by_layer(4, ffn_gate_exps=Type.MXFP4, ffn_up_exps=Type.MXFP4, ffn_down_exps=Type.MXFP4),
          {"mxfp4"}),
         # As llama.cpp mixes them: better ones for some of the down projections.
         (wide(QWEN3_MOE),
-         by_layer(3, ffn_gate_exps=Type.Q4_K, ffn_up_exps=Type.Q4_K, ffn_down_exps=Type.Q4_K)
+         by_layer(4, ffn_gate_exps=Type.Q4_K, ffn_up_exps=Type.Q4_K, ffn_down_exps=Type.Q4_K)
          | {"blk.1.ffn_down_exps.weight": Type.Q6_K},
          {"int4_32_offsets_units", "int6_16_units"}),
         # A type that is not kept, for one of two matrices that the engine fuses.
-        (GPT_OSS, by_layer(3, ffn_gate_exps=Type.MXFP4, ffn_down_exps=Type.MXFP4), set()),
-        (QWEN3_MOE, by_layer(3, ffn_gate_exps=Type.Q8_0, ffn_down_exps=Type.Q5_0), {"int6_32"}),
+        (GPT_OSS, by_layer(4, ffn_gate_exps=Type.MXFP4, ffn_down_exps=Type.MXFP4), set()),
+        (QWEN3_MOE, by_layer(4, ffn_gate_exps=Type.Q8_0, ffn_down_exps=Type.Q5_0), {"int6_32"}),
+        (LLAMA4, Type.Q8_0, {"int8_32"}),
+        (LLAMA4, by_layer(4, ffn_gate_exps=Type.MXFP4, ffn_up_exps=Type.MXFP4, ffn_down_exps=Type.MXFP4),
+         set()),
+        (GLM_DSA,
+         {f"model.layers.{layer}.self_attn.{name}.weight": Type.Q8_0
+          for layer in range(4)
+          for name in ("q_a_proj", "indexer.wk", "indexer.wq_b", "indexer.weights_proj")},
+         {"int8_32"}),
     ],
-    ids=["q8_0", "tiled-q4_1", "gpt-oss-mxfp4", "mxfp4", "q4_k_m", "gpt-oss-mixed", "gate-alone"],
+    ids=["q8_0", "tiled-q4_1", "gpt-oss-mxfp4", "mxfp4", "q4_k_m", "gpt-oss-mixed", "gate-alone",
+         "inputs-first", "inputs-first-mxfp4", "indexer"],
 )  # fmt: skip
 def test_experts_keep_their_integers(
     tmp_path: Path, case: Case, types: Type | Mapping[str, Type], formats: set[str]

@@ -1,6 +1,6 @@
 """GGUF files as llama.cpp writes them of transformers' models: the same logits, settings and refusals."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +11,28 @@ import torch
 from tokenizers import Tokenizer
 
 from atom.shared.config.model import ModelConfig
-from tests.helpers.gguf_files import TOKENS, Sizes, hf_weights, write_gguf
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.tiny_models import Tiny, build_tiny, hf_logits, prompt_of
+from tests.helpers.gguf_cases import (
+    IDS,
+    SIZES,
+    YARN,
+    YARN_ROPE,
+    Case,
+    Type,
+    logits_of,
+    prepared,
+    saved,
+    silent,
+)
+from tests.helpers.gguf_files import Sizes, hf_weights, write_gguf
+from tests.helpers.gguf_layout import in_file
+from tests.helpers.tiny_models import build_tiny, hf_logits
+from tests.helpers.vision_models import build
 from workers.checkpoint.prepare import prepare
 
-Type = gguf.GGMLQuantizationType
-SIZES = Sizes(heads=4, kv_heads=2, head_dim=16, hidden=64, ffn=96, layers=4)
-IDS = prompt_of(80, seed=7)  # beyond the length before RoPE scaling
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {
-    "add_rope_scaling_type": gguf.RopeScalingType.YARN,
-    "add_rope_scaling_factor": 8.0,
-    "add_rope_scaling_orig_ctx_len": 64,
-}
+EXPERTS = {"add_expert_count": 4, "add_expert_used_count": 2, "add_expert_feed_forward_length": 48}
 THETA_5E5 = DEFAULT_ROPE | {"rope_theta": 5e5}
 SHORT, LONG = [1.0] * 4, [1.0, 1.5, 2.5, 6.0]
-NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model of transformers, and what its file states."""
-
-    architecture: str
-    model_type: str
-    config: dict[str, Any] = field(default_factory=dict)
-    stated: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, list[float]] = field(default_factory=dict)
-
-    @property
-    def row(self) -> Tiny:
-        common = {
-            "hidden_size": SIZES.hidden,
-            "intermediate_size": SIZES.ffn,
-            "num_hidden_layers": SIZES.layers,
-        }
-        common |= {"vocab_size": len(TOKENS), "rms_norm_eps": 1e-5, "max_position_embeddings": 512}
-        return Tiny(self.model_type, self.model_type, 3, NO_TOKENS | common | self.config)
-
-
 CASES = [
     Case(
         "gemma2",
@@ -118,37 +94,27 @@ CASES = [
 ]  # fmt: skip
 
 
-def silent(phase: str, done: int, total: int) -> None:
-    """Ignores progress."""
-
-
-def prepared(path: Path) -> Path:
-    return Path(prepare(ModelConfig(model=str(path)), path.parent / "cache", silent).directory)
-
-
-def logits_of(directory: Path) -> torch.Tensor:
-    ours = TinyWorker(directory)
-    core = ours.core()
-    core.add(0, IDS)
-    return forced_logits(ours.worker, core, 0, [50, 30])
-
-
-def saved(case: Case, path: Path, types: Type | None = None) -> torch.nn.Module:
-    """Writes the case's model; returns it."""
-    model = build_tiny(case.row)
-    tied = model.config.tie_word_embeddings
-    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    weights = {name: array for name, array in state.items() if not (tied and name == "lm_head.weight")}
-    weights |= {name: np.array(numbers, np.float32) for name, numbers in case.tensors.items()}
-    write_gguf(path, weights, case.architecture, types, SIZES, **case.stated)
-    return model
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.architecture}-{case.model_type}")
 def test_logits_are_those_of_transformers(tmp_path: Path, case: Case) -> None:
     model = saved(case, tmp_path / "m.gguf")
     found = logits_of(prepared(tmp_path / "m.gguf"))
     torch.testing.assert_close(found, hf_logits(model, IDS), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "more"), [("qwen3vl", {}), ("qwen3vlmoe", EXPERTS)])
+def test_the_text_of_a_vision_model(tmp_path: Path, kind: str, more: dict[str, int]) -> None:
+    """llama.cpp puts the vision model into another file."""
+    whole = build({"qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe"}[kind])
+    text = {
+        name.replace("language_model.", ""): tensor.numpy()
+        for name, tensor in whole.state_dict().items()
+        if ".visual." not in name
+    }
+    stated = {"add_key_length": 16, "add_value_length": 16, "add_layer_norm_rms_eps": 1e-6, **more}
+    stated |= {"add_rope_dimension_sections": [3, 3, 2, 0], "add_num_deepstack_layers": 2}
+    write_gguf(tmp_path / "m.gguf", in_file(text, kind, whole.config), kind, sizes=SIZES, **stated)
+    found = logits_of(prepared(tmp_path / "m.gguf"))
+    torch.testing.assert_close(found, hf_logits(whole, IDS), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "phi3", "granite"])
@@ -169,16 +135,7 @@ def test_quantized_matrices_keep_their_integers(tmp_path: Path, architecture: st
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        (
-            "qwen2moe",
-            {},
-            "architecture qwen2moe, whose experts are not supported as GGUF: use .* safetensors",
-        ),
-        (
-            "kimi-linear",
-            {},
-            "architecture kimi-linear, whose recurrent layers are not supported as GGUF: use",
-        ),
+        ("qwen2moe", {}, "has the architecture qwen2moe; supported: deepseek2, "),
         (
             "granite",
             {"add_attention_scale": 0.3, "add_rope_scaling_finetuned": False},
