@@ -1,8 +1,9 @@
 """The stream that an HTTP request reads: the updates of all its sequences."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from atom.shared.messages.resume import EndedSequence
@@ -11,7 +12,7 @@ from frontend.errors import ApiError
 from frontend.text.output_processor import SequenceOutput
 from frontend.text.reply_formats.base import CallDelta, call_characters
 
-__all__ = ["Deadline", "Stream", "StreamOptions"]
+__all__ = ["Deadline", "Stream", "StreamOptions", "timed"]
 
 # Bytes of JSON, about. An entry of log probabilities: {"token":"the","logprob":-1.234567,"bytes":[116,…]}
 _ID_BYTES = 8
@@ -38,6 +39,20 @@ class Deadline:
 
     timeout_s: float
     at: float
+
+
+@contextlib.contextmanager
+def timed(deadline: Deadline | None, on_time_out: Callable[[float], None]) -> Iterator[None]:
+    """A block during which `on_time_out` gets the timeout at the deadline, if there is one."""
+    timer = None
+    if deadline is not None:
+        left_s = max(deadline.at - time.monotonic(), 0.0)
+        timer = asyncio.get_running_loop().call_later(left_s, on_time_out, deadline.timeout_s)
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 class Stream:
