@@ -93,7 +93,8 @@ async def _send_heartbeats(launch: FrontendLaunch) -> None:
     """A sign of life from the event loop, for the supervisor."""
     interval = heartbeat_interval(launch.config.reliability.hang_timeout)
     with zmq.Context() as context:
-        heartbeats = HeartbeatSender(context, zmq.PUSH, launch.supervisor, Heartbeat(launch.name), interval)
+        heartbeat = Heartbeat(launch.name)
+        heartbeats = HeartbeatSender(context, zmq.PUSH, launch.supervisor, lambda: heartbeat, interval)
         try:
             while True:
                 heartbeats.send_if_due()
