@@ -320,6 +320,7 @@ def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettin
         max_queue_s=config.scheduler.max_queue_time,
         life=launch.first_life + launch.life,
         orphan_grace=config.reliability.orphan_grace,
+        stream_dir=f"{launch.metrics_dir}/streams" if launch.metrics_dir else "",
     )
 
 

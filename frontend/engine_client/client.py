@@ -116,7 +116,7 @@ class EngineClient:
         resumed = ResumptionHooks(
             lambda: self._stream([], -1), self._adopt, self._unfinished, self._close, hooks.handed_stream
         )
-        self.resumption = Resumption(self.engines, settings.orphan_grace, metrics, resumed)
+        self.resumption = Resumption(self.engines, settings, metrics, resumed)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -138,6 +138,7 @@ class EngineClient:
 
     async def __aenter__(self) -> "EngineClient":
         self.set_engines(self._initial)
+        self.resumption.open()
         replaying = self._replays.run(self._may_run, self._send_again)
         self._replayer = asyncio.create_task(replaying, name="replays")
         return self
@@ -227,10 +228,7 @@ class EngineClient:
         logprobs = max(request.sampling.logprobs for request in requests)
         ids = [i for request in requests for i in request.request_ids]
         stream = self._stream(ids, logprobs, every_step)
-        resumable = requests[0].resumable
-        kept = None
-        if resumable is not None:
-            kept = ResumedStream(resumable.key, requests[0].tenant, stream, resumable, set(ids))
+        kept = self.resumption.begun(requests, stream)
         with timed(deadline, lambda timeout_s: self._time_out(stream, timeout_s)):
             try:
                 await self._submit_all(requests, text, stream, rank, slot)
@@ -260,7 +258,7 @@ class EngineClient:
     def _close(self, stream: Stream) -> None:
         """End the sequences of a stream, which has no reader any more."""
         self._abort(stream)
-        stream.output.close()
+        stream.close()
 
     def finish(self, stream: Stream, request_ids: list[int], reason: FinishReason) -> None:
         """End unfinished sequences of a stream, for a reason that its reader has found."""

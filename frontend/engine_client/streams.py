@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from atom.shared.messages.resume import EndedSequence
 from frontend.engine_client.output_memory import HeldOutput
+from frontend.engine_client.stream_files import StreamFile
 from frontend.errors import ApiError
 from frontend.text.output_processor import SequenceOutput
 from frontend.text.reply_formats.base import CallDelta, call_characters
@@ -78,6 +79,8 @@ class Stream:
         """Raw finish reasons of these sequences."""
         self.sequences_ended: list[EndedSequence] = []
         """The sequences that have ended, of a stream that can be resumed."""
+        self.file: StreamFile | None = None
+        """Of a stream that can be resumed: gets each update first."""
         self._every_step = options.every_step
         # The token's name, its own log probability, and those of the top tokens.
         entries = 2 + options.logprobs if options.logprobs >= 0 else 0
@@ -91,6 +94,8 @@ class Stream:
 
     def put(self, update: SequenceOutput, now: float) -> None:
         """Add an update, and wake the reader if it waits for every step or all sequences have ended."""
+        if self.file is not None:
+            self.file.add(update)
         if update.token_ids:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
@@ -141,6 +146,12 @@ class Stream:
         """End the stream; the reader gets `error` instead of the pending updates."""
         self._pending = {}
         self.fail(error)
+
+    def close(self) -> None:
+        """The stream has no reader any more, and is not kept for one."""
+        self.output.close()
+        if self.file is not None:
+            self.file.remove()
 
     def restart(self, updates: list[SequenceOutput]) -> None:
         """A new reader gets `updates`, all that the sequences have, in place of what was pending."""
