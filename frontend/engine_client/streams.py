@@ -80,7 +80,7 @@ class Stream:
         self.sequences_ended: list[EndedSequence] = []
         """The sequences that have ended, of a stream that can be resumed."""
         self.file: StreamFile | None = None
-        """Of a stream that can be resumed: gets each update first."""
+        """The file of a stream that can be resumed: it gets each update first."""
         self._every_step = options.every_step
         # The token's name, its own log probability, and those of the top tokens.
         entries = 2 + options.logprobs if options.logprobs >= 0 else 0
