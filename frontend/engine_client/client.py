@@ -268,7 +268,8 @@ class EngineClient:
         memory = self.output_memory
         limit = memory.stream_limit if every_step else memory.response_limit
         output = HeldOutput(memory, limit, lambda error: self._limit(stream, error))
-        return (stream := Stream(request_ids, StreamOptions(every_step, logprobs), output))
+        stream = Stream(request_ids, StreamOptions(every_step, logprobs), output)
+        return stream
 
     def _unfinished(self, stream: Stream) -> list[RunningSequence]:
         """The unfinished sequences of a resumable stream."""

@@ -136,8 +136,8 @@ class StreamFiles:
             claimed = await asyncio.to_thread(_read, content)  # one frame for each token
             if claimed is not None and _request.decode(claimed.requests[0].request).tenant == tenant:
                 return claimed, file
-        except (OSError, WireError) as error:
-            get_logger().error("%s: the stream cannot be read: %s", path, error)
+        except (OSError, WireError, LookupError) as error:
+            get_logger().error("%s: the stream cannot be read: %r", path, error)
         except BaseException:
             os.close(descriptor)
             raise
