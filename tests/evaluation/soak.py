@@ -217,26 +217,24 @@ class Soak:
             kind = source.randrange(10)
             self._sent += 1
             begun = time.monotonic()
+            path, body = next(hostile) if kind == 0 else _request(source)
             try:
-                if kind == 0:
-                    path, body = next(hostile)
+                if isinstance(body, bytes):
                     await self._refused(session, path, body)
                 else:
-                    await self._generate(session, source, leaves=kind <= 2)
-            except aiohttp.ClientError as error:
-                if self._cut_at > begun - _CUT_S:
+                    await self._generate(session, path, body, source.random() * 0.5 if kind <= 2 else None)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if isinstance(error, aiohttp.ClientError) and self._cut_at > begun - _CUT_S:
                     self._outcomes["cut off with a frontend"] += 1
                 else:
-                    self._fail(error, begun)
-            except TimeoutError as error:
-                self._fail(error, begun)
+                    self._fail(error, begun, f"{path} {body!r:.300}")
 
-    def _fail(self, error: Exception, begun: float) -> None:
+    def _fail(self, error: Exception, begun: float, what: str) -> None:
         self._outcomes["failed"] += 1
         minute, since = (time.monotonic() - self._began) / 60, begun - self._cut_at
         self._unexpected.append(
             f"{type(error).__name__} at minute {minute:.1f}, of a request that was sent {since:.0f} s after "
-            f"the last end of a frontend: {error}"
+            f"the last end of a frontend: {error}: {what}"
         )
 
     def _is_whole(self) -> bool:
@@ -269,12 +267,13 @@ class Soak:
             await answer.read()
             self._count(answer.status, f"{path} {body[:200]!r}")
 
-    async def _generate(self, session: aiohttp.ClientSession, source: random.Random, leaves: bool) -> None:
-        path, body = _request(source)
+    async def _generate(
+        self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], leaves_after_s: float | None
+    ) -> None:
         async with session.post(path, json=body) as answer:
-            if leaves:
+            if leaves_after_s is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(answer.content.readany(), source.random() * 0.5)
+                    await asyncio.wait_for(answer.content.readany(), leaves_after_s)
                 self._outcomes["left"] += 1
                 return
             text = await answer.text()
