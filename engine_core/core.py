@@ -20,6 +20,7 @@ from atom.shared.messages.engine import (
     CoreStats,
     Finished,
     FinishReason,
+    HeapUse,
     TokenDeltas,
 )
 from atom.shared.messages.grammar import DropGrammar, GetGrammar, GrammarBytes, GrammarLoaded, LoadGrammar
@@ -77,6 +78,8 @@ class EngineCore:
         self._frontends: set[bytes] = set()  # all that have unfinished requests, and perhaps others
         self.expert_load = ExpertLoad([], 0)
         """The latest that a worker has sent."""
+        self.worker_heaps: dict[int, HeapUse] = {}
+        """By rank: the latest that each worker has sent."""
         self._check: Iterator[None] | None = None  # keeps the checked requests in memory
         self._checked_version: tuple[int, ...] = ()
 
@@ -357,6 +360,7 @@ class EngineCore:
             orphans=self._resumable.num_orphans,
             orphans_expired=self._resumable.num_expired,
             kv_tiers=[] if self._kv.offload is None else self._kv.offload.stats(counters.tier_hits),
+            worker_heaps=[self.worker_heaps[rank] for rank in sorted(self.worker_heaps)],
         )
 
     def check_integrity(self) -> None:

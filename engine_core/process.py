@@ -122,8 +122,9 @@ class CoreProcess:
         self._supervisor.connect(launch.supervisor)
         timeouts = launch.config.reliability
         interval = heartbeat_interval(timeouts.hang_timeout)
-        heartbeat = Heartbeat(self._name)
-        self._heartbeats = HeartbeatSender(self._context, zmq.PUSH, launch.supervisor, heartbeat, interval)
+        self._heartbeats = HeartbeatSender(
+            self._context, zmq.PUSH, launch.supervisor, lambda: Heartbeat(self._name), interval
+        )
         collective = launch.config.parallel.workers_in_mesh > 1
         self._worker_monitor = worker_monitor(timeouts.hang_timeout, collective)
         self._step_timer = SilenceTimer(_MAX_GAP_S)
@@ -357,6 +358,7 @@ class CoreProcess:
     def _process_worker_message(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
         if isinstance(message, WorkerHeartbeat):
             self._worker_monitor.seen(_worker(message.rank))
+            core.worker_heaps[message.rank] = message.heap
             return {}
         if isinstance(message, RankTrace):
             self._finish_profile(core, self._profiling.add_trace(message))

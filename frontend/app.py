@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
@@ -147,7 +148,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app.cleanup_ctx.append(_loop_watch)
     app.cleanup_ctx.append(_certificate_watch)
     app.cleanup_ctx.append(_admin_server)
-    app.on_shutdown.append(_stop_other_sockets)
+    app.on_shutdown.append(_close_sockets)
     return app
 
 
@@ -320,6 +321,7 @@ def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettin
         max_queue_s=config.scheduler.max_queue_time,
         life=launch.first_life + launch.life,
         orphan_grace=config.reliability.orphan_grace,
+        stream_dir=f"{launch.metrics_dir}/streams" if launch.metrics_dir else "",
     )
 
 
@@ -350,18 +352,15 @@ async def start(
     def public(listening: socket.socket) -> Listener:
         return Listener(runner, listening, app[keys.LIMITS], app[keys.METRICS], app[keys.TLS])
 
-    own = public(listener)
-    await own.start()
-    app[keys.LIFECYCLE].listens(own)
+    await app[keys.LIFECYCLE].listen(listener, public)
     app[keys.OTHER_SOCKETS].start(public)
-    app[keys.LIFECYCLE].listens(app[keys.OTHER_SOCKETS])
     return runner
 
 
 async def _engine_links(app: web.Application) -> AsyncIterator[None]:
     launch = app[keys.LAUNCH]
     client = app[keys.CLIENT]
-    leaving: list[asyncio.Task[None]] = []
+    moves: list[asyncio.Task[None]] = []
     async with client:
         if not launch.control:
             yield
@@ -370,17 +369,18 @@ async def _engine_links(app: web.Application) -> AsyncIterator[None]:
         def update(message: Engines) -> None:
             client.set_engines(message.engines, message.ended, message.trial)
             _apply(app, message.state)
-            app[keys.OTHER_SOCKETS].set_down(message.down)
-            if message.is_leaving and not client.resumption.is_leaving:
-                client.resumption.is_leaving = True
-                leaving.append(asyncio.create_task(_leave(app)))
+            app[keys.OTHER_SOCKETS].set_down([] if message.is_leaving else message.down)
+            if message.is_leaving != client.resumption.is_leaving:
+                client.resumption.is_leaving = message.is_leaving
+                moves.append(asyncio.create_task(_leave(app) if message.is_leaving else _come_back(app)))
 
         async with _running(app[keys.SUPERVISOR].follow(update)):
             yield
 
 
-async def _stop_other_sockets(app: web.Application) -> None:
+async def _close_sockets(app: web.Application) -> None:
     await app[keys.OTHER_SOCKETS].stop()
+    app[keys.LIFECYCLE].close()
 
 
 async def _leave(app: web.Application) -> None:
@@ -388,6 +388,17 @@ async def _leave(app: web.Application) -> None:
     if keys.STATUS in app:
         await _close_status_feed(app)
     await app[keys.LIFECYCLE].leave()
+
+
+async def _come_back(app: web.Application) -> None:
+    """The server that had the listening sockets has died."""
+    if keys.STATUS in app:
+        app[keys.STATUS].open()
+    try:
+        await app[keys.LIFECYCLE].come_back()
+    except Exception:  # nobody would accept: the supervisor starts this frontend again
+        get_logger().critical("the frontend cannot accept connections again", exc_info=True)
+        os._exit(1)
 
 
 def _apply(app: web.Application, state: ServerState) -> None:
@@ -405,9 +416,11 @@ async def _admin_server(app: web.Application) -> AsyncIterator[None]:
         create_admin_app(app), handler_cancellation=True, shutdown_timeout=_CLEANUP_DEADLINE_S
     )
     await runner.setup()
-    listener = Listener(runner, socket.socket(fileno=descriptor), app[keys.LIMITS], app[keys.METRICS])
-    await listener.start()
-    app[keys.LIFECYCLE].listens(listener)
+
+    def private(listening: socket.socket) -> Listener:
+        return Listener(runner, listening, app[keys.LIMITS], app[keys.METRICS])
+
+    await app[keys.LIFECYCLE].listen(socket.socket(fileno=descriptor), private)
     yield
     await runner.cleanup()
 

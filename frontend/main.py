@@ -54,7 +54,8 @@ async def serve(launch: FrontendLaunch) -> ExitStatus:
     """Serve requests until SIGTERM; then running requests get the shutdown timeout to finish.
 
     A second SIGTERM ends them at once. Once another server has the sockets, requests on open connections get
-    that time, and SIGTERM ends them. Returns whether one has failed since the first, for lack of an engine.
+    that time, and SIGTERM ends them; if that server dies meanwhile, connections are accepted again. Returns
+    whether a request has failed for lack of an engine since the end began.
     """
     stop = _StopSignal()
     app = create_app(launch)
@@ -66,21 +67,31 @@ async def serve(launch: FrontendLaunch) -> ExitStatus:
     try:
         ready = asyncio.create_task(_report_ready(app, launch))
         heartbeats = asyncio.create_task(_send_heartbeats(launch))
-        lifecycle = app[keys.LIFECYCLE]
-        await _first(stop.first.wait(), lifecycle.left.wait())
+        failed_before = await _until_end(runner, launch.server.shutdown_timeout, stop)
         ready.cancel()
-        failed_before = app[keys.CLIENT].num_failed
-        timeout_s = launch.server.shutdown_timeout
-        if lifecycle.left.is_set():
-            await _finish(app, _no_connections(runner, timeout_s), stop.first)
-            await app[keys.SUPERVISOR].leave_streams(app[keys.CLIENT].resumption.without_engine())
-        else:
-            await _finish(app, lifecycle.drain(timeout_s), stop.second)
         heartbeats.cancel()
         has_failed = app[keys.CLIENT].num_failed > failed_before
         return ExitStatus.FAILURE if has_failed else ExitStatus.DONE
     finally:
         await runner.cleanup()
+
+
+async def _until_end(runner: web.AppRunner, timeout_s: float, stop: "_StopSignal") -> int:
+    """Serve until all requests have ended; returns how many had failed when the end began."""
+    app = runner.app
+    lifecycle, client = app[keys.LIFECYCLE], app[keys.CLIENT]
+    while True:
+        await _first(stop.first.wait(), lifecycle.left.wait())
+        failed_before = client.num_failed
+        if not lifecycle.left.is_set():
+            await _first(lifecycle.drain(timeout_s), stop.second.wait())
+            await _end_unfinished(app)
+            return failed_before
+        await _first(_no_connections(runner, timeout_s), lifecycle.stays.wait(), stop.first.wait())
+        if lifecycle.left.is_set():
+            await _end_unfinished(app)
+            await app[keys.SUPERVISOR].leave_streams(client.resumption.without_engine())
+            return failed_before
 
 
 async def _report_ready(app: web.Application, launch: FrontendLaunch) -> None:
@@ -93,7 +104,8 @@ async def _send_heartbeats(launch: FrontendLaunch) -> None:
     """A sign of life from the event loop, for the supervisor."""
     interval = heartbeat_interval(launch.config.reliability.hang_timeout)
     with zmq.Context() as context:
-        heartbeats = HeartbeatSender(context, zmq.PUSH, launch.supervisor, Heartbeat(launch.name), interval)
+        heartbeat = Heartbeat(launch.name)
+        heartbeats = HeartbeatSender(context, zmq.PUSH, launch.supervisor, lambda: heartbeat, interval)
         try:
             while True:
                 heartbeats.send_if_due()
@@ -118,9 +130,8 @@ async def _no_connections(runner: web.AppRunner, timeout_s: float) -> None:
         await asyncio.sleep(_CONNECTIONS_POLL_S)
 
 
-async def _finish(app: web.Application, work: Coroutine[Any, Any, object], hurry: asyncio.Event) -> None:
-    """Wait for the end of `work`, or for `hurry`; then end the requests that are left."""
-    await _first(work, hurry.wait())
+async def _end_unfinished(app: web.Application) -> None:
+    """End the requests that are left."""
     unfinished = app[keys.LIFECYCLE].running
     if unfinished:
         get_logger().warning("stopping with %d requests unfinished", unfinished)

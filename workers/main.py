@@ -30,6 +30,7 @@ from atom.shared.utils.logger import setup_logging
 from atom.shared.utils.process import read_launch
 from atom.shared.utils.stack_dump import dump_stacks_on_signal
 from atom.shared.utils.step_trace import StepTrace
+from workers.memory.heap import heap_use
 from workers.waves import Waves
 
 _LINGER_MS = 2000
@@ -96,8 +97,9 @@ class Link:
         self._next_progress = 0.0
         self._closing = threading.Event()
         interval = heartbeat_interval(launch.config.reliability.hang_timeout)
-        heartbeat = WorkerHeartbeat(launch.rank)
-        self._heartbeats = HeartbeatSender(self._context, zmq.DEALER, launch.core, heartbeat, interval)
+        self._heartbeats = HeartbeatSender(
+            self._context, zmq.DEALER, launch.core, lambda: WorkerHeartbeat(launch.rank, heap_use()), interval
+        )
         self._heartbeat_thread = threading.Thread(
             target=self._send_heartbeats, args=(interval,), name="heartbeats", daemon=True
         )

@@ -206,17 +206,18 @@ class Launcher:
 
     def _serve(self, supervisor: Supervisor, take_over: TakeOver | None, hand_over: HandOver) -> None:
         supervisor.restart_failed()
-        model = None
-        while not self._stops and model is None:
+        has_left = False
+        while not self._stops and not has_left:
             supervisor.check()
             if take_over is not None:
                 take_over.receive()
             if take_over is None or take_over.is_done:
                 self._start_successor()
-                model = hand_over.wanted()
-        if model is not None:
-            self._hand_over(supervisor, hand_over, model)
-        else:
+                if (model := hand_over.wanted()) is not None:
+                    has_left = self._hand_over(supervisor, hand_over, model)
+        if not has_left:
+            if take_over is not None:
+                take_over.stopping()
             self._logger.info("stopping: running requests may finish")
             self._manager.stopping(self.server.shutdown_timeout + END_S)
             timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
@@ -232,14 +233,26 @@ class Launcher:
             self._successor = Successor(self._manager.environment)
         self._wants_successor = False
 
-    def _hand_over(self, supervisor: Supervisor, hand_over: HandOver, model: dict[str, str]) -> None:
-        """End after the requests of this server: a new one, with `model`, accepts connections now."""
+    def _hand_over(self, supervisor: Supervisor, hand_over: HandOver, model: dict[str, str]) -> bool:
+        """End after the requests of this server: a new one, with `model`, accepts connections now.
+
+        Returns False if that has died meanwhile, and this server accepts them again.
+        """
         self._logger.info("process %d has taken over: running requests may finish", hand_over.new_pid)
         self._manager.replaced_by(hand_over.new_pid)
         hand_over.leave(difference("the new server", model, "the earlier one", self._model))
         timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
-        supervisor.stop_frontends(timeout, hurry=lambda: self._stops > 0)
+        supervisor.drain_frontends(timeout, lambda: self._stops > 0 or hand_over.has_lost_new())
+        if not self._stops and hand_over.has_lost_new():
+            self._logger.error(
+                "process %d has died: this server accepts connections again; streams that it had are lost",
+                hand_over.new_pid,
+            )
+            hand_over.come_back()
+            return False
+        supervisor.stop_frontends(0.0, hurry=lambda: True)
         hand_over.send_streams()
+        return True
 
     def _stop_after_death(self, supervisor: Supervisor, cause: str) -> None:
         """Stop what is left without an engine or a frontend; frontends first send their clients errors."""

@@ -68,6 +68,10 @@ class TakeOver:
             self._handed.is_pending = False
             get_logger().info("the earlier server has ended; streams taken over: %d", len(self._handed))
 
+    def stopping(self) -> None:
+        """This server is stopped: the old one is not to go on for it."""
+        self._old.stopping()
+
     @property
     def is_done(self) -> bool:
         """Whether the old server has ended."""
@@ -127,6 +131,16 @@ class HandOver:
         """Accept no further connections. `difference`: why the new server cannot go on with streams."""
         self._supervisor.leave()
         self._send(Leaving(difference))
+
+    def has_lost_new(self) -> bool:
+        """Whether the new server has died since `leave`."""
+        return self._new.has_died()
+
+    def come_back(self) -> None:
+        """Accept connections again, instead of the new server, which has died."""
+        if self._admin is not None:
+            self._admin.is_own = True
+        self._supervisor.come_back()
 
     def send_streams(self) -> None:
         """After the end of the frontends: what clients may resume at the new server."""

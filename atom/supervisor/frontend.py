@@ -46,6 +46,7 @@ class Frontend(Domain):
         self._engines = engines
         self._admin = admin
         self._started_at = time.monotonic()
+        self._leaves = False
         name = _FRONTEND if self._num_frontends == 1 else f"{_FRONTEND} {index}"
         super().__init__(name, settings, {self._node})
 
@@ -102,7 +103,8 @@ class Frontend(Domain):
 
     def failure(self) -> Failure | None:
         """As the base class; once a frontend that was stopped has ended, its socket is closed."""
-        if self.life is not None and self.life.is_stopping and not self.life.is_alive:
+        has_ended = self.life is not None and self.life.is_stopping and not self.life.is_alive
+        if has_ended and not self._leaves:
             self.refuse_connections()
         return super().failure()
 
@@ -121,11 +123,22 @@ class Frontend(Domain):
         return ""
 
     def leave(self) -> None:
-        """Another server has the socket: the process is going to end by itself, after its connections."""
+        """Another server accepts on the socket: the process ends by itself, after its connections."""
+        self._leaves = True
         if self.life is not None:
             for child in self.life.children.values():
                 child.stopping = True
-        self.refuse_connections()
+
+    def come_back(self) -> None:
+        """The other server has died: the process accepts again, or the next one does if it has ended."""
+        self._leaves = False
+        if self.is_alive and self.life is not None:
+            for child in self.life.children.values():
+                child.stopping = False
+            return
+        if self.life is not None:
+            self.life.close()
+        self.restart()
 
     def terminate(self) -> None:
         """Send SIGTERM: the first lets running requests finish, the second ends them with errors."""

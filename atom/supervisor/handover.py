@@ -25,6 +25,7 @@ from atom.shared.messages.handover import (
     Left,
     ListeningSockets,
     Serving,
+    Stopping,
     TakeOver,
     ToNew,
     ToOld,
@@ -132,6 +133,7 @@ class NewServer:
         self._channel: _Channel[ToOld] | None = None
         self.pid = 0
         """Process id of the supervisor of the new server; 0 before there is one."""
+        self._is_stopped = False
 
     def poll(self) -> Serving | None:
         """Answer who has connected; returns the message of a new server that accepts connections."""
@@ -148,6 +150,15 @@ class NewServer:
             get_logger().warning("process %d does not take over after all: %s", self.pid, error)
             self._drop()
             return None
+
+    def has_died(self) -> bool:
+        """Whether the new server, which serves, has ended though nobody has stopped it."""
+        try:
+            while self._channel is not None and (message := self._channel.receive()) is not None:
+                self._is_stopped |= isinstance(message, Stopping)
+        except HandoverError:
+            self._drop()
+        return self._channel is None and not self._is_stopped and not _is_alive(self.pid)
 
     def send(self, message: Leaving | Claimed | Left) -> None:
         """Raises HandoverError."""
@@ -180,6 +191,7 @@ class NewServer:
             channel.close()
             return
         self._channel = channel
+        self._is_stopped = False
         self.pid = channel.peer
         get_logger().info("process %d is going to take over", self.pid)
 
@@ -241,6 +253,12 @@ class OldServer:
             raise HandoverError("the running server does not leave its sockets")
         return message.difference
 
+    def stopping(self) -> None:
+        """This server is stopped: the old one is not to go on for it."""
+        if self._channel is not None:
+            with contextlib.suppress(HandoverError):  # it has ended
+                self._channel.send(Stopping())
+
     @property
     def is_connected(self) -> bool:
         """Whether streams may still come."""
@@ -265,3 +283,12 @@ class OldServer:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether it has not ended; a process that this one cannot see has."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -425,6 +425,20 @@ class Supervisor:
             frontend.leave()
         self._publish()
 
+    def come_back(self) -> None:
+        """Accept connections again, after `leave`: the server that had the sockets has died."""
+        self._is_leaving = False
+        self._phase = _Phase.SERVING
+        for frontend in self._frontends:
+            frontend.come_back()
+        self._publish()
+
+    def drain_frontends(self, timeout_s: float, ends: Callable[[], bool]) -> None:
+        """Wait until the frontends, which end by themselves, have ended, or `ends()` is true."""
+        deadline = time.monotonic() + timeout_s
+        while self.has_frontends and time.monotonic() < deadline and not ends():
+            self.check()
+
     def take_streams(self) -> Iterator[Claimed]:
         """After the end of the frontends: all streams that clients may resume. The engines forget them."""
         yield from self.handed.take_all()
@@ -444,9 +458,7 @@ class Supervisor:
             self._stop_restarting()
             for frontend in self._frontends:
                 frontend.terminate()
-        deadline = time.monotonic() + timeout_s
-        while self.has_frontends and time.monotonic() < deadline and not hurry():
-            self.check()
+        self.drain_frontends(timeout_s, hurry)
         for frontend in self._frontends:
             frontend.terminate()  # the second SIGTERM: it ends its running requests with errors
         deadline = time.monotonic() + _CLIENT_ERRORS_S

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable
 from types import TracebackType
 
 from atom.shared.messages.admin import Done, RequestInfos
@@ -46,7 +46,7 @@ from frontend.engine_client.output_memory import HeldOutput, OutputMemory
 from frontend.engine_client.replay import MayRun, Replays
 from frontend.engine_client.resumption import Adoption, ResumedStream, Resumption, ResumptionHooks
 from frontend.engine_client.sequence import RunningSequence
-from frontend.engine_client.streams import Deadline, Stream, StreamOptions
+from frontend.engine_client.streams import Deadline, Stream, StreamOptions, timed
 from frontend.engine_client.trial_turn import TrialTurn
 from frontend.errors import (
     ApiError,
@@ -62,6 +62,7 @@ from frontend.text.output_processor import OVERLOADED, OutputProcessor, Sequence
 
 __all__ = ["ID_BITS", "EngineClient"]
 
+_OVERDUE = "the request has waited for its engine for longer than --max-queue-time: try again later"
 _MOST_NAMES = 8
 """Requests that a log line names."""
 ID_BITS = 40
@@ -115,7 +116,7 @@ class EngineClient:
         resumed = ResumptionHooks(
             lambda: self._stream([], -1), self._adopt, self._unfinished, self._close, hooks.handed_stream
         )
-        self.resumption = Resumption(self.engines, settings.orphan_grace, metrics, resumed)
+        self.resumption = Resumption(self.engines, settings, metrics, resumed)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -137,6 +138,7 @@ class EngineClient:
 
     async def __aenter__(self) -> "EngineClient":
         self.set_engines(self._initial)
+        self.resumption.open()
         replaying = self._replays.run(self._may_run, self._send_again)
         self._replayer = asyncio.create_task(replaying, name="replays")
         return self
@@ -175,11 +177,11 @@ class EngineClient:
         self._fail_hopeless()
 
     def check_ready(self, rank: int | None = None) -> None:
-        """Raises UnavailableError while no engine, or not that of `rank`, can generate.
+        """Raises UnavailableError while no engine can generate, or a request for that of `rank` cannot wait.
 
         RequestError for a rank that does not exist.
         """
-        self.engines.ready_ranks(rank)
+        self.engines.check_ready(rank, can_wait=self._replays.most > 0)
 
     async def wait_ready(self) -> None:
         """Wait until an engine is ready; the caller bounds the wait."""
@@ -226,11 +228,8 @@ class EngineClient:
         logprobs = max(request.sampling.logprobs for request in requests)
         ids = [i for request in requests for i in request.request_ids]
         stream = self._stream(ids, logprobs, every_step)
-        resumable = requests[0].resumable
-        kept = None
-        if resumable is not None:
-            kept = ResumedStream(resumable.key, requests[0].tenant, stream, resumable, set(ids))
-        with self._timed(stream, deadline):
+        kept = self.resumption.begun(requests, stream)
+        with timed(deadline, lambda timeout_s: self._time_out(stream, timeout_s)):
             try:
                 await self._submit_all(requests, text, stream, rank, slot)
                 yield stream
@@ -243,23 +242,11 @@ class EngineClient:
     ) -> AsyncIterator[Stream]:
         """Read a stream that was begun before; like `open`, but that what runs is not sent."""
         self.resumption.begin(resumed)
-        with self._timed(resumed.stream, deadline):
+        with timed(deadline, lambda timeout_s: self._time_out(resumed.stream, timeout_s)):
             try:
                 yield resumed.stream
             finally:
                 self._leave(resumed.stream, resumed)
-
-    @contextlib.contextmanager
-    def _timed(self, stream: Stream, deadline: Deadline | None) -> Iterator[None]:
-        timer = None
-        if deadline is not None:
-            left_s = max(deadline.at - time.monotonic(), 0.0)
-            timer = asyncio.get_running_loop().call_later(left_s, self._time_out, stream, deadline.timeout_s)
-        try:
-            yield
-        finally:
-            if timer is not None:
-                timer.cancel()
 
     def _leave(self, stream: Stream, resumed: ResumedStream | None) -> None:
         """The reader of a stream is gone: keep the stream for another one, or end it."""
@@ -271,7 +258,7 @@ class EngineClient:
     def _close(self, stream: Stream) -> None:
         """End the sequences of a stream, which has no reader any more."""
         self._abort(stream)
-        stream.output.close()
+        stream.close()
 
     def finish(self, stream: Stream, request_ids: list[int], reason: FinishReason) -> None:
         """End unfinished sequences of a stream, for a reason that its reader has found."""
@@ -371,7 +358,20 @@ class EngineClient:
                 self._send(request, sequences, ready)
             else:
                 self._replays.wait(sequences, stream)
+                self._limit_wait(sequences)
         self._fail_hopeless()
+
+    def _limit_wait(self, sequences: list[RunningSequence]) -> None:
+        """Sequences that no engine has got yet wait for one no longer than the queue limit allows."""
+        if (most_s := self.settings.max_queue_s) is not None:
+            left_s = max(sequences[0].progress.arrived_at + most_s - time.monotonic(), 0.0)
+            asyncio.get_running_loop().call_later(left_s, self._end_overdue, [each.id for each in sequences])
+
+    def _end_overdue(self, request_ids: list[int]) -> None:
+        for sequence in filter(None, map(self._sequences.get, request_ids)):
+            if sequence.engine is None and not sequence.replays:
+                end = Finished(sequence.id, FinishReason.OVERLOADED, message=_OVERDUE)
+                self._advance(sequence.rank, time.monotonic(), TokenDeltas(0, [], b"", finished=[end]))
 
     def _add(
         self,
@@ -389,7 +389,7 @@ class EngineClient:
         for request_id in request.request_ids:
             progress = Progress(arrived_at, request.num_prompt_ids)
             state = self.output.new_state(request, text)
-            sequences.append(RunningSequence(request_id, state, stream, progress, rank))
+            sequences.append(RunningSequence(request_id, state, stream, progress, rank, rank or 0))
         self._sequences.update(zip(request.request_ids, sequences, strict=True))
         return sequences
 

@@ -38,6 +38,8 @@ class ClientSettings:
     """Tokens of one KV block."""
     orphan_grace: float = 0.0
     """As --orphan-grace: seconds for which a stream without a client is kept; 0: none is."""
+    stream_dir: str = ""
+    """Directory for the files of streams, as in StreamFiles; empty: they have none."""
 
     def running(self, num_engines: int) -> float:
         """Sequences of this frontend that so many engines run at once."""

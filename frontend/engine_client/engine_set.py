@@ -127,6 +127,18 @@ class EngineSet:
         """Sequences of this frontend that these engines run at once."""
         return self._settings.running(sum(engine.link.is_ready for engine in self))
 
+    def check_ready(self, rank: int | None, can_wait: bool) -> None:
+        """Raises UnavailableError while no engine can generate, or not that of `rank`.
+
+        With `can_wait` a request for `rank` waits for an engine that is started again, while others serve.
+        RequestError for a rank that does not exist.
+        """
+        try:
+            self.ready_ranks(rank)
+        except UnavailableError:
+            if not (can_wait and self.is_ready) or rank in self.final:
+                raise
+
     def ready_ranks(self, rank: int | None = None) -> list[int]:
         """The ranks whose engines can generate, or `rank` alone; never empty.
 

@@ -6,6 +6,7 @@
     the server is replaced      the engines give their streams to the supervisor, and each frontend what waits
                                 for an engine; the new one has them, and gives each to the frontend that
                                 its client asks: it is sent to engines there
+    its engine died as well     what the frontend has written of the stream is sent to an engine (StreamFiles)
 
 An engine that has just started may not have the sequences again yet: the claim is repeated then.
 """
@@ -16,20 +17,24 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
-from atom.shared.messages.codec import Decoder
+from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.engine import AddRequest
 from atom.shared.messages.resume import (
     RESUMED_ELSEWHERE,
     Claim,
     Claimed,
+    ClaimedRequest,
     ClaimedSequence,
     HandedStream,
     Resumable,
 )
+from frontend.engine_client.client_settings import ClientSettings
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.engine_set import EngineSet
 from frontend.engine_client.sequence import RunningSequence
+from frontend.engine_client.stream_files import StreamFiles
 from frontend.engine_client.streams import Stream
 from frontend.errors import RequestError, ResumedElsewhereError
 from frontend.metrics.metrics import Metrics
@@ -56,7 +61,7 @@ class ResumedStream:
     known: set[int] = field(default_factory=set)
     """Ids of the sequences that were found."""
     handed: list[Claimed] = field(default_factory=list)
-    """What an earlier server had of it, until `Resumption.begin`."""
+    """What an earlier server, or a dead frontend, had of it, until `Resumption.begin`."""
 
     @property
     def is_whole(self) -> bool:
@@ -108,8 +113,12 @@ class ResumptionHooks:
 class Resumption:
     """The streams of this frontend that wait for a client, and the claims that wait for engines."""
 
-    def __init__(self, engines: EngineSet, grace_s: float, metrics: Metrics, hooks: ResumptionHooks):
-        self.grace_s = grace_s
+    def __init__(
+        self, engines: EngineSet, settings: ClientSettings, metrics: Metrics, hooks: ResumptionHooks
+    ):
+        self.grace_s = settings.orphan_grace
+        has_files = settings.stream_dir and self.grace_s
+        self._files = StreamFiles(Path(settings.stream_dir) if has_files else None)
         self._metrics = metrics
         self._engines = engines
         self._hooks = hooks
@@ -123,6 +132,23 @@ class Resumption:
     def __len__(self) -> int:
         """Streams that wait for a client."""
         return len(self._kept)
+
+    def open(self) -> None:
+        """In the running event loop. What dead frontends have left is removed after the grace."""
+        left = self._files.left()
+        asyncio.get_running_loop().call_later(self.grace_s, self._files.remove, left)
+
+    def begun(self, requests: list[AddRequest], stream: Stream) -> ResumedStream | None:
+        """A new stream; None if it cannot be resumed."""
+        resumable = requests[0].resumable
+        if resumable is None:
+            return None
+        parts = [
+            ClaimedRequest(encode(each), [ClaimedSequence(number, b"") for number in each.request_ids])
+            for each in requests
+        ]
+        stream.file = self._files.begin(Claimed(0, resumable.key, parts))
+        return ResumedStream(resumable.key, requests[0].tenant, stream, resumable, set(resumable.request_ids))
 
     def keep(self, resumed: ResumedStream, left_s: float | None = None) -> None:
         """Keep a stream whose client is gone; after the grace its sequences are ended."""
@@ -169,6 +195,8 @@ class Resumption:
         self._metrics.resumed += 1
         if not resumed.handed:
             self._restart(resumed)
+            if resumed.stream.file is None:
+                self._write(resumed)
         return resumed
 
     def begin(self, resumed: ResumedStream) -> None:
@@ -183,6 +211,16 @@ class Resumption:
         for claimed in handed:
             self._add(None, claimed, resumed)
         self._restart(resumed)
+        self._write(resumed)
+
+    def _write(self, resumed: ResumedStream) -> None:
+        """Give a stream a file with all that it has now. What has ended stays where it was found."""
+        stream = resumed.stream
+        if parts := [sequence.claimed() for sequence in self._hooks.unfinished(stream)]:
+            earlier = stream.file
+            stream.file = self._files.begin(Claimed(0, resumed.key, parts, list(stream.sequences_ended)))
+            if earlier is not None:
+                earlier.remove()
 
     def _restart(self, resumed: ResumedStream) -> None:
         ended = [ended_update(end) for end in resumed.stream.sequences_ended]
@@ -205,6 +243,8 @@ class Resumption:
             if entry is not None:
                 entry[1].cancel()
             self.keep(resumed, left_s)
+            if resumed.is_whole and resumed.stream.file is None:
+                self._write(resumed)
 
     def ended(self, sequence: RunningSequence, update: SequenceOutput) -> None:
         """A sequence of a resumable stream has ended, or another frontend has claimed its stream."""
@@ -219,6 +259,7 @@ class Resumption:
         if (entry := self._kept.get(resumable.key)) is not None and entry[0].stream is sequence.stream:
             entry[1].cancel()
             del self._kept[resumable.key]
+            sequence.stream.close()
 
     def lost(self, engine: EngineConnection) -> None:
         """An engine has ended: it answers no claim."""
@@ -230,6 +271,7 @@ class Resumption:
         """Claim a stream until all its sequences are known."""
         deadline = time.monotonic() + self.grace_s
         while not resumed.is_whole:
+            are_up = all(self._engines.up.values())
             await self._claim(resumed)
             if resumed.is_whole:
                 return
@@ -240,8 +282,14 @@ class Resumption:
                 self._take(handed.claimed, resumed)
                 return
             now = time.monotonic()
-            is_settled = all(self._engines.up.values()) and now > self._lost_at + _SETTLED_S
-            if not handed.is_pending and (is_settled or now > deadline):
+            is_late = now > deadline
+            can_have_files = not handed.is_pending and (are_up or is_late)
+            if can_have_files and (left := await self._files.take(resumed.key, resumed.tenant)) is not None:
+                claimed, resumed.stream.file = left
+                self._take([claimed], resumed)
+                return
+            is_settled = are_up and now > self._lost_at + _SETTLED_S
+            if not handed.is_pending and (is_settled or is_late):
                 raise _unknown(resumed.key, bool(resumed.known))
             await asyncio.sleep(_RETRY_S)
 

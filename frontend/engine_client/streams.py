@@ -1,17 +1,19 @@
 """The stream that an HTTP request reads: the updates of all its sequences."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from atom.shared.messages.resume import EndedSequence
 from frontend.engine_client.output_memory import HeldOutput
+from frontend.engine_client.stream_files import StreamFile
 from frontend.errors import ApiError
 from frontend.text.output_processor import SequenceOutput
 from frontend.text.reply_formats.base import CallDelta, call_characters
 
-__all__ = ["Deadline", "Stream", "StreamOptions"]
+__all__ = ["Deadline", "Stream", "StreamOptions", "timed"]
 
 # Bytes of JSON, about. An entry of log probabilities: {"token":"the","logprob":-1.234567,"bytes":[116,…]}
 _ID_BYTES = 8
@@ -40,6 +42,20 @@ class Deadline:
     at: float
 
 
+@contextlib.contextmanager
+def timed(deadline: Deadline | None, on_time_out: Callable[[float], None]) -> Iterator[None]:
+    """A block during which `on_time_out` gets the timeout at the deadline, if there is one."""
+    timer = None
+    if deadline is not None:
+        left_s = max(deadline.at - time.monotonic(), 0.0)
+        timer = asyncio.get_running_loop().call_later(left_s, on_time_out, deadline.timeout_s)
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
 class Stream:
     """The updates of one HTTP request, over all its sequences.
 
@@ -63,6 +79,8 @@ class Stream:
         """Raw finish reasons of these sequences."""
         self.sequences_ended: list[EndedSequence] = []
         """The sequences that have ended, of a stream that can be resumed."""
+        self.file: StreamFile | None = None
+        """The file of a stream that can be resumed: it gets each update first."""
         self._every_step = options.every_step
         # The token's name, its own log probability, and those of the top tokens.
         entries = 2 + options.logprobs if options.logprobs >= 0 else 0
@@ -76,6 +94,8 @@ class Stream:
 
     def put(self, update: SequenceOutput, now: float) -> None:
         """Add an update, and wake the reader if it waits for every step or all sequences have ended."""
+        if self.file is not None:
+            self.file.add(update)
         if update.token_ids:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
@@ -126,6 +146,12 @@ class Stream:
         """End the stream; the reader gets `error` instead of the pending updates."""
         self._pending = {}
         self.fail(error)
+
+    def close(self) -> None:
+        """The stream has no reader any more, and is not kept for one."""
+        self.output.close()
+        if self.file is not None:
+            self.file.remove()
 
     def restart(self, updates: list[SequenceOutput]) -> None:
         """A new reader gets `updates`, all that the sequences have, in place of what was pending."""

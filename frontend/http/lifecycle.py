@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from frontend.errors import UnavailableError
@@ -11,9 +12,14 @@ __all__ = ["Lifecycle"]
 
 
 class Listener(Protocol):
-    """Accepts connections until `stop`."""
+    """Accepts connections from `start` to `stop`, which closes its socket."""
+
+    async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+
+Listen = Callable[[socket.socket], Listener]
 
 
 class Lifecycle:
@@ -25,8 +31,13 @@ class Lifecycle:
         self.is_draining = False
         """Whether new requests are refused, until the end or until an administrator ends it."""
         self.left = asyncio.Event()
-        """Set once another server has the listening sockets: this one ends after its connections."""
+        """Set while another server has the listening sockets: this one ends after its connections."""
+        self.stays = asyncio.Event()
+        """Set while it is not."""
+        self.stays.set()
+        self._sockets: list[tuple[socket.socket, Listen]] = []
         self._listeners: list[Listener] = []
+        self._moves = asyncio.Lock()
         self._is_stopping = False
         self._is_interrupted = False
         self._interruptible: set[asyncio.Task[object]] = set()
@@ -49,17 +60,39 @@ class Lifecycle:
         """Whether another server goes on with the streams that are unfinished now."""
         return self.left.is_set() and self._is_interrupted
 
-    def listens(self, listener: Listener) -> None:
-        """`leave` stops this one."""
+    async def listen(self, listening: socket.socket, listen: Listen) -> None:
+        """Accept connections on a socket, until `leave` and after `come_back`. Raises OSError."""
+        self._sockets.append((listening, listen))
+        await self._start(listening, listen)
+
+    async def _start(self, listening: socket.socket, listen: Listen) -> None:
+        listener = listen(listening.dup())
+        await listener.start()
         self._listeners.append(listener)
 
     async def leave(self) -> None:
         """Accept no further connections; requests on those that there are are served. May be called twice."""
-        listeners = self._listeners
-        self._listeners = []
-        for listener in listeners:
-            await listener.stop()
-        self.left.set()
+        async with self._moves:
+            listeners = self._listeners
+            self._listeners = []
+            for listener in listeners:
+                await listener.stop()
+            self.stays.clear()
+            self.left.set()
+
+    async def come_back(self) -> None:
+        """Accept connections again: the server that had the listening sockets has died. Raises OSError."""
+        async with self._moves:
+            for listening, listen in self._sockets:
+                await self._start(listening, listen)
+            self.left.clear()
+            self.stays.set()
+
+    def close(self) -> None:
+        """Close the sockets, of which listeners have copies."""
+        for listening, _ in self._sockets:
+            listening.close()
+        self._sockets.clear()
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:

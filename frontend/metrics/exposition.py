@@ -219,6 +219,16 @@ class _Collector(Collector):
         yield from self._speculation({r: s for r, s in engines.items() if s.num_accepted_tokens_per_pos})
         yield from self._experts({r: s for r, s in engines.items() if s.expert_imbalance})
         yield from self._tiers({r: s for r, s in engines.items() if s.kv_tiers})
+        yield self._heaps(engines)
+
+    def _heaps(self, engines: dict[int, CoreStats]) -> Metric:
+        text = "Memory that malloc has in a worker, in bytes: allocated, or free and kept for later"
+        family = GaugeMetricFamily("atom:worker_heap_bytes", text, labels=[*_LABELS, "worker", "state"])
+        for rank, stats in engines.items():
+            for worker, heap in enumerate(stats.worker_heaps):
+                for state, size in (("allocated", heap.allocated), ("free", heap.free)):
+                    family.add_metric([self._model, str(rank), str(worker), state], size)
+        return family
 
     def _cache_config(self, engines: dict[int, CoreStats]) -> Metric:
         """What a gateway reads to know the prefixes that an engine can hold."""

@@ -87,6 +87,10 @@ class StatusFeed:
             due = max(due + _INTERVAL_S, loop.time())
             await asyncio.sleep(due - loop.time())
 
+    def open(self) -> None:
+        """Take pages again after `close`."""
+        self._is_closed = False
+
     def close(self) -> None:
         """End the streams of all pages."""
         self._is_closed = True

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionChunk
 from atom.examples.unbroken_stream import chunks
 from tests.helpers.edges import metrics_text
 from tests.helpers.random_server import ARGS, write_tools_checkpoint
-from tests.helpers.resuming import Resumed, follow, read
+from tests.helpers.resuming import OnEvent, Resumed, follow, read
 from tests.helpers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(240)
@@ -74,6 +74,12 @@ def kill_frontends(server: Server, place: int | None = None) -> None:
 def kill_worker(server: Server) -> None:
     """Kill the only one."""
     os.kill(next(pid for pid, line in server.children().items() if "workers.main" in line), signal.SIGKILL)
+
+
+def kill_core(server: Server) -> None:
+    """Kill the only one, and so its worker."""
+    pids = [pid for pid, line in server.children().items() if "engine_core.process" in line]
+    os.kill(pids[0], signal.SIGKILL)
 
 
 async def _all(server: Server, on_event: Any = lambda resumed: None) -> list[Resumed]:
@@ -240,3 +246,58 @@ def test_an_engine_dies_while_another_frontend_keeps_a_stream_with_a_grammar(ser
         return resumed
 
     assert asyncio.run(run()).events == expected.events
+
+
+_LONG_LIST = {"type": "array", "minItems": 150, "maxItems": 160, "items": {"enum": ["x", "yz"]}}
+LONG_REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/chat/completions",
+        {
+            **_CHAT,
+            "max_tokens": 2000,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _LONG_LIST}},
+        },
+    ),
+    ("/v1/completions", {**REQUESTS[1][1], "max_tokens": 300, "ignore_eos": True}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine_first", [True, False])
+@pytest.mark.parametrize("between_s", [0.0, 1.0, 2.5])
+def test_streams_go_on_after_the_deaths_of_their_frontend_and_engine(
+    server: Server, engine_first: bool, between_s: float
+) -> None:
+    """All frontends die. Nobody but them, and the engine, knows the streams."""
+    undisturbed = asyncio.run(_long(server))
+    deaths = [lambda: kill_core(server), lambda: kill_frontends(server)]
+    begun: list[Resumed] = []
+
+    def strike(resumed: Resumed) -> None:
+        if len(resumed.events) == 40:
+            begun.append(resumed)
+            if len(begun) == len(LONG_REQUESTS):
+                first, second = deaths if engine_first else reversed(deaths)
+                first()
+                asyncio.get_running_loop().call_later(between_s, second)
+
+    resumed = asyncio.run(_long(server, strike))
+    for one, other in zip(resumed, undisturbed, strict=True):
+        assert one.resumptions and one.texts == other.texts
+        assert sorted(one.events) == sorted(other.events)
+    assert re.search(r"^atom:orphans\{.* 0.0$", metrics_text(server), re.MULTILINE)
+
+
+async def _long(server: Server, on_event: OnEvent = lambda resumed: None) -> list[Resumed]:
+    """The second one begins with the first event of the first, whose grammar is compiled by then."""
+    begun = asyncio.Event()
+
+    def first(resumed: Resumed) -> None:
+        begun.set()
+        on_event(resumed)
+
+    async def second() -> Resumed:
+        await begun.wait()
+        return await follow(server.url, *LONG_REQUESTS[1], on_event)
+
+    return await asyncio.gather(follow(server.url, *LONG_REQUESTS[0], first), second())

@@ -194,6 +194,42 @@ def test_requests_of_a_leaving_server_outlive_its_engine(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_a_server_accepts_again_if_the_new_one_dies_after_its_takeover(tmp_path: Path) -> None:
+    """A frontend of it has ended by then, and one has a stream. It can still be replaced."""
+    more = ("--api-server-count", "2", "--shutdown-timeout", "120", "--orphan-grace", "150")
+    socket = tmp_path / "admin"
+    args = ("--model", str(checkpoint(tmp_path / "model")), *ARGS, *more, "--admin-socket", str(socket))
+    texts: list[str] = []
+
+    async def upgrade(old: Server, new: list[Server]) -> tuple[Resumed, Resumed]:
+        expected = await follow(old.url, _PATH, _LONG | {"max_tokens": 6000})
+        begun = asyncio.Event()
+        on_event = lambda resumed: begun.set() if len(resumed.events) == 20 else None  # noqa: E731
+        stream = asyncio.create_task(follow(old.url, _PATH, _LONG | {"max_tokens": 6000}, on_event))
+        await begun.wait()
+        new.append(Server(*args, "--upgrade-from", str(old.process.pid)))
+        await _until(lambda: "has taken over" in old.text())
+        await _until(lambda: sum("frontend.main" in line for line in old.children().values()) == 1)
+        new[0].kill()
+        for _ in range(40):
+            async with aiohttp.ClientSession(old.url) as session:
+                texts.append(await plain(session))
+        await _until(lambda: sum("frontend.main" in line for line in old.children().values()) == 2)
+        await _serves(old.url, socket)
+        found = await stream
+        new.append(await replaced(old, *args))
+        async with aiohttp.ClientSession(old.url) as session:
+            texts.append(await plain(session))
+        return expected, found
+
+    with upgraded_server(*args) as (old, new):
+        expected, found = asyncio.run(upgrade(old, new))
+        assert "has died: this server accepts connections again" in old.text()
+    assert found.events == expected.events and not found.resumptions
+    assert len(texts) == 41 and len(set(texts)) == 1
+
+
+@pytest.mark.slow
 def test_a_stream_does_not_go_on_with_another_model(tmp_path: Path) -> None:
     """The error says what differs; the old server still finishes what it can."""
     first = checkpoint(tmp_path / "first")

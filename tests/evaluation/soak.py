@@ -7,16 +7,19 @@ Clients stream and do not stream, chat and complete, penalise, score prompts, le
 bodies that must be refused. With `--kill-every` there are two engines and two frontends, and a worker, a core
 or a frontend is killed about as often; a client whose frontend dies is cut off, and no other notices.
 Every ten seconds the tool reads resident memory, open descriptors and threads of each kind of process, of
-the largest where there are several, and at the end it prints the memory of every half minute. Processes that
-are younger than two minutes are left out: what a new one has allocated does not grow after its first minute,
-but the free memory that it keeps does for some. The first third of the samples is a warm-up. The tool exits
-with status 1 where the medians of the last third are above those of the middle third by more than 8 MiB,
-2 descriptors or 2 threads, and where a request had an outcome that it should not have, or none.
+the largest where there are several, and at the end it prints the memory of every half minute. Two things of
+a worker are bounded, but come at any time, and are not counted: freed memory that its heap keeps on purpose,
+which `atom:worker_heap_bytes` tells, and the two descriptors of each grammar that it has loaded (256 at
+most). Processes that are younger than two minutes are left out. The first third of the samples is a warm-up.
+The tool exits with status 1 where the medians of the last third are above those of the middle third by more
+than 8 MiB, 2 descriptors or 2 threads, where a worker keeps more than 256 MiB of freed memory, and where a
+request had an outcome that it should not have, or none.
 """
 
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -28,7 +31,7 @@ import tempfile
 import time
 import urllib.error
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,15 @@ _CUT_S = 2.0
 _FRONTEND = "frontend.main"
 _VICTIMS = ("workers.main", "engine_core.process", _FRONTEND)
 _MIN_MINUTES = 1.5  # three samples in each third
+_MAX_FREE_MIB = 256
+"""Freed memory that a worker's heap keeps, see `atom_ops.backend`."""
+_GRAMMAR = "/memfd:atom-grammar-masks"
+_DESCRIPTORS_OF_GRAMMAR = 2
+_STACKS = re.compile(r"engine-(\d+)\.\d+/.*worker (\d+)\.stacks$")
+"""A file that each worker has open: numbers of its engine and of the worker."""
+_FREE_HEAP = re.compile(
+    r'^atom:worker_heap_bytes\{engine="(\d+)",.*state="free",worker="(\d+)"\} (\S+)$', re.MULTILINE
+)
 _JUDGED = (("memory, MiB", 1 << 20, 8), ("descriptors", 1, 2), ("threads", 1, 2))
 """The columns of a sample: name, unit, and the growth that is allowed."""
 
@@ -105,6 +117,8 @@ class Soak:
         self._sent = 0
         self._kills: Counter[str] = Counter()
         """By the module of the process."""
+        self._most_free = 0
+        """Bytes that the heap of a worker has kept at most."""
         self._warm_s = _WARM_S
         self._cut_at = -_CUT_S
         """When a frontend was killed last (monotonic, seconds): its clients are cut off."""
@@ -132,15 +146,26 @@ class Soak:
         figures = dict(self._samples[-1][1]) if self._samples else {}
         found: dict[str, list[tuple[int, ...]]] = {}
         young: dict[str, list[tuple[int, ...]]] = {}
+        free = self._free_heaps()
         for pid in (self._server.process.pid, *self._server.children()):
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, OSError):
                 process = psutil.Process(pid)
-                sample = (process.memory_info().rss, process.num_fds(), process.num_threads())
+                sample = _figures(process, free)
                 is_warm = time.time() - process.create_time() >= self._warm_s
                 (found if is_warm else young).setdefault(_name_of(process), []).append(sample)
         found |= {name: each for name, each in young.items() if name not in found and name not in figures}
         figures |= {name: tuple(map(max, zip(*each, strict=True))) for name, each in found.items()}
         self._samples.append((time.monotonic() - self._began, figures))
+
+    def _free_heaps(self) -> dict[tuple[str, str], int]:
+        """By engine and worker: bytes that are free and kept. Empty if no frontend responds."""
+        try:
+            text = metrics_text(self._server)
+        except (OSError, http.client.HTTPException):
+            return {}
+        found = {(engine, worker): int(float(size)) for engine, worker, size in _FREE_HEAP.findall(text)}
+        self._most_free = max(self._most_free, *found.values(), 0)
+        return found
 
     def report(self) -> list[str]:
         """Print the figures; returns what should not have happened."""
@@ -157,13 +182,17 @@ class Soak:
         )
         print("lag of the frontend's event loop, ms: times:", ", ".join(shown))
         names = list(self._samples[0][1])
-        print("\nresident memory, MiB")
+        most_free = self._most_free >> 20
+        print(f"\nfreed memory that a worker's heap has kept, at most: {most_free} MiB")
+        print("\nresident memory but for that, MiB")
         print(_line("minute", names))
         for moment, figures in self._samples[:: int(_PRINTED_S / _SAMPLE_S)]:
             print(_line(f"{moment / 60:.1f}", [f"{figures[name][0] / (1 << 20):.0f}" for name in names]))
         third = len(self._samples) // 3
         middle, last = self._samples[third : 2 * third], self._samples[-third:]
         problems = [f"unexpected: {text}" for text in self._unexpected[:10]]
+        if most_free > _MAX_FREE_MIB:
+            problems.append(f"the heap of a worker has kept {most_free} MiB of freed memory")
         if self._sent != self._outcomes.total():
             problems.append(f"{self._sent} requests were sent, and {self._outcomes.total()} have an outcome")
         print("\nmedians of the middle third -> the last third")
@@ -179,7 +208,7 @@ class Soak:
 
     async def _sample_until(self, end: float) -> None:
         while time.monotonic() < end:
-            self.take_sample()
+            await asyncio.to_thread(self.take_sample)
             await asyncio.sleep(_SAMPLE_S)
 
     async def _client(self, session: aiohttp.ClientSession, source: random.Random, end: float) -> None:
@@ -188,26 +217,24 @@ class Soak:
             kind = source.randrange(10)
             self._sent += 1
             begun = time.monotonic()
+            path, body = next(hostile) if kind == 0 else _request(source)
             try:
-                if kind == 0:
-                    path, body = next(hostile)
+                if isinstance(body, bytes):
                     await self._refused(session, path, body)
                 else:
-                    await self._generate(session, source, leaves=kind <= 2)
-            except aiohttp.ClientError as error:
-                if self._cut_at > begun - _CUT_S:
+                    await self._generate(session, path, body, source.random() * 0.5 if kind <= 2 else None)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if isinstance(error, aiohttp.ClientError) and self._cut_at > begun - _CUT_S:
                     self._outcomes["cut off with a frontend"] += 1
                 else:
-                    self._fail(error, begun)
-            except TimeoutError as error:
-                self._fail(error, begun)
+                    self._fail(error, begun, f"{path} {body!r:.300}")
 
-    def _fail(self, error: Exception, begun: float) -> None:
+    def _fail(self, error: Exception, begun: float, what: str) -> None:
         self._outcomes["failed"] += 1
         minute, since = (time.monotonic() - self._began) / 60, begun - self._cut_at
         self._unexpected.append(
             f"{type(error).__name__} at minute {minute:.1f}, of a request that was sent {since:.0f} s after "
-            f"the last end of a frontend: {error}"
+            f"the last end of a frontend: {error}: {what}"
         )
 
     def _is_whole(self) -> bool:
@@ -240,12 +267,13 @@ class Soak:
             await answer.read()
             self._count(answer.status, f"{path} {body[:200]!r}")
 
-    async def _generate(self, session: aiohttp.ClientSession, source: random.Random, leaves: bool) -> None:
-        path, body = _request(source)
+    async def _generate(
+        self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], leaves_after_s: float | None
+    ) -> None:
         async with session.post(path, json=body) as answer:
-            if leaves:
+            if leaves_after_s is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(answer.content.readany(), source.random() * 0.5)
+                    await asyncio.wait_for(answer.content.readany(), leaves_after_s)
                 self._outcomes["left"] += 1
                 return
             text = await answer.text()
@@ -283,6 +311,19 @@ def _request(source: random.Random) -> tuple[str, dict[str, Any]]:
     if source.random() < 0.15:
         body |= {"stream": False, "echo": True, "logprobs": 3}
     return "/v1/completions", body | {"prompt": words}
+
+
+def _figures(process: psutil.Process, free: Mapping[tuple[str, str], int]) -> tuple[int, ...]:
+    """The columns of `_JUDGED`, without what is bounded otherwise. `free` as of `Soak._free_heaps`."""
+    memory, descriptors = process.memory_info().rss, process.num_fds()
+    for number in os.listdir(f"/proc/{process.pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/{process.pid}/fd/{number}")
+            if target.startswith(_GRAMMAR):
+                descriptors -= _DESCRIPTORS_OF_GRAMMAR
+            elif worker := _STACKS.search(target):
+                memory -= free.get((worker[1], worker[2]), 0)
+    return memory, descriptors, process.num_threads()
 
 
 def growth(column: int, names: Sequence[str], before: Sequence[float], after: Sequence[float]) -> list[str]:

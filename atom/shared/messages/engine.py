@@ -286,6 +286,14 @@ class KVTierStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Copies that failed."""
 
 
+class HeapUse(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What malloc has of a process, in bytes; zeros where the C library does not say."""
+
+    allocated: int = 0
+    free: int = 0
+    """Freed, and kept for what is allocated next."""
+
+
 class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     """Counters since start and current gauges; the response to `GetStats`."""
 
@@ -329,6 +337,8 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     """Sequences that were ended since no frontend had claimed them in time."""
     kv_tiers: list[KVTierStats] = []
     """In the order in which they are read."""
+    worker_heaps: list[HeapUse] = []
+    """By the rank of the worker in its engine."""
 
 
 class GetStats(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):

@@ -6,6 +6,9 @@ new    Serving                its engines and frontends are ready, and accept co
 old    Leaving                it accepts none any more; later, what it has not finished of streams that
        Claimed, Claimed, ...  can be resumed
        Left
+
+A new server that is stopped before that sends Stopping. If it ends without, the old one accepts connections
+again.
 """
 
 import msgspec
@@ -63,5 +66,9 @@ class Left(msgspec.Struct, tag=6, array_like=True, frozen=True, gc=False):
     """The last message: all streams have been sent."""
 
 
-ToOld = TakeOver | Serving
+class Stopping(msgspec.Struct, tag=7, array_like=True, frozen=True, gc=False):
+    """The new server is stopped on purpose."""
+
+
+ToOld = TakeOver | Serving | Stopping
 ToNew = ListeningSockets | Declined | Leaving | Claimed | Left

@@ -17,7 +17,7 @@ Any time:   worker -> WorkerHeartbeat (from a second socket)
 import msgspec
 
 from atom.shared.messages.admin import SetLogLevel
-from atom.shared.messages.engine import PromptLogprobs, SampledLogprobs, Sampling
+from atom.shared.messages.engine import HeapUse, PromptLogprobs, SampledLogprobs, Sampling
 from atom.shared.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar, RowGrammar
 from atom.shared.messages.images import DropImage, LoadImage, RowImage
 from atom.shared.messages.kv_tiers import (
@@ -244,6 +244,7 @@ class WorkerHeartbeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=F
     """Sent about every second from a thread of its own, so that it arrives while a step computes, too."""
 
     rank: int
+    heap: HeapUse = HeapUse()
 
 
 class ExpertLoad(msgspec.Struct, tag=17, array_like=True, frozen=True, gc=False):

@@ -36,7 +36,7 @@ def heartbeat_interval(hang_timeout_s: float) -> float:
 
 
 class HeartbeatSender:
-    """Sends `message` to `endpoint` about every `interval_s`, on a socket of its own.
+    """Sends `message()` to `endpoint` about every `interval_s`, on a socket of its own.
 
     A separate socket, so that unread heartbeats never fill the queue of other messages.
     """
@@ -46,14 +46,14 @@ class HeartbeatSender:
         context: "zmq.Context[zmq.Socket[bytes]]",
         kind: int,
         endpoint: str,
-        message: msgspec.Struct,
+        message: Callable[[], msgspec.Struct],
         interval_s: float,
     ):
         self._socket = context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _QUEUED_HEARTBEATS)
         connect(self._socket, endpoint)
-        self._frame = encode(message)
+        self._message = message
         self._interval_s = interval_s
         self._next = 0.0
 
@@ -64,7 +64,7 @@ class HeartbeatSender:
             return
         self._next = now + self._interval_s
         with contextlib.suppress(zmq.Again):  # the queue is full: the reader has enough of them
-            self._socket.send(self._frame, zmq.DONTWAIT)
+            self._socket.send(encode(self._message()), zmq.DONTWAIT)
 
     def close(self) -> None:
         """Close the socket."""

@@ -118,7 +118,7 @@ def test_a_request_may_name_its_rank(cores: list[FakeCore], checkpoint: Checkpoi
             assert complete(client, headers, **given) == 400
         cores[1].die("worker 0: killed")
         until(lambda: not is_up(client, 1))
-        assert complete(client, data_parallel_rank=1) == 503
+        assert complete(client, data_parallel_rank=1, timeout=0.2) == 408  # it has waited for the engine
         assert counts() == [1, 5]
 
 
@@ -239,7 +239,7 @@ def test_the_supervisors_list_is_followed(
         FakeCore(tmp_path, script, rank=1, life=1) as new,
     ):
         control.wait_for_frontend()
-        control.send([cores[0].address], [EngineEnded(1, 0, "worker 0: killed by SIGKILL")])
+        control.send([cores[0].address], [EngineEnded(1, 0, "worker 0: killed by SIGKILL", is_final=True)])
         until(lambda: not is_up(client, 1))
         status, body = client.call("POST", "/v1/completions", {"prompt": "go", "data_parallel_rank": 1})
         assert (status, body["error"]["code"]) == (503, "engine_dead")

@@ -270,6 +270,24 @@ def test_what_a_server_that_is_replaced_starts_again(supervisor: Supervisor, por
     engine.close()
 
 
+def test_a_server_whose_successor_has_died_accepts_again(supervisor: Supervisor, port: ListenPort) -> None:
+    """By the process that has not ended, and the next life of the one that has."""
+    first, second = add_frontends(supervisor, port, SLEEP, SLEEP)
+    supervisor.restart_failed()
+    supervisor.leave()
+    assert first.life is not None and second.life is not None
+    first.life.children[first.name].process.kill()
+    supervisor.drain_frontends(60, lambda: not first.is_alive)
+    supervisor.check()
+    assert not is_refused(port)
+    supervisor.come_back()
+    assert (first.number, second.number) == (1, 0) and first.is_alive and second.is_alive
+    kill(supervisor, second)
+    assert second.is_down_for_now
+    supervisor.stop_frontends(60, hurry=lambda: False)
+    assert is_refused(port)
+
+
 def test_streams_without_an_engine_go_to_the_next_server(supervisor: Supervisor) -> None:
     request = encode(AddRequest([1], pack_ids([1]), 5, Sampling(0.0, 0, 1.0, 0.0, 0)))
     claimed = Claimed(0, "k", [ClaimedRequest(request, [ClaimedSequence(1, b"")])], left_s=60.0)

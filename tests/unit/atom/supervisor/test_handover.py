@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,6 +95,22 @@ def test_a_new_server_that_ends_changes_nothing(old: NewServer) -> None:
     again = taken(old)
     assert again.is_connected
     close(again)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_new_server_that_dies_after_its_takeover_is_noticed(old: NewServer, is_stopped: bool) -> None:
+    """One that is stopped has not died."""
+    new = taken(old)
+    while_polled(old, lambda: new.serving({}, False))
+    assert not old.has_died()
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    if is_stopped:
+        new.stopping()
+    close(new)
+    assert not old.has_died()  # its process lives
+    old.pid = process.pid
+    assert old.has_died() is not is_stopped
 
 
 def test_only_one_server_takes_over_at_a_time(old: NewServer) -> None:

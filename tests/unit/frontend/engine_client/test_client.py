@@ -12,7 +12,7 @@ from atom.shared.messages.supervisor import EngineEnded
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.client_settings import ClientHooks, ClientSettings
 from frontend.engine_client.dp_router import DPRouter
-from frontend.errors import EngineLostError, RequestError, UnavailableError
+from frontend.errors import EngineLostError, OverloadedError, RequestError, UnavailableError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import OutputProcessor, TextOptions
 from tests.helpers.fake_engines import (
@@ -157,6 +157,45 @@ def test_a_rank_may_be_chosen(start: Start) -> None:
             with pytest.raises(UnavailableError, match="the engine is gone"):
                 await generate(client, rank=1)
             assert await generate(client) == IDS
+
+    asyncio.run(run())
+
+
+def test_a_request_for_an_engine_that_starts_again_waits_for_it(start: Start) -> None:
+    """As long as others serve; one for an engine that is not started again is refused."""
+    cores = [start(0), start(1)]
+
+    async def run() -> None:
+        async with connected(cores, max_replays=3) as client:
+            client.set_engines([cores[0].address], [EngineEnded(1, 0, "killed")])
+            client.check_ready(1)
+            waiting = asyncio.create_task(generate(client, rank=1, n=2))
+            await until(lambda: len(client._replays) == 2)
+            new = start(1, life=1)
+            client.set_engines([cores[0].address, new.address], [EngineEnded(1, 0, "killed")])
+            assert sorted(await waiting) == sorted(IDS * 2)
+            assert (received(new), received(cores[0])) == (2, 0)
+            client.set_engines([cores[0].address], [EngineEnded(1, 1, "out of memory", is_final=True)])
+            with pytest.raises(UnavailableError, match="out of memory") as refused:
+                client.check_ready(1)
+            assert refused.value.retry_after_s
+            client.set_engines([], [EngineEnded(0, 0, "killed"), EngineEnded(1, 1, "killed")])
+            with pytest.raises(UnavailableError):
+                client.check_ready(1)
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_for_its_engine_no_longer_than_in_a_queue(start: Start) -> None:
+    cores = [start(0), start(1)]
+
+    async def run() -> None:
+        async with connected(cores, max_replays=3, max_queue_s=0.2) as client:
+            client.set_engines([cores[0].address], [EngineEnded(1, 0, "killed")])
+            with pytest.raises(OverloadedError, match="--max-queue-time"):
+                await generate(client, rank=1, n=2)
+            assert len(client) == len(client._replays) == 0
+            assert await generate(client, rank=0) == IDS
 
     asyncio.run(run())
 

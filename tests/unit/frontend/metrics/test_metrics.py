@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from atom.benchmarks.agentic.cache_hits import CacheHits
 from atom.benchmarks.serving.speculation import Speculation
-from atom.shared.messages.engine import CoreStats, FirstToken, KVTierStats
+from atom.shared.messages.engine import CoreStats, FirstToken, HeapUse, KVTierStats
 from frontend.http.loop_lag import watch_loop
 from frontend.metrics.exposition import Snapshot, expose
 from frontend.metrics.metrics import Histogram, Metrics, Progress
@@ -173,6 +173,12 @@ def test_hits_are_shown_by_tier() -> None:
     engines = {rank: msgspec.structs.replace(STATS, kv_tiers=tiers) for rank in (0, 1)}
     page = expose(Snapshot("tiny", Metrics(), engines, {0: True, 1: True}, {0: 0, 1: 0}, live=0)).decode()
     assert CacheHits.parse(page) == CacheHits(140, 100, {"CPU": 64, "STORAGE": 32})
+
+
+def test_the_heaps_of_workers_are_shown() -> None:
+    found = scrape(Metrics(), msgspec.structs.replace(STATS, worker_heaps=[HeapUse(7, 5), HeapUse(2, 3)]))
+    assert found["atom:worker_heap_bytes", ("allocated", "0")] == 7
+    assert found["atom:worker_heap_bytes", ("free", "1")] == 3
 
 
 def test_the_balance_of_experts_is_shown_by_layer() -> None:

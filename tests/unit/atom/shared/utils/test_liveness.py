@@ -87,7 +87,9 @@ def test_time_in_which_the_monitor_did_not_run_hardly_counts() -> None:
 def test_unread_beats_do_not_pile_up() -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as reader:
         port = reader.bind_to_random_port("tcp://127.0.0.1")
-        heartbeats = HeartbeatSender(context, zmq.PUSH, f"tcp://127.0.0.1:{port}", Heartbeat("core"), 0.0)
+        heartbeats = HeartbeatSender(
+            context, zmq.PUSH, f"tcp://127.0.0.1:{port}", lambda: Heartbeat("core"), 0.0
+        )
         for _ in range(20_000):
             heartbeats.send_if_due()  # never waits
         received = 0
