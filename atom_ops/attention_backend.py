@@ -45,6 +45,8 @@ class AttentionConfig:
     """Whether the layers cap their scores."""
     chunked: bool = False
     """Whether the window begins at its last multiple: see `AttentionRule`."""
+    sees_ahead: bool = False
+    """Whether plans of these layers may have `ahead_T`."""
 
 
 class AttentionBackend(ABC):

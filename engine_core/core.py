@@ -432,7 +432,9 @@ class EngineCore:
         if message.prediction_ids and not self._num_drafts:
             message = msgspec.structs.replace(message, prediction_ids=b"")
         prompt_bytes = message.num_prompt_ids * ID_BYTES
-        prompt = Prompt(message.prompt_ids[:prompt_bytes], message.cache_salt, message.images)
+        prompt = Prompt(
+            message.prompt_ids[:prompt_bytes], message.cache_salt, message.images, self._images.sees_ahead
+        )
         total = len(prompt.ids) + message.max_tokens
         # The last sampled token is never computed, except as a draft.
         if not self._kv.can_ever_hold(total if self._num_drafts else total - 1):

@@ -268,7 +268,7 @@ class Scheduler:
             if request.state is not State.PREFILLING:
                 continue
             start = request.num_computed_tokens
-            count = self._chunk(request, start, self._chunk_limit(plan, request, budget))
+            count = self._chunk(request, start, self._chunk_limit(plan, request, start, budget))
             if count and self._extend(request, start, self._covered(request, start + count), plan):
                 plan.add_chunk(request, count)
 
@@ -277,8 +277,8 @@ class Scheduler:
             request = self._queue.first()
             if request is None or not self._states.free_rows or not self._may_be_admitted(request):
                 return
-            limit = self._chunk_limit(plan, request, budget)
             hits = self._prepare(request)
+            limit = self._chunk_limit(plan, request, (hits or 0) * self._kv.block_size, budget)
             size = new_row_bytes(request, self._kv.block_size, len(self._kv.specs))
             full = plan.new_rows and plan.new_row_bytes + size > MAX_NEW_ROWS_BYTES
             if hits is None or full or not limit:
@@ -370,21 +370,26 @@ class Scheduler:
                 self.counters.tier_hits[tier] += min(blocks * self._kv.block_size, cached)
 
     def _token_budget(self, plan: StepPlan) -> int:
-        # Never negative: a request that joins the decode batch had a token of the budget before, and the
-        # budget of mixed steps has room for all rows.
+        # A request that joins the decode batch had a token of the budget before, and the budget of mixed
+        # steps has room for all rows. An image may have taken more.
         batch = self._decode_batch
         limits = self._limits
         mixed = limits.max_num_mixed_tokens if batch else 0
         most = mixed or limits.max_num_batched_tokens
-        return most - len(batch) * batch.tokens_per_row - plan.num_tokens
+        return max(most - len(batch) * batch.tokens_per_row - plan.num_tokens, 0)
 
     def _covered(self, request: Request, end: int) -> int:
         """Tokens for which a request needs blocks in a step that computes it up to `end`."""
         return min(end + self._limits.lookahead, max(request.max_length, end))
 
-    def _chunk_limit(self, plan: StepPlan, request: Request, budget: int) -> int:
-        longest = self._limits.long_prefill_token_threshold or budget
-        return plan.chunk_limit(request, min(budget, longest))
+    def _chunk_limit(self, plan: StepPlan, request: Request, start: int, budget: int) -> int:
+        """The most tokens of a chunk from `start` on."""
+        longest = min(budget, self._limits.long_prefill_token_threshold or budget)
+        images = request.token_ids.prompt.images
+        # In a step without other prompts there is room for an image, even if a mixed one has less.
+        if images and ((least := self._images.least(images, start)) <= budget or not plan.num_tokens):
+            longest = max(longest, least)
+        return plan.chunk_limit(request, longest)
 
     def _chunk(self, request: Request, start: int, limit: int) -> int:
         """How many tokens from `start` on a request computes, at most `limit`."""

@@ -93,7 +93,8 @@ def image_registry(loaded: Sequence[Loaded], settings: ImageSettings | None) -> 
     """What counts the images that every rank can hold; where the ranks hold none, it takes none."""
     if settings is None:
         return ImageRegistry()
-    return ImageRegistry(min(one.image_tokens for one in loaded), settings.token_bytes)
+    most = min(one.image_tokens for one in loaded)
+    return ImageRegistry(most, settings.token_bytes, settings.sees_ahead)
 
 
 def plan_cache(

@@ -272,7 +272,13 @@ def _chat_format(template: ChatTemplate, launch: FrontendLaunch, inputs: InputPr
         server.tool_call_parser,
         server.reasoning_parser,
     )
-    encoder = ChatEncoder(template, inputs, server.allow_control_tokens_in_content)
+    images = launch.checkpoint.images
+    encoder = ChatEncoder(
+        template,
+        inputs,
+        server.allow_control_tokens_in_content,
+        ("", "") if images is None else (images.template_text, images.prompt_text),
+    )
     return ChatFormat(encoder, reply_format)
 
 

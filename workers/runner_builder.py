@@ -137,7 +137,7 @@ class RunnerBuilder:
         if batch.speculation is not None:
             batch.speculation.timer.tp = self._mesh.tp
         if self.images is not None:
-            batch.images = ImageRows(limits, self.device, self.images.features)
+            batch.images = ImageRows(limits, self.device, self.images.features, self.images.settings)
             if proposer is not None:
                 proposer.images = batch.images
         return batch

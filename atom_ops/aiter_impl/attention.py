@@ -35,7 +35,8 @@ class FlashCache:
 class AiterAttention(AttentionBackend):
     """Layers with a cache in the compute dtype, with or without sliding window and sinks.
 
-    Layers with capped scores or chunked windows run by the other kernels of the device.
+    Layers with capped scores or chunked windows, and those whose queries may see tokens after their own, run
+    by the other kernels of the device.
     """
 
     name = "aiter"
@@ -50,6 +51,7 @@ class AiterAttention(AttentionBackend):
             and config.kv_dtype == config.dtype
             and not config.soft_cap
             and not config.chunked
+            and not config.sees_ahead
             and config.block_size.bit_count() == 1
             and config.head_dim % 8 == 0
             and config.head_dim <= _WIDEST_HEAD

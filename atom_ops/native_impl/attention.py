@@ -31,8 +31,8 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: A
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     call(
         "attend", q_THE.dtype, q_THE, q_THE.stride(0), cache.kv, plan.block_table_RW,
-        plan.block_table_RW.stride(0), plan.context_lens_R, plan.query_starts_R1, rule.sinks_H, out_THE,
-        len(plan.context_lens_R), *q_THE.shape[:2], kv_heads, width, block_size, rule.window, rule.chunked,
-        rule.scale, rule.soft_cap,
+        plan.block_table_RW.stride(0), plan.context_lens_R, plan.query_starts_R1, plan.ahead_T, rule.sinks_H,
+        out_THE, len(plan.context_lens_R), *q_THE.shape[:2], kv_heads, width, block_size, rule.window,
+        rule.chunked, rule.scale, rule.soft_cap,
     )  # fmt: skip
     return out_THE

@@ -36,14 +36,16 @@ template <typename T> struct Queries {
     int64_t position;  // the first token's, in the context
     int64_t window;
     bool chunked;  // the window begins at its last multiple
+    const int32_t* ahead;  // tokens after its own that each token sees; null: none
 
     const T* in(int64_t token) const { return q + token * q_stride; }
     T* result(int64_t token) const { return out + token * out_stride; }
     // What a token sees of the context.
-    int64_t last(int64_t token) const { return position + token; }
+    int64_t last(int64_t token) const { return position + token + (ahead == nullptr ? 0 : ahead[token]); }
     int64_t first(int64_t token) const {
-        if (window > 0 && chunked) return last(token) / window * window;
-        return window > 0 && last(token) >= window ? last(token) - window + 1 : 0;
+        const int64_t own = position + token;
+        if (window > 0 && chunked) return own / window * window;
+        return window > 0 && own >= window ? own - window + 1 : 0;
     }
 };
 

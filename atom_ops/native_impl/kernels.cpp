@@ -137,9 +137,9 @@ inline std::vector<Task> attention_tasks(const int32_t* starts, int64_t rows, in
 
 template <typename T, int WIDTH>
 void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table, int64_t table_stride,
-                 const int32_t* contexts, const int32_t* starts, const T* sinks, T* out, int64_t rows,
-                 int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t window,
-                 bool chunked, Scores rule) {
+                 const int32_t* contexts, const int32_t* starts, const int32_t* ahead, const T* sinks, T* out,
+                 int64_t rows, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size,
+                 int64_t window, bool chunked, Scores rule) {
     const int64_t group = heads / kv_heads;
     std::memset(out, 0, tokens * heads * WIDTH * sizeof(T));  // padding tokens get zeros
     const std::vector<Task> tasks = attention_tasks(starts, rows, kv_heads, group);
@@ -159,7 +159,8 @@ void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table
                                  count,
                                  contexts[task.row] - count,
                                  window,
-                                 chunked};
+                                 chunked,
+                                 ahead == nullptr ? nullptr : ahead + token};
         if (task.from == NO_TILE)
             attend_each<T, WIDTH>(queries, context, rule, task.kv_heads);
         else
@@ -203,13 +204,13 @@ KERNEL(rotate_and_write)(const void* qkv, int64_t qkv_stride, const float* cos, 
 #define ATTEND(WIDTH)                                                                                      \
     case WIDTH:                                                                                            \
         return attend_rows<T, WIDTH>((const T*)q, q_stride, (const T*)kv, table, table_stride, contexts,   \
-                                     starts, (const T*)sinks, (T*)out, rows, tokens, heads, kv_heads,      \
-                                     block_size, window, chunked != 0, Scores{scale, cap});
+                                     starts, ahead, (const T*)sinks, (T*)out, rows, tokens, heads,         \
+                                     kv_heads, block_size, window, chunked != 0, Scores{scale, cap});
 
 KERNEL(attend)(const void* q, int64_t q_stride, const void* kv, const int32_t* table, int64_t table_stride,
-               const int32_t* contexts, const int32_t* starts, const void* sinks, void* out, int64_t rows,
-               int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t block_size,
-               int64_t window, int64_t chunked, float scale, float cap) {
+               const int32_t* contexts, const int32_t* starts, const int32_t* ahead, const void* sinks,
+               void* out, int64_t rows, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width,
+               int64_t block_size, int64_t window, int64_t chunked, float scale, float cap) {
     switch (width) { ATTEND(16) ATTEND(64) ATTEND(80) ATTEND(128) ATTEND(256) }
 }
 

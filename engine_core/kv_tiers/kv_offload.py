@@ -191,12 +191,15 @@ class KVOffload:
 
     def _usable(self, blocks: RequestBlocks, hits: int) -> int:
         """The longest prefix of which the cache and the tiers have what every group needs; `hits` or more."""
-        length = blocks.num_reached
+        prompt = blocks.tokens.prompt
+        length = prompt.uncut(blocks.num_reached, self._block_size)
         digests, hash_inputs = blocks.hashes(0, length)
-        self._quota.spend((length - hits) * (len(self._windows) + len(self._states)) // LOOKUPS_PER_UNIT)
+        self._quota.spend(
+            max(length - hits, 0) * (len(self._windows) + len(self._states)) // LOOKUPS_PER_UNIT
+        )
         while length > hits:
             visible = visible_prefix(self._windows, digests, hash_inputs, length, self._has)
-            saved = visible
+            saved = visible = prompt.uncut(visible, self._block_size)
             while saved > hits and not all(
                 self._has(group, digests[saved - 1], hash_inputs[saved - 1]) for group in self._states
             ):

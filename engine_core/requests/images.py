@@ -3,7 +3,8 @@
 The workers compute an image's features once, before the first step that computes one of its tokens, and keep
 them for all requests with the same image. They hold as many tokens as the least of them has room for; the
 longest unused images give way. A chunk ends before an image for which a step has no room: all images of a
-step are held together.
+step are held together. Where the tokens of an image see each other, a chunk also ends before an image that it
+could only compute in part.
 """
 
 from bisect import bisect_right
@@ -26,8 +27,12 @@ _START_BYTES = 4
 class ImageRegistry:
     """The core's account of the features on every worker."""
 
-    def __init__(self, max_tokens: int = 0, token_bytes: int = 0):
-        """Workers hold `max_tokens` tokens, each made of `token_bytes` pixels; 0: they take no images."""
+    def __init__(self, max_tokens: int = 0, token_bytes: int = 0, sees_ahead: bool = False):
+        """Workers hold `max_tokens` tokens, each made of `token_bytes` pixels; 0: they take no images.
+
+        `sees_ahead`: as `ImageSettings.sees_ahead`.
+        """
+        self.sees_ahead = sees_ahead
         self._max_tokens = max_tokens
         self._token_bytes = token_bytes
         self._held: OrderedDict[bytes, int] = OrderedDict()  # tokens by key, the longest unused first
@@ -62,9 +67,17 @@ class ImageRegistry:
     def reach(self, images: Sequence[PromptImage], start: int, end: int) -> int:
         """Where a chunk of positions start .. end - 1 ends, or earlier; its images are held from now on."""
         for image in images:
-            if image.end > start and image.start < end and not self._hold(image):
-                return max(image.start, start)
+            if image.end > start and image.start < end:
+                is_cut = self.sees_ahead and image.end > end
+                if is_cut or not self._hold(image):
+                    return max(image.start, start)
         return end
+
+    def least(self, images: Sequence[PromptImage], start: int) -> int:
+        """The fewest tokens that a chunk from `start` on may have, if an image begins there; else 0."""
+        if not self.sees_ahead:
+            return 0
+        return next((image.num_tokens for image in images if image.start == start), 0)
 
     def take_messages(self) -> list[LoadImage | DropImage]:
         """What to send to every worker, before the step that is planned."""

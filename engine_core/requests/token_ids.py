@@ -22,12 +22,19 @@ class Prompt:
         "ids",
         "images",
         "root",
+        "sees_ahead",
     )
 
-    def __init__(self, packed: bytes, salt: str = "", images: Sequence[PromptImage] = ()):
-        """`images` by their start. Raises ValueError for bytes that are not a whole number of ids."""
+    def __init__(
+        self, packed: bytes, salt: str = "", images: Sequence[PromptImage] = (), sees_ahead: bool = False
+    ):
+        """`images` by their start; `sees_ahead`: as `ImageSettings.sees_ahead`.
+
+        Raises ValueError for bytes that are not a whole number of ids.
+        """
         self.ids = unpack_ids(packed)
         self.images = images
+        self.sees_ahead = sees_ahead
         self.root = _SALT_MARK + salt.encode("utf-8", "surrogatepass") if salt else b""
         """Hashed with the first block, in place of a previous block's digest."""
         self.digests: list[bytes] = []
@@ -47,6 +54,15 @@ class Prompt:
         self._distinct_until = end
         if end == len(self.ids):
             self._distinct = set()
+
+    def uncut(self, blocks: int, block_size: int) -> int:
+        """The most blocks, up to this many, whose end cuts no image that one step has to compute."""
+        end = blocks * block_size
+        if self.sees_ahead:
+            for image in self.images:
+                if image.start < end < image.end:
+                    return image.start // block_size
+        return blocks
 
     @property
     def is_marked(self) -> bool:

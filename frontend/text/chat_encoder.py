@@ -26,8 +26,16 @@ class ChatEncoder:
     Texts of messages, tools and options never become control tokens, unless `allow_control_tokens`.
     """
 
-    def __init__(self, template: ChatTemplate, inputs: InputProcessor, allow_control_tokens: bool = False):
+    def __init__(
+        self,
+        template: ChatTemplate,
+        inputs: InputProcessor,
+        allow_control_tokens: bool = False,
+        image_texts: tuple[str, str] = ("", ""),
+    ):
+        """`image_texts`: what the template writes for an image, and what a prompt gets instead."""
         self.template = template
+        self._image_texts = image_texts
         self._inputs = inputs
         self._control: ControlTokens | None = None
         if inputs.tokenizer is not None and not allow_control_tokens:
@@ -58,6 +66,8 @@ class ChatEncoder:
             text = self.template.render_continued(messages, options, tools)
         else:
             text = self.template.render(messages, options, add_generation_prompt, tools)
+        if self._image_texts[0]:
+            text = text.replace(*self._image_texts)
         return EncodedChat(
             self._inputs.encode(text, add_special_tokens, excess, tokenizer), text[-_END_CHARS:]
         )

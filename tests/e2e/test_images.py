@@ -83,24 +83,22 @@ def _chat(content: Sequence[Any], **more: Any) -> dict[str, Any]:
     return {"messages": messages, **fields, **more}
 
 
+@contextlib.contextmanager
+def serving(model_type: str, directory: Path, max_num_seqs: int, budget: int) -> Iterator[Served]:
+    """A server of a tiny model whose steps have at most `budget` tokens."""
+    model = save_with_tokenizer(model_type, directory)
+    arguments = ["--model", str(directory), "--served-model-name", "m", "--dtype", "float32"]
+    arguments += ["--device", "cpu", "--cpu-threads", "1", "--kv-cache-memory-bytes", str(1 << 24)]
+    arguments += ["--max-num-batched-tokens", str(budget), "--max-num-seqs", str(max_num_seqs)]
+    arguments += ["--allowed-media-domains", "images.example.org,localhost:9"]
+    with running_server(*arguments) as server:
+        yield Served(server, model, directory)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = tmp_path_factory.mktemp("vision")
-    model = save_with_tokenizer("qwen3_vl", directory)
-    arguments = (
-        "--model",
-        str(directory),
-        "--served-model-name",
-        "m",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-    )
-    more = ("--kv-cache-memory-bytes", str(1 << 24), "--cpu-threads", "1", "--max-num-batched-tokens", "32")
-    more += ("--allowed-media-domains", "images.example.org,localhost:9")
-    with running_server(*arguments, *more) as server:
-        yield Served(server, model, directory)
+    with serving("qwen3_vl", tmp_path_factory.mktemp("vision"), 256, 32) as server:
+        yield server
 
 
 def text(words: str) -> dict[str, Any]:
@@ -181,6 +179,36 @@ def test_an_image_that_cannot_be_used(part: dict[str, Any], error: str, served: 
     status, found = served.chat(text("Look: "), part)
     assert status == 400 and error in found["error"]["message"], found
     assert found["error"]["param"].startswith("messages[0].content[1]")
+
+
+def test_images_that_the_template_does_not_write_whole(tmp_path: Path) -> None:
+    """Gemma 3: lines around each image; its tokens see each other, so chunks of 24 tokens end before them."""
+    with serving("gemma3", tmp_path, 8, 24) as gemma3:
+        wide, tall = (processed(file, "gemma3") for file in (WIDE, TALL))
+        parts = "Look: \n\n", wide, "\n\nand \n\n", tall, "\n\nWhat is it?"
+        content = text("Look: "), image(WIDE), text("and "), image(TALL, "jpeg"), text("What is it?")
+        for cached in (0, len(gemma3.ids(*parts)) // 16 * 16):
+            status, found = gemma3.chat(*content)
+            assert status == 200, found
+            output = found["choices"][0]["token_ids"]
+            assert output == gemma3.follows(output, *parts)
+            assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        written = text(f"{TAGS[1]} is text"), image(WIDE)
+        status, found = gemma3.chat(*written)
+        assert status == 200, found
+        status, found = gemma3.chat(text("Hello"))
+        assert status == 200, found
+
+
+@pytest.mark.slow
+def test_images_padded_to_whole_tokens(tmp_path: Path) -> None:
+    """Kimi-K2.5, in chunks of 24 tokens that cut images."""
+    with serving("kimi_k25", tmp_path, 8, 24) as kimi:
+        parts = "Look: ", processed(WIDE, "kimi_k25"), "What is it?"
+        status, found = kimi.chat(text("Look: "), image(WIDE), text("What is it?"))
+        assert status == 200, found
+        output = found["choices"][0]["token_ids"]
+        assert output == kimi.follows(output, *parts)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_confi
 from tests.helpers.vision_models import (
     MODELS,
     PROCESSOR,
+    Processed,
     build,
     hf_follows,
     hf_logits,
@@ -35,8 +36,15 @@ from workers.worker import Worker
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 BLOCKS, BLOCK_SIZE, COUNT = 64, 16, 10
-WIDE, TALL, SMALL = (processed(picture(*size)) for size in ((90, 33), (20, 70), (16, 17)))
 LOOK, WHY = [5, 6, 7, 8, 9], [11, 12, 13, 14, 15, 16]
+
+
+def shown_by(model_type: str) -> list[Processed]:
+    """Three images, as the model reads them."""
+    return [processed(picture(*size), model_type) for size in ((90, 33), (20, 70), (16, 17))]
+
+
+WIDE, TALL, SMALL = shown_by("qwen3_vl")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,14 +81,27 @@ def test_logits_in_chunks_that_cut_images(model_type: str, tmp_path: Path) -> No
     torch.testing.assert_close(found, hf_logits(model, ids, [WIDE, TALL, SMALL]), atol=5e-4, rtol=0)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])
-def test_graphs(model_type: str, tmp_path: Path) -> None:
-    """Rows with images and without decode in one replayed step."""
+@pytest.mark.parametrize("model_type", ["gemma3", "kimi_k25"])
+def test_logits_of_other_towers(model_type: str, tmp_path: Path) -> None:
+    """Chunks end where no image is cut, since the tokens of Gemma's see each other."""
     model = build(model_type)
     save(model, tmp_path)
-    groups = 1 + (model_type == "qwen3_5")
+    shown = shown_by(model_type)
+    ids, images = prompt(LOOK, shown[0], [9], *shown[1:], WHY)
+    border = images[2].start - 1
+    found = logits(make_worker(tmp_path), ids, images, [5, border - 5, len(ids) - border])
+    torch.testing.assert_close(found, hf_logits(model, ids, shown), atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma3", "kimi_k25"])
+def test_graphs(model_type: str, tmp_path: Path) -> None:
+    """Rows with images and without decode in one replayed step."""
+    model = build(model_type, 2 if model_type == "kimi_k25" else 1)
+    save(model, tmp_path)
+    groups = 1 + (model_type in ("qwen3_5", "gemma3"))
     engine = WholeEngine(make_worker(tmp_path, "[1,2,4]"), [400] * groups, 64, image_tokens=1 << 10)
-    requests = [(LOOK, WIDE, WHY), (WHY, LOOK), (SMALL, LOOK, TALL)]
+    wide, tall, small = shown_by(model_type)
+    requests = [(LOOK, wide, WHY), (WHY, LOOK), (small, LOOK, tall)]
     for number, parts in enumerate(requests):
         ids, images = prompt(*parts)
         engine.add(number, ids, COUNT, images=images)

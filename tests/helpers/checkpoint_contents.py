@@ -370,7 +370,8 @@ CONTENTS: list[Content] = [
     ),
     Content(
         "images",
-        "`vision_config` of Qwen3-VL or Qwen3.5, and `preprocessor_config.json` or `processor_config.json`",
+        "`vision_config` of Qwen3-VL, Qwen3.5, Gemma 3 or Kimi-K2.5, and `preprocessor_config.json` or "
+        "`processor_config.json`",
         "read",
         _all(_SEEING, _with("preprocessor_config.json", _PROCESSOR)),
         lambda found: found.images is not None and found.images.patch == 16,

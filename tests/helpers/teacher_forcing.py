@@ -1,6 +1,6 @@
 """A worker's logits at every position of a given text, not only where it samples."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +8,9 @@ import torch
 
 from atom.shared.config.device import GraphMode
 from atom.shared.config.resolve import Dtype
+from atom.shared.messages.images import LoadImage, PromptImage
 from atom.shared.messages.worker import AllocateKV, ScheduledBatch
+from engine_core.requests.images import row_images
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh
 from tests.helpers.core_side import CoreSide
@@ -48,6 +50,14 @@ class TinyWorker:
         self.loaded = self.worker.load()
         self._specs = self.loaded.kv_specs
         self.worker.allocate(AllocateKV([BLOCKS] * len(self._specs), MAX_MODEL_LEN))
+
+    def logits_of(self, ids: list[int], images: Sequence[PromptImage], counts: Sequence[int]) -> torch.Tensor:
+        """`forced_logits` of a prompt with images."""
+        for image in {image.key: image for image in images}.values():
+            self.worker.load_image(LoadImage(image.key, image.rows, image.columns, image.pixels))
+        core = self.core()
+        core.add(0, ids, images=row_images(images))
+        return forced_logits(self.worker, core, 0, counts)
 
     def execute(self, batch: ScheduledBatch) -> bytes:
         return self.worker.execute(batch).token_ids()

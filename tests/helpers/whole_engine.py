@@ -70,8 +70,9 @@ class WholeEngine:
         if tiers:
             self.kv.offload_to(tiers, is_shared=any(tier.by_content for tier in tiers))
         settings = worker._checkpoint.images
-        token_bytes = 0 if settings is None else settings.token_bytes
-        images = ImageRegistry(image_tokens, token_bytes)
+        images = ImageRegistry()
+        if settings is not None:
+            images = ImageRegistry(image_tokens, settings.token_bytes, settings.sees_ahead)
         self.core = EngineCore(limits, self.kv, MAX_MODEL_LEN, images=images)
         self.outputs: dict[int, Output] = {}
         self.most_used = [0] * len(specs)

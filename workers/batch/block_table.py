@@ -68,7 +68,7 @@ class BlockTable(GroupRows):
         counts = step.counts.astype(np.int32)
         ends = step.ends.astype(np.int32)
         width = 1 + self._num_drafts
-        plan = plan_attention(counts, ends, blocks, step.device, step.split_tokens, width)
+        plan = plan_attention(counts, ends, blocks, step.device, step.split_tokens, width, step.ahead)
         return GroupContext(slots_T, plan)
 
     def empty_context(self, device: torch.device, split_tokens: int) -> GroupContext:

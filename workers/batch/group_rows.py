@@ -28,6 +28,8 @@ class StepRows:
     device: torch.device
     split_tokens: int
     """For the attention plan."""
+    ahead: NDArray[np.int32] | None = None
+    """Tokens after its own that each token of the step sees; None: none."""
 
 
 class GroupRows(ABC):

@@ -1,13 +1,17 @@
 """Where the images of the batch's rows are, and the positions that RoPE has because of them.
 
-An image of r x c tokens takes as many positions as its longer side: its tokens have the position of the first
-one in time, and their own in row and column. So what follows an image is closer than its index says:
+By axis, an image of r x c tokens takes as many positions as its longer side: its tokens have the position of
+the first one in time, and their own in row and column. What follows an image is closer than its index says:
 
     index           0 1 2 | 3 4 5 6 7 8 | 9 10        an image of 2 x 3 tokens
     time            0 1 2 | 3 3 3 3 3 3 | 6 7
     row             0 1 2 | 3 3 3 4 4 4 | 6 7
     column          0 1 2 | 3 4 5 3 4 5 | 6 7
     offset          0       0             -3          of tokens that are not in an image
+
+Other models have indices as positions. Where tokens of an image see each other, a step computes all of them:
+
+    ahead           0 0 0 | 5 4 3 2 1 0 | 0 0         tokens after its own that each sees
 
 T tokens of a step, M of them in images, N rows of the batch.
 """
@@ -19,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import RowImage
 from atom.shared.messages.worker import NewRow
 from atom_ops import to_device
@@ -46,7 +51,7 @@ class ImageInputs:
     """Inputs of a step that images change."""
 
     positions: torch.Tensor
-    """Those of RoPE, int64: [T], or [3, T] with tokens in images."""
+    """Those of RoPE, int64: [T], or [3, T] by axis with tokens in images."""
     tokens: ImageTokens | None
     """None without tokens in images."""
     next_tokens: ImageTokens | None
@@ -56,11 +61,13 @@ class ImageInputs:
 class _Places:
     """The images of one row, in order."""
 
-    def __init__(self, images: Sequence[RowImage]):
+    def __init__(self, images: Sequence[RowImage], by_axis: bool):
         self.images = images
         self.starts = np.array([image.start for image in images])
         self.ends = np.array([image.start + image.rows * image.columns for image in images])
-        saved = [max(image.rows, image.columns) - image.rows * image.columns for image in images]
+        saved = [
+            max(image.rows, image.columns) - image.rows * image.columns if by_axis else 0 for image in images
+        ]
         self.offsets = np.concatenate(([0], np.cumsum(saved)))
         """Before the first image, and after each."""
 
@@ -75,7 +82,10 @@ class _Places:
 class ImageRows:
     """The images of each row of the batch."""
 
-    def __init__(self, limits: BatchLimits, device: torch.device, features: Features):
+    def __init__(
+        self, limits: BatchLimits, device: torch.device, features: Features, settings: ImageSettings
+    ):
+        self._settings = settings
         self._device = device
         self._features = features
         self._places: dict[int, _Places] = {}
@@ -88,7 +98,7 @@ class ImageRows:
         self._places.pop(new.row, None)
         offset = 0
         if new.images:
-            self._places[new.row] = places = _Places(new.images)
+            self._places[new.row] = places = _Places(new.images, self._settings.by_axis)
             offset = int(places.offsets[-1])
         if offset != self._offsets[new.row]:
             self._offsets[new.row] = offset
@@ -106,6 +116,31 @@ class ImageRows:
         """RoPE positions [S] of tokens that R rows generate, each the same number of them."""
         offsets_R = self.offsets_N.index_select(0, rows_R)
         return (positions_S.view(len(rows_R), -1) + offsets_R[:, None]).view(-1)
+
+    def ahead(self, step: StepTokens) -> NDArray[np.int32] | None:
+        """Tokens after its own that each token of a step sees; None: none.
+
+        Raises ValueError for a step that would compute a part of such an image.
+        """
+        if not self._settings.sees_ahead or not self._places:
+            return None
+        ahead = None
+        for index, row in enumerate(step.rows.tolist()):
+            if (places := self._places.get(row)) is None:
+                continue
+            start, count = int(step.starts[index]), int(step.counts[index])
+            for number in places.between(start, start + count):
+                if ahead is None:
+                    ahead = np.zeros(int(step.counts.sum()), np.int32)
+                image, end = places.images[number], int(places.ends[number])
+                if image.start < start or end > start + count:
+                    raise ValueError(
+                        f"a step computes tokens {start} to {start + count} of a row, and cuts its image at "
+                        f"{image.start} to {end}"
+                    )
+                first = int(step.past_tokens[index]) + image.start - start
+                ahead[first : first + end - image.start] = np.arange(end - image.start)[::-1]
+        return ahead
 
     def inputs(self, step: StepTokens, positions_T: torch.Tensor) -> ImageInputs | None:
         """The inputs of a step that images change; None: none. `positions_T` are the indices, on the device.
@@ -129,13 +164,14 @@ class ImageRows:
                 position = image.start + int(places.offsets[number])
                 part = slice(low - image.start, high - image.start)
                 found.add(image, position, part, first + low - start, low > start)
-        rope_T = positions_T + self._upload(offsets)
+        rope = positions_T + self._upload(offsets)
         if not found.keys:
-            return ImageInputs(rope_T, None, None)
+            return ImageInputs(rope, None, None)
         columns = np.concatenate(found.columns, axis=1)
         tokens_M, *axes = self._upload(columns)
-        rope_3T = rope_T.repeat(3, 1)
-        rope_3T[:, tokens_M] = torch.stack(axes)
+        if self._settings.by_axis:
+            rope = rope.repeat(3, 1)
+            rope[:, tokens_M] = torch.stack(axes)
         parts = [self._features(key)[part] for key, part in zip(found.keys, found.parts, strict=True)]
         tokens = ImageTokens(tokens_M, torch.cat(parts))
         followers = np.concatenate(found.follow).nonzero()[0]
@@ -143,7 +179,7 @@ class ImageRows:
         next_tokens = ImageTokens(
             tokens_M.index_select(0, follow_M) - 1, tokens.features_MLD.index_select(0, follow_M)
         )
-        return ImageInputs(rope_3T, tokens, next_tokens)
+        return ImageInputs(rope, tokens, next_tokens)
 
     def _upload(self, numbers: NDArray[np.int64]) -> torch.Tensor:
         return to_device(numbers, self._device)

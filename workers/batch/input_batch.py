@@ -337,7 +337,9 @@ class InputBatch:
         ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns), *shifted)
         next_ids_T = columns_T.pop() if shifted else None
         self._uniform = None  # rows of the last decode may have new requests, which prefill
-        step = StepRows(rows, counts, ends, decodes, self._device, self.split_tokens)
+        tokens = StepTokens(rows, starts, counts, past_tokens)
+        ahead = None if self.images is None else self.images.ahead(tokens)
+        step = StepRows(rows, counts, ends, decodes, self._device, self.split_tokens, ahead)
         groups = self._contexts(columns, columns_T, step)
         if draft_ids is None and decodes.any():
             self._add_decodes(rows, past_tokens, decodes, num_drafts, (ids_T, positions_T, groups))
@@ -351,7 +353,7 @@ class InputBatch:
         prompt_logprobs = self._prompt_logprobs(rows, starts, past_tokens, counts_P, next_ids)
         inputs = StepInputs(ids_T, positions_T, groups, sampling, prompt_logprobs, next_ids_T)
         if self.images is not None:
-            changed = self.images.inputs(StepTokens(rows, starts, counts, past_tokens), positions_T)
+            changed = self.images.inputs(tokens, positions_T)
             if changed is not None:
                 inputs = replace(
                     inputs,

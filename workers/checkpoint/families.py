@@ -2,7 +2,7 @@
 
 A model family is a file of `workers/models` that declares ARCHITECTURES; its name is the `model_type`
 of config.json. Families with recurrent states declare KEEPS_STATES = True, those whose vision tower runs
-TAKES_IMAGES = True, those whose config.json may lack
+IMAGE_PROCESSOR, which `workers.checkpoint.image_settings` knows, those whose config.json may lack
 what every model needs, such as vocab_size, CONFIG_DEFAULTS. Families that can run their layers for
 multi-token prediction declare MTP_FIELD, the field of config.json that counts them.
 """
@@ -18,7 +18,7 @@ _ARCHITECTURES = "ARCHITECTURES"
 _KEEPS_STATES = "KEEPS_STATES"
 _CONFIG_DEFAULTS = "CONFIG_DEFAULTS"
 _MTP_FIELD = "MTP_FIELD"
-_TAKES_IMAGES = "TAKES_IMAGES"
+_IMAGE_PROCESSOR = "IMAGE_PROCESSOR"
 
 
 @cache
@@ -41,9 +41,10 @@ def keeps_states(model_type: str) -> bool:
 
 
 @cache
-def takes_images(model_type: str) -> bool:
-    """Whether the family runs the vision tower of its checkpoints."""
-    return any(_declared(path, _TAKES_IMAGES) == (True,) for path in _files() if path.stem == model_type)
+def image_processor(model_type: str) -> str | None:
+    """What prepares images for the family; None if it does not run the vision tower of its checkpoints."""
+    found = (_declared(path, _IMAGE_PROCESSOR) for path in _files() if path.stem == model_type)
+    return next((str(name) for names in found for name in names), None)
 
 
 @cache

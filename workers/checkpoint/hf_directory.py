@@ -76,7 +76,7 @@ def read_directory(
         config["vocab_size"],
         directory,
     )
-    images, no_images = image_settings(directory, config)
+    images, no_images = image_settings(directory, config, tokenizer.path)
     templates = template_files(directory, tokenizer_config, config["model_type"], cache_dir)
     return Checkpoint(
         directory=str(directory),

@@ -22,7 +22,7 @@ from workers.checkpoint.added_tokens import missing_tokens, stated_by_id
 from workers.checkpoint.atomic_file import write_atomically
 from workers.checkpoint.byte_pairs import TEKKEN, TIKTOKEN, tekken_tokenizer, tiktoken_tokenizer
 
-__all__ = ["TokenizerFile", "adds_token", "find_tokenizer", "token_id"]
+__all__ = ["TokenizerFile", "adds_token", "find_tokenizer", "token_id", "token_text"]
 
 # To be increased when a conversion changes its output, so that older ones are not used.
 _FORMAT = 1
@@ -70,6 +70,12 @@ def token_id(path: Path, text: str) -> int | None:
     """The id of an added token of a tokenizer.json; None if it has no such token."""
     added = _read(path).added_tokens
     return next((entry["id"] for entry in added if entry["content"] == text), None)
+
+
+def token_text(path: Path, number: int) -> str | None:
+    """The text of an added token of a tokenizer.json; None if it has no such token."""
+    added = _read(path).added_tokens
+    return next((entry["content"] for entry in added if entry["id"] == number), None)
 
 
 def adds_token(path: Path, text: str) -> bool:

@@ -119,6 +119,8 @@ class DecoderArgs:
     norms: LayerNorms = PRE_NORMS
     attention_scale: float | None = None
     """Softmax scale; None: 1 / sqrt(head_dim)."""
+    sees_ahead: bool = False
+    """Whether tokens of images see some after their own: see `AttentionPlan.ahead_T`."""
     attention_soft_cap: float = 0.0
     """Attention scores s become cap * tanh(s / cap); 0: they stay as they are."""
     logits_soft_cap: float = 0.0
@@ -172,15 +174,18 @@ def kv_groups(args: DecoderArgs, build: BuildContext) -> list[KVGroup]:
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
     windows = (*(args.windows or (None,) * args.num_hidden_layers), *(None,) * args.mtp_layers)
     groups = group_by_window(windows, shard.kv_count, args.head_dim, build.separate_tables, args.chunked)
-    capped = args.attention_soft_cap > 0
-    return [group.bound(shard.q_count, args.sinks, build, capped) for group in groups]
+    return [_bound(group, shard.q_count, args, build) for group in groups]
 
 
 def kv_group(args: DecoderArgs, layers: Sequence[int], build: BuildContext) -> KVGroup:
     """The group of `layers` with full attention."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
     group = KVGroup(layers, shard.kv_count, args.head_dim)
-    return group.bound(shard.q_count, args.sinks, build, args.attention_soft_cap > 0)
+    return _bound(group, shard.q_count, args, build)
+
+
+def _bound(group: KVGroup, heads: int, args: DecoderArgs, build: BuildContext) -> KVGroup:
+    return group.bound(heads, args.sinks, build, args.attention_soft_cap > 0, args.sees_ahead)
 
 
 class SelfAttention(WeightedLayer):

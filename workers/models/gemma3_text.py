@@ -54,6 +54,7 @@ class Gemma3ForCausalLM(DecoderLM):
             norms=SANDWICH_NORMS,
             zero_centred_norms=True,
             attention_scale=config["query_pre_attn_scalar"] ** -0.5,
+            sees_ahead="vision_config" in config,
             # Rounded as the embeddings are.
             embedding_scale=float(torch.tensor(config["hidden_size"] ** 0.5, dtype=build.dtype)),
         )

@@ -19,7 +19,7 @@ from workers.vision.qwen3_vl import Qwen3VLTower
 
 KEEPS_STATES = True
 MTP_FIELD = "mtp_num_hidden_layers"
-TAKES_IMAGES = True
+IMAGE_PROCESSOR = "qwen2_vl"
 
 
 class Qwen3_5MoeForCausalLM(PredictingDeltaLM):

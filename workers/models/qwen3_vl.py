@@ -8,7 +8,7 @@ from workers.models.qwen3 import Qwen3ForCausalLM
 from workers.vision.attach import attach_tower
 from workers.vision.qwen3_vl import Qwen3VLTower
 
-TAKES_IMAGES = True
+IMAGE_PROCESSOR = "qwen2_vl"
 
 
 class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):

@@ -9,7 +9,7 @@ from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.vision.attach import attach_tower
 from workers.vision.qwen3_vl import Qwen3VLTower
 
-TAKES_IMAGES = True
+IMAGE_PROCESSOR = "qwen2_vl"
 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):

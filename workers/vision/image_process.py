@@ -13,9 +13,8 @@ import os
 import signal
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.images import (
     KEY_BYTES,
@@ -28,11 +27,11 @@ from atom.shared.messages.images import (
 from atom.shared.utils.errors import one_line
 from atom.shared.utils.logger import setup_logging
 from atom.shared.utils.process import read_launch
-from workers.checkpoint.image_settings import pixel_limits, processor_settings
 from workers.forks import ForkLimits, serve_forks
+from workers.vision.image_processors import Prepare, make_processor
 
 if TYPE_CHECKING:
-    from transformers import Qwen2VLImageProcessorPil
+    from PIL.Image import Image as PilImage
 
 # Before numpy and torch start pools of threads, which a fork would not have.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -51,35 +50,37 @@ def main() -> None:
     settings = launch.checkpoint.images
     assert settings is not None, "only models that take images have this process"
 
-    def serve(connection: socket.socket, _: list[int], processor: "Qwen2VLImageProcessorPil") -> None:
+    def serve(connection: socket.socket, _: list[int], prepare: Prepare) -> None:
         signal.setitimer(signal.ITIMER_PROF, launch.cpu_s)
         signal.alarm(launch.deadline_s)
         with connection.makefile("rwb") as stream:
             file = Decoder[ImageFile](ImageFile).decode(stream.read())
-            stream.write(encode(prepared(file.content, processor, settings)))
+            stream.write(encode(prepared(file.content, prepare)))
 
-    processor = make_processor(Path(launch.checkpoint.directory), settings)
+    prepare = make_processor(Path(launch.checkpoint.directory), settings)
     limits = ForkLimits(_MAX_MEMORY, launch.max_parallel)
-    serve_forks(socket.socket(fileno=launch.control_fd), processor, limits, serve)
+    serve_forks(socket.socket(fileno=launch.control_fd), prepare, limits, serve)
 
 
-def make_processor(directory: Path, settings: ImageSettings) -> "Qwen2VLImageProcessorPil":
-    """transformers' processor of a checkpoint, which scales and cuts; the workers normalise."""
-    from transformers import Qwen2VLImageProcessorPil
-
-    stated: dict[str, Any] = processor_settings(directory)
-    kept = {name: value for name, value in stated.items() if name not in ("min_pixels", "max_pixels")}
-    size = {"shortest_edge": pixel_limits(stated)[0], "longest_edge": settings.max_pixels}
-    made = kept | {"size": size, "do_rescale": False, "do_normalize": False}
-    return Qwen2VLImageProcessorPil.from_dict(made)
-
-
-def prepared(content: bytes, processor: "Qwen2VLImageProcessorPil", settings: ImageSettings) -> PreparedImage:
+def prepared(content: bytes, prepare: Prepare) -> PreparedImage:
     """The pixels of a file, or why it cannot be used."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
     if len(content) > MAX_FILE_BYTES:
         return PreparedImage(error=f"it has {len(content)} bytes, and at most {MAX_FILE_BYTES} are possible")
+    try:
+        image = _decoded(content)
+        if isinstance(image, PreparedImage):
+            return image
+        rows, columns, pixels = prepare(image)
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow's, of a damaged file; of a shape like a line
+        return PreparedImage(error=one_line(error, OSError, SyntaxError, ValueError))
+    key = hashlib.blake2b(repr((rows, columns)).encode() + pixels, digest_size=KEY_BYTES).digest()
+    return PreparedImage(key, rows, columns, pixels)
+
+
+def _decoded(content: bytes) -> "PilImage | PreparedImage":
+    """The image, RGB and upright, or why it cannot be used. Raises what Pillow does for a damaged file."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
     Image.MAX_IMAGE_PIXELS = None  # checked here, with an error instead of a warning
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as file:
@@ -88,18 +89,9 @@ def prepared(content: bytes, processor: "Qwen2VLImageProcessorPil", settings: Im
                 return PreparedImage(
                     error=f"it has {width} x {height} pixels, and at most {MAX_FILE_PIXELS} are possible"
                 )
-            image = ImageOps.exif_transpose(file).convert("RGB")
-        found = processor(images=image, return_tensors="np")
+            return ImageOps.exif_transpose(file).convert("RGB")
     except UnidentifiedImageError:
         return PreparedImage(error=f"it is not an image of a known format ({', '.join(_FORMATS)})")
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow's, of a damaged file; of a shape like a line
-        return PreparedImage(error=one_line(error, OSError, SyntaxError, ValueError))
-    _, rows, columns = found["image_grid_thw"][0].tolist()
-    frames = found["pixel_values"].reshape(rows * columns, 3, -1, settings.patch**2)
-    pixels = frames[:, :, 0].astype("uint8").tobytes()
-    tokens = rows // settings.merge, columns // settings.merge
-    key = hashlib.blake2b(repr(tokens).encode() + pixels, digest_size=KEY_BYTES).digest()
-    return PreparedImage(key, *tokens, pixels)
 
 
 if __name__ == "__main__":

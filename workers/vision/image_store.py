@@ -17,7 +17,8 @@ class ImageStore:
 
     def __init__(self, tower: VisionTower, settings: ImageSettings, hidden_size: int, device: torch.device):
         self._tower = tower
-        self._settings = settings
+        self.settings = settings
+        """How images are read."""
         self._device = device
         self._normalised = Normalisation(settings.scale, settings.mean, settings.std, device)
         self._features: dict[bytes, torch.Tensor] = {}
@@ -43,13 +44,13 @@ class ImageStore:
 
     def encode_largest(self) -> None:
         """Encode an image of the most tokens, to measure the memory that this takes."""
-        tokens = self._settings.max_tokens
+        tokens = self.settings.max_tokens
         with torch.inference_mode():
-            self._encode(1, tokens, bytes(tokens * self._settings.token_bytes))
+            self._encode(1, tokens, bytes(tokens * self.settings.token_bytes))
 
     def _encode(self, rows: int, columns: int, pixels: bytes) -> torch.Tensor:
-        merge = self._settings.merge
-        patches_PF = np.frombuffer(bytearray(pixels), np.uint8).reshape(-1, self._settings.patch_bytes)
+        merge = self.settings.merge
+        patches_PF = np.frombuffer(bytearray(pixels), np.uint8).reshape(-1, self.settings.patch_bytes)
         image = Pixels(to_device(patches_PF, self._device), (rows * merge, columns * merge))
         features_NLD: torch.Tensor = self._tower(image, self._normalised)
         return features_NLD

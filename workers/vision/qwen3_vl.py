@@ -18,27 +18,19 @@ from torch import nn
 from torch.nn import functional
 
 from workers.layers.context import BuildContext
-from workers.vision.tower import LayerNorm, Normalisation, Pixels, Table, VisionTower, WholeLinear
+from workers.vision.tower import (
+    MLP,
+    LayerNorm,
+    Normalisation,
+    Pixels,
+    Table,
+    VisionTower,
+    WholeLinear,
+    attend,
+    patch_places,
+)
 
-_GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
 _ROPE_THETA = 10000.0
-
-
-class _MLP(nn.Module):
-    def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        super().__init__()
-        act = config.get("hidden_act", "gelu_pytorch_tanh")
-        if act not in _GELU:
-            raise ValueError(
-                f"vision_config.hidden_act {act} is not supported; supported: {', '.join(_GELU)}"
-            )
-        self._approximate = _GELU[act]
-        size, features = config["hidden_size"], config["intermediate_size"]
-        self.linear_fc1 = WholeLinear(size, features, build.at("linear_fc1"))
-        self.linear_fc2 = WholeLinear(features, size, build.at("linear_fc2"))
-
-    def forward(self, x_PC: torch.Tensor) -> torch.Tensor:
-        return self.linear_fc2(functional.gelu(self.linear_fc1(x_PC), approximate=self._approximate))
 
 
 class _Attention(nn.Module):
@@ -52,9 +44,7 @@ class _Attention(nn.Module):
     def forward(self, x_PC: torch.Tensor, cos_P1E: torch.Tensor, sin_P1E: torch.Tensor) -> torch.Tensor:
         q_PHE, k_PHE, v_PHE = self.qkv(x_PC).unflatten(1, (3, self._heads, -1)).unbind(1)
         q_PHE, k_PHE = (_rotated(each, cos_P1E, sin_P1E) for each in (q_PHE, k_PHE))
-        q_1HPE, k_1HPE, v_1HPE = (each.transpose(0, 1)[None] for each in (q_PHE, k_PHE, v_PHE))
-        out_HPE = functional.scaled_dot_product_attention(q_1HPE, k_1HPE, v_1HPE)[0]
-        return self.proj(out_HPE.transpose(0, 1).flatten(1))
+        return self.proj(attend(q_PHE, k_PHE, v_PHE))
 
 
 def _rotated(x_PHE: torch.Tensor, cos_P1E: torch.Tensor, sin_P1E: torch.Tensor) -> torch.Tensor:
@@ -69,7 +59,7 @@ class _Block(nn.Module):
         self.norm1 = LayerNorm(config["hidden_size"], build)
         self.norm2 = LayerNorm(config["hidden_size"], build)
         self.attn = _Attention(config, build.at("attn"))
-        self.mlp = _MLP(config, build.at("mlp"))
+        self.mlp = MLP(config, ("linear_fc1", "linear_fc2"), build.at("mlp"))
 
     def forward(self, x_PC: torch.Tensor, cos_P1E: torch.Tensor, sin_P1E: torch.Tensor) -> torch.Tensor:
         x_PC = x_PC + self.attn(self.norm1(x_PC), cos_P1E, sin_P1E)
@@ -142,7 +132,7 @@ class Qwen3VLTower(VisionTower):
 
     def forward(self, pixels: Pixels, normalised: Normalisation) -> torch.Tensor:
         """Features [N, 1 + S, D] of the tokens of one image."""
-        rows_P, columns_P = self._places(pixels.grid)
+        rows_P, columns_P = patch_places(pixels.grid, self._merge, self._frequencies_F.device)
         x_PC = self.patch_embed(normalised(pixels.patches_PF))
         x_PC = x_PC + self._positions(rows_P, columns_P, pixels.grid).to(x_PC.dtype)
         cos_P1E, sin_P1E = self._rotation(rows_P, columns_P)
@@ -152,15 +142,6 @@ class Qwen3VLTower(VisionTower):
             if number in self._after:
                 levels.append(self.deepstack_merger_list[self._after.index(number)](x_PC))
         return torch.stack((self.merger(x_PC), *levels), 1)
-
-    def _places(self, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and column of each patch in the image."""
-        rows, columns = grid
-        merge = self._merge
-        numbers = torch.arange(rows * columns, device=self._frequencies_F.device).view(rows, columns)
-        blocks = numbers.unflatten(0, (-1, merge)).unflatten(2, (-1, merge))
-        order_P = blocks.transpose(1, 2).flatten()
-        return order_P // columns, order_P % columns
 
     def _positions(
         self, rows_P: torch.Tensor, columns_P: torch.Tensor, grid: tuple[int, int]

@@ -1,8 +1,9 @@
 """What every vision tower has in common: layers that all ranks hold whole, and their outputs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from torch.nn import functional
 from workers.layers.context import BuildContext
 from workers.layers.linear import ColumnParallelLinear
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
+
+_GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,32 @@ class WholeLinear(ColumnParallelLinear):
 
     def __init__(self, in_features: int, out_features: int, build: BuildContext):
         super().__init__(in_features, [ShardRange.whole(out_features)], True, build)
+
+
+class MLP(nn.Module):
+    """Two linear layers, GELU between them."""
+
+    def __init__(self, config: Mapping[str, Any], names: tuple[str, str], build: BuildContext):
+        """`config` is vision_config; `names` are those of the layers.
+
+        Raises ValueError for another function.
+        """
+        super().__init__()
+        act = config.get("hidden_act", "gelu_pytorch_tanh")
+        if act not in _GELU:
+            raise ValueError(
+                f"vision_config.hidden_act {act} is not supported; supported: {', '.join(_GELU)}"
+            )
+        self._approximate = _GELU[act]
+        self._names = names
+        size, features = config["hidden_size"], config["intermediate_size"]
+        self.add_module(names[0], WholeLinear(size, features, build.at(names[0])))
+        self.add_module(names[1], WholeLinear(features, size, build.at(names[1])))
+
+    def forward(self, x_PC: torch.Tensor) -> torch.Tensor:
+        first, second = (self.get_submodule(name) for name in self._names)
+        out_PC: torch.Tensor = second(functional.gelu(first(x_PC), approximate=self._approximate))
+        return out_PC
 
 
 class LayerNorm(WeightedLayer):
@@ -73,6 +102,24 @@ class Table(WeightedLayer):
             self.add_weight("bias", [ShardSpec((shape[0],), 0, rows)], build)
         else:
             self.bias = None
+
+
+def attend(q_PHE: torch.Tensor, k_PHE: torch.Tensor, v_PHE: torch.Tensor) -> torch.Tensor:
+    """Attention of all patches to each other, heads side by side [P, C]."""
+    q_1HPE, k_1HPE, v_1HPE = (each.transpose(0, 1)[None] for each in (q_PHE, k_PHE, v_PHE))
+    out_HPE = functional.scaled_dot_product_attention(q_1HPE, k_1HPE, v_1HPE)[0]
+    return out_HPE.transpose(0, 1).flatten(1)
+
+
+def patch_places(
+    grid: tuple[int, int], merge: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column [P] of each patch in the image, in the order of `Pixels`."""
+    rows, columns = grid
+    numbers = torch.arange(rows * columns, device=device).view(rows, columns)
+    blocks = numbers.unflatten(0, (-1, merge)).unflatten(2, (-1, merge))
+    order_P = blocks.transpose(1, 2).flatten()
+    return order_P // columns, order_P % columns
 
 
 class Normalisation:

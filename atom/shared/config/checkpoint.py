@@ -25,6 +25,16 @@ class ImageSettings:
     """Factor of a pixel's byte, before `mean` is subtracted and the result divided by `std`."""
     mean: list[float]
     std: list[float]
+    processor: str = "qwen2_vl"
+    """What prepares images, as the model's file names it."""
+    by_axis: bool = True
+    """Whether tokens of an image have RoPE positions by axis; else those of their place in the prompt."""
+    sees_ahead: bool = False
+    """Whether the tokens of an image see each other, so that one step has to compute all of them."""
+    template_text: str = ""
+    """What the chat template writes for an image, if a prompt has something else there."""
+    prompt_text: str = ""
+    """What a prompt has there, with one placeholder."""
 
     @property
     def patch_bytes(self) -> int:

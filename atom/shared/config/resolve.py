@@ -137,6 +137,8 @@ def resolve(
             "use --level 0"
         )
     scheduler = _scheduler(config.scheduler, _DEFAULTS[device], speculative.num_speculative_tokens)
+    if speculative.reads_images:
+        _check_images(scheduler, 1 + speculative.num_speculative_tokens, checkpoint)
     resolved = replace(
         config,
         model=_model(config.model, dtype),
@@ -444,6 +446,21 @@ def _check_mixed(mixed: int | None, tokens: int, decodes: int) -> None:
         raise ConfigError(
             f"--max-num-mixed-tokens {mixed} must be from {decodes}, the tokens of all sequences that may "
             f"generate (--max-num-seqs), to {tokens} (--max-num-batched-tokens)"
+        )
+
+
+def _check_images(scheduler: SchedulerConfig, each: int, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError unless a step has room for a whole image and `each` tokens of all sequences."""
+    images = checkpoint.images
+    if images is None or not images.sees_ahead:
+        return
+    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    assert tokens is not None and rows is not None
+    if tokens < (least := images.max_tokens + rows * each):
+        raise ConfigError(
+            f"--max-num-batched-tokens {tokens}: a step computes a whole image of this model, "
+            f"{images.max_tokens} tokens, and {rows * each} of sequences that generate: use at least {least}"
+            ", a smaller --max-num-seqs, or --limit-mm-per-prompt '{\"image\": 0}' for text alone"
         )
 
 

@@ -3,7 +3,7 @@
 N items, L queries and C context tokens of an item, M tiles: see `attention_plan`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,8 +103,9 @@ def _paged_case(
     decode_query_len: int = 1,
     soft_cap: float = 0.0,
     chunked: bool = False,
+    images: Sequence[tuple[int, int]] = (),
 ) -> Case:
-    """`heads` are query heads and key/value heads."""
+    """`heads` are query heads and key/value heads; `images` are runs of the step's tokens, (first, end)."""
 
     def make(
         dtype: torch.dtype, generator: torch.Generator
@@ -122,13 +123,19 @@ def _paged_case(
         host_table = table.numpy().astype(np.int32)
         sinks_H = torch.randn(heads[0], generator=generator).to(dtype) if sinks else None
         rule = AttentionRule(width**-0.5, window, sinks_H, soft_cap, chunked)
-        plan = plan_attention(lens[0], lens[1], host_table, device, decode_query_len=decode_query_len)
+        ahead = np.zeros(sum(query_lens), np.int32)
+        for first, end in images:
+            ahead[first:end] = np.arange(end - first)[::-1]
+        plan = plan_attention(
+            lens[0], lens[1], host_table, device, 0, decode_query_len, ahead if images else None
+        )
         return q, cache, plan, rule
 
     kind = "chunks" if chunked else "window"
     more = f"{f'-{kind}{window}' if window else ''}{'-sinks' if sinks else ''}{'-fp8' if fp8 else ''}"
     more += f"-cap{soft_cap:g}" if soft_cap else ""
     more += f"-decodes{decode_query_len}" if decode_query_len > 1 else ""
+    more += f"-images{list(images)}" if images else ""
     label = f"{heads[0]}/{heads[1]}x{width}-{query_lens}of{context_lens}{more}"
     return Case(label.replace(" ", ""), make)
 
@@ -154,14 +161,17 @@ def _paged_case(
         _paged_case([1, 70, 1, 1], [200, 190, 17, 193], (16, 2), 64, window=64, chunked=True),
         _paged_case([1, 9, 1], [64, 30, 300], window=96, chunked=True, fp8=True),
         _paged_case([4, 4, 4], [4, 40, 700], (16, 2), 64, window=30, chunked=True, decode_query_len=4),
+        _paged_case([1, 70, 1, 5], [200, 90, 17, 65], images=[(4, 20), (21, 60), (73, 77)]),
+        _paged_case([150, 1, 33], [170, 17, 33], (8, 4), 256, window=24, images=[(0, 140), (152, 180)]),
+        _paged_case([1, 9], [64, 30], window=12, fp8=True, images=[(2, 9)]),
     ],
     REDUCTION,
 )
 def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
     """Causal attention of every new token to its context in the paged cache, [T, H, E].
 
-    Query head h reads key/value head h // (H / K). Block table entries that lie wholly before the
-    windows of a row's new tokens are never read.
+    With `plan.ahead_T` queries also see some tokens after their own. Query head h reads key/value head
+    h // (H / K). Block table entries that lie wholly before the windows of a row's new tokens are never read.
     """
     _, block_size, _, kv_heads, _ = cache.kv.shape
     groups = plan.work_items(

@@ -90,6 +90,8 @@ class HostRows:
     block_table: NDArray[np.int32]
     exact: bool = True
     """False: contexts of rows with drafts are upper bounds, which the tensors correct."""
+    ahead: NDArray[np.int32] | None = None
+    """As `AttentionPlan.ahead_T`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,9 @@ class AttentionPlan:
     is_step_input: bool = True
     """Whether the tensors were complete before the step's first layer, so that kernels may read them before
     their predecessor ends. False: kernels of the layer itself have written them, as its top-k tokens."""
+    ahead_T: Tensor | None = None
+    """int32, of the rows' tokens: how many tokens after its own each query sees, as those of an image see
+    each other. All of them are in the step. None: attention is causal, and kernels load nothing."""
 
     def work_items(
         self,
@@ -179,6 +184,7 @@ class AttentionPlan:
                 np.pad(host.context_lens, (0, more)),
                 np.pad(host.block_table, ((0, more), (0, 0))),
                 host.exact,
+                host.ahead,
             )
         return replace(
             self,
@@ -237,12 +243,14 @@ class _Tiles:
     """Index in the shard of the first token that its first query sees."""
     queries: Ints
     """Queries without padding, 1 … length."""
+    ahead: Ints
+    """Tokens after the last query that it sees."""
     shard: TokenShard
 
     @property
     def context(self) -> Ints:
-        """Tokens of the shard up to the last query of each tile."""
-        return self.shard.count(self.first_position + self.queries)
+        """Tokens of the shard up to the last one that a query of each tile sees."""
+        return self.shard.count(self.first_position + self.queries + self.ahead)
 
     @property
     def seen(self) -> Ints:
@@ -257,6 +265,7 @@ class _Tiles:
             self.first_position[where],
             self.first_seen[where],
             self.queries[where],
+            self.ahead[where],
             self.shard,
         )
 
@@ -268,16 +277,18 @@ def plan_attention(
     device: torch.device,
     split_tokens: int = 0,
     decode_query_len: int = 1,
+    ahead: NDArray[np.int32] | None = None,
 ) -> AttentionPlan:
     """The plan of one step from host arrays, which must not change afterwards.
 
     Row i has `query_lens[i]` new tokens (at least 1), the last of its `context_lens[i]` tokens.
     Keys and values of all of them are in the blocks `block_table[i]` ([rows, max_blocks]; entries
-    past the context are never read). Queries of row i follow those of row i - 1.
+    past the context are never read). Queries of row i follow those of row i - 1. `ahead` as `ahead_T`.
     """
     starts = np.zeros(len(query_lens) + 1, np.int32)
     query_lens.cumsum(out=starts[1:])
-    table_RW, contexts_R, starts_R1 = _upload((block_table, context_lens, starts), device)
+    more = () if ahead is None else (ahead,)
+    table_RW, contexts_R, starts_R1, *ahead_T = _upload((block_table, context_lens, starts, *more), device)
     return AttentionPlan(
         block_table_RW=table_RW,
         context_lens_R=contexts_R,
@@ -287,8 +298,9 @@ def plan_attention(
         max_query_len=int(query_lens.max()),
         max_context_len=int(context_lens.max()),
         split_tokens=split_tokens,
-        host=HostRows(query_lens, context_lens, block_table),
+        host=HostRows(query_lens, context_lens, block_table, ahead=ahead),
         decode_query_len=decode_query_len,
+        ahead_T=ahead_T[0] if ahead_T else None,
     )
 
 
@@ -320,34 +332,46 @@ def _upload(arrays: tuple[NDArray[np.int32], ...], device: torch.device) -> list
 def _work_items(
     rows: HostRows, key: _WorkKey, num_tokens: int, device: torch.device
 ) -> tuple[WorkItems, ...]:
-    queries, contexts = rows.query_lens.astype(np.int64), rows.context_lens.astype(np.int64)
+    queries = rows.query_lens.astype(np.int64)
     ends = queries.cumsum()
     groups = []
     for chosen in (np.flatnonzero(queries == 1), np.flatnonzero(queries > 1)):
         if not len(chosen):
             continue
-        tiles = _cut(chosen, queries[chosen], (ends - queries)[chosen], contexts[chosen], key)
+        tiles = _cut(chosen, rows, ends - queries, key)
         chunk = _chunk_length(tiles)
         for part in _bounded(tiles, chunk, key):
-            groups.append(_items(part, chunk, rows.block_table, key, num_tokens, device))
+            groups.append(_items(part, chunk, rows, key, num_tokens, device))
     return tuple(groups)
 
 
-def _cut(rows: Ints, query_lens: Ints, first_tokens: Ints, context_lens: Ints, key: _WorkKey) -> _Tiles:
+def _cut(chosen: Ints, rows: HostRows, first_tokens: Ints, key: _WorkKey) -> _Tiles:
+    """The tiles of the chosen rows; `first_tokens` are those of all rows."""
+    query_lens, context_lens = (
+        lens[chosen].astype(np.int64) for lens in (rows.query_lens, rows.context_lens)
+    )
     length = _tile_length(query_lens)
     counts = -(-query_lens // length)
     offset = _counting(counts) * length
-    owner = np.repeat(np.arange(len(rows)), counts)
+    owner = np.repeat(np.arange(len(chosen)), counts)
+    first_token = first_tokens[chosen][owner] + offset
     first_position = (context_lens - query_lens)[owner] + offset
+    queries = np.minimum(query_lens[owner] - offset, length)
     return _Tiles(
         length,
-        rows[owner],
-        first_tokens[owner] + offset,
+        chosen[owner],
+        first_token,
         first_position,
         key.shard.count(key.first_seen(first_position)),
-        np.minimum(query_lens[owner] - offset, length),
+        queries,
+        _ahead(rows, first_token + queries - 1),
         key.shard,
     )
+
+
+def _ahead(rows: HostRows, tokens: Ints) -> Ints:
+    """How many tokens after its own each of the step's `tokens` sees."""
+    return np.zeros_like(tokens) if rows.ahead is None else rows.ahead[tokens].astype(np.int64)
 
 
 def _tile_length(query_lens: Ints) -> int:
@@ -384,7 +408,7 @@ def _bounded(tiles: _Tiles, chunk: int, key: _WorkKey) -> Iterator[_Tiles]:
 def _items(
     tiles: _Tiles,
     chunk: int,
-    block_table: NDArray[np.int32],
+    rows: HostRows,
     key: _WorkKey,
     num_tokens: int,
     device: torch.device,
@@ -401,10 +425,11 @@ def _items(
     within_L = np.arange(tiles.length)
     filled_ML = within_L < tiles.queries[:, None]
     queries_ML = tiles.first_token[:, None] + within_L * filled_ML
-    seen_NL = tiles.first_position[tile_N][:, None] + within_L
+    own_NL = tiles.first_position[tile_N][:, None] + within_L
+    seen_NL = own_NL + _ahead(rows, queries_ML)[tile_N]
     hidden_NLC = position_NC[:, None, :] > seen_NL[:, :, None]
     if key.window:
-        hidden_NLC |= position_NC[:, None, :] < key.first_seen(seen_NL)[:, :, None]
+        hidden_NLC |= position_NC[:, None, :] < key.first_seen(own_NL)[:, :, None]
     mask = torch.zeros(hidden_NLC.shape, dtype=key.dtype, device=device)
     # Finite: a query that sees nothing of an item must get weight 0 in the merge, not NaN.
     mask.masked_fill_(tensor(hidden_NLC), torch.finfo(key.dtype).min / 2)
@@ -414,7 +439,7 @@ def _items(
     as_they_are = in_order and all_filled and one_chunk
     return WorkItems(
         tiles=len(chunks),
-        slots=tensor(_slots(tiles, tile_N, index_NC, block_table, key.block_size).ravel()),
+        slots=tensor(_slots(tiles, tile_N, index_NC, rows.block_table, key.block_size).ravel()),
         mask_N1LC=mask.unsqueeze(1),
         queries=None if as_they_are else tensor(queries_ML[tile_N].ravel()),
         tile_N=None if one_chunk else tensor(tile_N),

@@ -148,6 +148,8 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: A
         decode_tile = 1
     else:
         decode, decode_tile = _config_of(q_THE, cache, plan, rule)
+    if plan.ahead_T is not None:
+        decode_tile = 1  # the decode kernels are causal
     hopper_tile = _attend_float8_decodes(out_THE, q_THE, cache, plan, rule)
     if hopper_tile:
         decode_tile = hopper_tile
@@ -163,7 +165,9 @@ def _attend_float8_decodes(
     out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule
 ) -> int:
     """Compute the decoding rows with the Hopper kernel where it applies; returns their most tokens, or 0."""
-    if cache.scale is None or _is_few(_per_sm(cache, plan, q_THE.device)) or not is_hopper(q_THE.device):
+    if cache.scale is None or plan.ahead_T is not None or not is_hopper(q_THE.device):
+        return 0
+    if _is_few(_per_sm(cache, plan, q_THE.device)):
         return 0
     # Gluon for Hopper comes only with Triton for NVIDIA GPUs.
     from atom_ops.triton_impl.attention import hopper_decode
@@ -189,6 +193,8 @@ def _attend_prompts(
     left = plan.max_query_len, _NO_PROMPT
     if plan.max_query_len < min_tokens or plan.split_tokens or not is_hopper(q_THE.device):
         return left
+    if plan.ahead_T is not None:
+        return left  # the Hopper kernel is causal
     # Gluon for Hopper comes only with Triton for NVIDIA GPUs.
     from atom_ops.triton_impl.attention import hopper_attention
 
@@ -280,6 +286,7 @@ def _launch_prefill(
     tile = config.queries * kv_heads // q_THE.shape[1]
     prefill_attention[(plan.num_tokens // tile + rows, kv_heads)](
         *_tensors(q_THE, out_THE, cache, plan, rule),
+        plan.ahead_T,
         *_strides(q_THE, cache, plan),
         score_scale(rule),
         rows,

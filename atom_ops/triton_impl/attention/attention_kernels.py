@@ -62,13 +62,15 @@ def soft_capped(score, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def _attend_block(
-    top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N, keys,
-    scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
+    top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, own_M, seen_M, oldest, start, stop, block_N,
+    keys, scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr,
     PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One iteration of the online softmax, over tokens start … start + BLOCK_N - 1 of the context.
+
+    Queries are at `own_M`, and see no token after `seen_M`.
 
     MASKED: some of them lie before `oldest` or from `stop` on, or are hidden from some queries.
     SCALED: `keys` are words of two float8 codes, WIDTH and BLOCK_E count words, `q_ME` and `sum_ME` are
@@ -101,7 +103,7 @@ def _attend_block(
     if MASKED:
         score_MN = tl.where(token_N[None, :] <= seen_M[:, None], score_MN, float("-inf"))
     if WINDOW > 0:
-        oldest_M = oldest_seen(seen_M, WINDOW, CHUNKED)
+        oldest_M = oldest_seen(own_M, WINDOW, CHUNKED)
         score_MN = tl.where(token_N[None, :] >= oldest_M[:, None], score_MN, float("-inf"))
 
     if SCALED:
@@ -138,7 +140,7 @@ def _load_block_ids(
 
 @triton.jit
 def _attend(
-    q_ME, seen_M, oldest, first, seen_by_all, stop, table, keys, scales,
+    q_ME, own_M, seen_M, oldest, first, seen_by_all, stop, table, keys, scales,
     block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
@@ -170,8 +172,8 @@ def _attend(
         block_N = next_block_N
         next_block_N = _load_block_ids(oldest, start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N, WINDOW)
         top_M, unit_M, total_MN, sum_ME, odd_ME = _attend_block(
-            top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N,
-            keys, scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
+            top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, own_M, seen_M, oldest, start, stop,
+            block_N, keys, scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
             WIDTH // CODES, BLOCK_SIZE, BLOCK_N, WORDS, SCALED, WINDOW, CHUNKED, SOFT_CAP,
             PTX, False,
         )  # fmt: skip
@@ -179,8 +181,8 @@ def _attend(
         block_N = next_block_N
         next_block_N = _load_block_ids(oldest, start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N, WINDOW)
         top_M, unit_M, total_MN, sum_ME, odd_ME = _attend_block(
-            top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N,
-            keys, scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
+            top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, own_M, seen_M, oldest, start, stop,
+            block_N, keys, scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
             WIDTH // CODES, BLOCK_SIZE, BLOCK_N, WORDS, SCALED, WINDOW, CHUNKED, SOFT_CAP,
             PTX, True,
         )  # fmt: skip
@@ -352,8 +354,9 @@ def decode_attention(
     q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
     first = origin + split * blocks_each * BLOCK_N
     stop = tl.minimum(context, first + blocks_each * BLOCK_N)
+    own_M = context - length + m // GROUP
     top_M, total_M, sum_ME = _attend(
-        q_ME, context - length + m // GROUP, oldest, first, first, stop,
+        q_ME, own_M, own_M, oldest, first, first, stop,
         table + row.to(tl.int64) * table_stride, kv + head * head_stride, scales + head,
         block_stride, token_stride, half_stride, tl.num_programs(0), score_scale,
         WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, CHUNKED, SOFT_CAP, PTX,
@@ -372,10 +375,10 @@ def decode_attention(
 
 @triton.jit(
     do_not_specialize=["table_stride", "rows", "min_tokens", "whole_prompt"],
-    do_not_specialize_on_alignment=_ANY_ALIGNMENT,
+    do_not_specialize_on_alignment=[*_ANY_ALIGNMENT, "ahead"],
 )
 def prefill_attention(
-    q, out, kv, scales, table, contexts, starts, sinks,
+    q, out, kv, scales, table, contexts, starts, sinks, ahead,
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
     score_scale, rows, min_tokens, whole_prompt,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -386,6 +389,7 @@ def prefill_attention(
     """Grid (tile numbers, K). The last tiles of a row take longest and are launched first.
 
     Skips rows of fewer than `min_tokens` tokens, and whole prompts of `whole_prompt` tokens or more.
+    `ahead`: as `AttentionPlan.ahead_T`; what a query sees never ends before what an earlier one sees.
     """
     pdl_begin(PDL)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -411,7 +415,12 @@ def prefill_attention(
     q_at_M = token_M * q_token_stride + head_M * q_head_stride
     q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
     before = context - length + tile_start
+    own_M = before + m // GROUP
+    seen_M = own_M
     stop = tl.minimum(before + TILE, context)
+    if ahead is not None:
+        seen_M += tl.load(ahead + token_M, mask=wanted_M, other=0)
+        stop += tl.load(ahead + first_token + tl.minimum(tile_start + TILE, length) - 1)
     oldest, origin = _first_seen(before, WINDOW, CHUNKED, SPLIT_TOKENS)
     seen_by_all = origin if WINDOW > 0 else tl.maximum(before + 1, 0) // BLOCK_N * BLOCK_N
     row_table = table + row.to(tl.int64) * table_stride
@@ -422,7 +431,7 @@ def prefill_attention(
         sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
         for first in range(origin, stop, SPLIT_TOKENS):
             more_top_M, more_total_M, more_sum_ME = _attend(
-                q_ME, before + m // GROUP, oldest, first, first, tl.minimum(first + SPLIT_TOKENS, stop),
+                q_ME, own_M, seen_M, oldest, first, first, tl.minimum(first + SPLIT_TOKENS, stop),
                 row_table, kv + head * head_stride, scales + head,
                 block_stride, token_stride, half_stride, tl.num_programs(1), score_scale,
                 WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, CHUNKED, SOFT_CAP, PTX,
@@ -430,7 +439,7 @@ def prefill_attention(
             top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
     else:
         top_M, total_M, sum_ME = _attend(
-            q_ME, before + m // GROUP, oldest, origin, seen_by_all, stop,
+            q_ME, own_M, seen_M, oldest, origin, seen_by_all, stop,
             row_table, kv + head * head_stride, scales + head,
             block_stride, token_stride, half_stride, tl.num_programs(1), score_scale,
             WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, CHUNKED, SOFT_CAP, PTX,

@@ -30,7 +30,14 @@ class KVGroup:
     backend: AttentionBackend = INTERLEAVED_KV
     """Owns the layout of these layers' caches."""
 
-    def bound(self, heads: int, sinks: bool, build: BuildContext, soft_cap: bool = False) -> "KVGroup":
+    def bound(
+        self,
+        heads: int,
+        sinks: bool,
+        build: BuildContext,
+        soft_cap: bool = False,
+        sees_ahead: bool = False,
+    ) -> "KVGroup":
         """The group with the first backend that supports its layers, which have `heads` query heads."""
         config = AttentionConfig(
             device=build.device,
@@ -44,6 +51,7 @@ class KVGroup:
             sinks=sinks,
             soft_cap=soft_cap,
             chunked=self.chunked,
+            sees_ahead=sees_ahead,
         )
         return replace(self, backend=choose_backend(config))
 

@@ -406,7 +406,7 @@ def test_layers_that_the_backend_does_not_take(installed: Install) -> None:
     )  # fmt: skip
     assert attention_backend(config).name == "aiter"
     unlike = ({"kv_dtype": torch.float8_e4m3fn}, {"block_size": 24}, {"head_dim": 320})
-    for change in (*unlike, {"soft_cap": True}, {"chunked": True}):
+    for change in (*unlike, {"soft_cap": True}, {"chunked": True}, {"sees_ahead": True}):
         assert attention_backend(replace(config, **change)) is INTERLEAVED_KV
 
 

@@ -46,11 +46,7 @@ def load(ours: TinyWorker, images: Sequence[PromptImage]) -> None:
 
 
 def logits(directory: Path, counts: Sequence[int], tp: Communicator | None = None) -> torch.Tensor:
-    ours = TinyWorker(directory, tp=tp)
-    load(ours, IMAGES)
-    core = ours.core()
-    core.add(0, IDS, images=row_images(IMAGES))
-    return forced_logits(ours.worker, core, 0, counts)
+    return TinyWorker(directory, tp=tp).logits_of(IDS, IMAGES, counts)
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -12,6 +12,7 @@ import torch
 
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.engine import AddRequest, Sampling, pack_ids
+from atom.shared.messages.images import PromptImage
 from tests.helpers.core_driver import GREEDY
 from tests.helpers.drafting import accepted_share, recorded
 from tests.helpers.mtp_models import save_vision_mtp_model
@@ -21,19 +22,24 @@ from tests.helpers.whole_engine import WholeEngine
 from workers.worker import Worker
 
 COUNT = 10
-WIDE, OTHER = (processed(picture(90, 33, seed)) for seed in (0, 1))
-TALL, SMALL = (processed(picture(*size)) for size in ((20, 70), (16, 17)))
+WIDE, OTHER = (picture(90, 33, seed) for seed in (0, 1))
+TALL, SMALL = (picture(*size) for size in ((20, 70), (16, 17)))
 LOOK, WHY = [5, 6, 7, 8, 9], [11, 12, 13, 14, 15, 16]
-LARGEST = max(image.num_tokens for image in (WIDE, TALL, SMALL))
+SEEDS = {"kimi_k25": 2}
+"""Where that of the others generates a placeholder."""
+
+Part = bytes | list[int]
+"""The file of an image, or ids."""
 ALL = 1 << 10
 
-each = pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])
+each = pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma3"])
 
 
 class Tiny(NamedTuple):
     directory: Path
     groups: int
     model: Any
+    model_type: str = "qwen3_5"
 
     def engine(
         self,
@@ -51,11 +57,21 @@ class Tiny(NamedTuple):
         worker = Worker(config, checkpoint_of(self.directory), place(), lambda *progress: None)
         return WholeEngine(worker, [blocks] * self.groups, budget, image_tokens=image_tokens)
 
-    def follows(self, output: list[int], *parts: Processed | list[int]) -> list[int]:
+    def shown(self, *parts: Part) -> list[Processed]:
+        """The images among the parts."""
+        return [processed(part, self.model_type) for part in parts if isinstance(part, bytes)]
+
+    def prompt(self, *parts: Part) -> tuple[list[int], list[PromptImage]]:
+        return prompt(*(part if isinstance(part, list) else self.shown(part)[0] for part in parts))
+
+    def add(self, engine: WholeEngine, number: int, *parts: Part, n: int = 1, **fields: Any) -> None:
+        ids, images = self.prompt(*parts)
+        engine.add(number, ids, COUNT, n=n, images=images, **fields)
+
+    def follows(self, output: list[int], *parts: Part) -> list[int]:
         """`output` if transformers continues the prompt so."""
         assert len(output) == COUNT
-        images = [part for part in parts if isinstance(part, Processed)]
-        return hf_follows(self.model, prompt(*parts)[0], images, output)
+        return hf_follows(self.model, self.prompt(*parts)[0], self.shown(*parts), output)
 
 
 Saved = Callable[[str], Tiny]
@@ -65,19 +81,14 @@ Saved = Callable[[str], Tiny]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     @cache
     def make(model_type: str) -> Tiny:
-        model, directory = build(model_type), tmp_path_factory.mktemp(model_type)
+        model, directory = build(model_type, SEEDS.get(model_type, 1)), tmp_path_factory.mktemp(model_type)
         save(model, directory)
-        return Tiny(directory, 1 + (model_type == "qwen3_5"), model)
+        return Tiny(directory, 1 + (model_type in ("qwen3_5", "gemma3")), model, model_type)
 
     return make
 
 
-def add(engine: WholeEngine, number: int, *parts: Processed | list[int], n: int = 1) -> None:
-    ids, images = prompt(*parts)
-    engine.add(number, ids, COUNT, n=n, images=images)
-
-
-def check(tiny: Tiny, engine: WholeEngine, requests: Sequence[Sequence[Processed | list[int]]]) -> None:
+def check(tiny: Tiny, engine: WholeEngine, requests: Sequence[Sequence[Part]]) -> None:
     """Run the requests, numbered from 0, and compare what they generate."""
     engine.run()
     for number, parts in enumerate(requests):
@@ -86,34 +97,38 @@ def check(tiny: Tiny, engine: WholeEngine, requests: Sequence[Sequence[Processed
         assert output.token_ids == tiny.follows(output.token_ids, *parts)
 
 
-@each
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "gemma3", "kimi_k25"])
 def test_a_batch_in_chunks_and_its_prefixes(model_type: str, saved: Saved) -> None:
     tiny = saved(model_type)
-    engine = tiny.engine()
+    engine = tiny.engine(budget=24 if model_type == "gemma3" else 16)
     first, text, other = (LOOK, WIDE, WHY, TALL, SMALL, LOOK), (LOOK, WHY), (LOOK, OTHER, WHY)
-    add(engine, 0, *first, n=2)
-    add(engine, 2, *text)
-    add(engine, 3, *other)
+    tiny.add(engine, 0, *first, n=2)
+    tiny.add(engine, 2, *text)
+    tiny.add(engine, 3, *other)
     check(tiny, engine, [first, first, text, other])
     assert engine.num_encoded == 4
     # The same ids stand for another image: nothing but the text before it is shared.
     assert engine.outputs[3].cached_tokens < len(LOOK)
     # Within a block the image is followed by other text: the cached prefix ends inside the image.
     changed = (LOOK, WIDE, LOOK)
-    add(engine, 4, *changed)
+    tiny.add(engine, 4, *changed)
     check(tiny, engine, [first, first, text, other, changed])
+    place = len(LOOK) + 1
     if model_type == "qwen3_vl":
-        assert len(LOOK) + 1 < engine.outputs[4].cached_tokens < len(LOOK) + 1 + WIDE.num_tokens
+        assert place < engine.outputs[4].cached_tokens < place + tiny.shown(WIDE)[0].num_tokens
+    if model_type == "gemma3":  # whose images are computed as a whole
+        assert engine.outputs[4].cached_tokens == place // 4 * 4
     assert engine.num_encoded == 4
 
 
 @each
 def test_more_images_than_the_workers_hold(model_type: str, saved: Saved) -> None:
     tiny = saved(model_type)
-    engine = tiny.engine(budget=64, image_tokens=LARGEST)
+    largest = max(image.num_tokens for image in tiny.shown(WIDE, TALL, SMALL))
+    engine = tiny.engine(budget=64, image_tokens=largest)
     requests = [(LOOK, WIDE, WHY), (TALL, WIDE, LOOK), (WHY, SMALL, TALL, SMALL)]
     for number, parts in enumerate(requests):
-        add(engine, number, *parts)
+        tiny.add(engine, number, *parts)
     check(tiny, engine, requests)
     assert len(engine._worker._images._features) <= 3
 
@@ -122,10 +137,10 @@ def test_more_images_than_the_workers_hold(model_type: str, saved: Saved) -> Non
 def test_preemption(model_type: str, saved: Saved) -> None:
     tiny = saved(model_type)
     parts = (LOOK, SMALL, WHY)
-    length = len(prompt(*parts)[0])
-    engine = tiny.engine(blocks=2 * -(-(length + COUNT) // 4) + 2, budget=64)
+    length = len(tiny.prompt(*parts)[0])
+    engine = tiny.engine(blocks=3 * -(-(length + 1) // 4) + 1, budget=64)
     for number in range(3):
-        add(engine, number, [20 + number], *parts)
+        tiny.add(engine, number, [20 + number], *parts)
     check(tiny, engine, [([20 + number], *parts) for number in range(3)])
     assert engine.core.stats().preemptions
 
@@ -138,7 +153,7 @@ def test_drafts_and_recorded_steps(drafts: bool, model_type: str, saved: Saved) 
     engine = tiny.engine(budget=64, speculative=method, capture_sizes="[1,2,4]")
     requests = [(LOOK, WIDE, WHY), (WHY, LOOK), (SMALL, LOOK, TALL)]
     for number, parts in enumerate(requests):
-        add(engine, number, *parts)
+        tiny.add(engine, number, *parts)
     check(tiny, engine, requests)
 
 
@@ -155,7 +170,7 @@ def test_drafts_of_multi_token_prediction(
     for method in (None, SpeculativeConfig("mtp", drafts, spec_decode_adaptive=False)):
         engine = tiny.engine(budget=32, speculative=method, capture_sizes=capture)
         for number, parts in enumerate(requests):
-            add(engine, number, *parts)
+            tiny.add(engine, number, *parts)
         engine.run()
         assert not any(engine.outputs[number].error for number in range(3))
         found.append([engine.outputs[number].token_ids for number in range(3)])
@@ -165,30 +180,29 @@ def test_drafts_of_multi_token_prediction(
 
 def test_drafts_with_images_are_those_of_the_definition(tmp_path: Path) -> None:
     model = save_vision_mtp_model(tmp_path, strong=True)
-    engine = Tiny(tmp_path, 2, None).engine(
-        budget=96, speculative=SpeculativeConfig("mtp", 3, spec_decode_adaptive=False)
-    )
+    tiny = Tiny(tmp_path, 2, None)
+    engine = tiny.engine(budget=96, speculative=SpeculativeConfig("mtp", 3, spec_decode_adaptive=False))
     drafted = recorded(engine)
-    ids, images = prompt(LOOK, WIDE, WHY, TALL, LOOK)
-    engine.add(0, ids, COUNT, images=images)
+    tiny.add(engine, 0, *(parts := (LOOK, WIDE, WHY, TALL, LOOK)))
+    ids, _ = tiny.prompt(*parts)
     engine.run()
     text = [*ids, *engine.outputs[0].token_ids]
     for position, drafts in drafted:
         usable = max(min(3, len(text) - 2 - position), 0)
         with torch.no_grad():
-            assert drafts[:usable] == model.drafts(text[: position + 1], [WIDE, TALL], usable), position
+            wanted = model.drafts(text[: position + 1], tiny.shown(WIDE, TALL), usable)
+        assert drafts[:usable] == wanted, position
 
 
 def test_sampled_with_a_seed_in_any_batch(saved: Saved) -> None:
     tiny = saved("qwen3_vl")
     sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5)
-    ids, images = prompt(LOOK, TALL, WHY)
     found = []
     for others in (0, 2):
         engine = tiny.engine(budget=32)
         for other in range(others):
-            add(engine, 1 + other, [other + 3], WIDE)
-        engine.add(0, ids, COUNT, sampling=sampling, images=images)
+            tiny.add(engine, 1 + other, [other + 3], WIDE)
+        tiny.add(engine, 0, LOOK, TALL, WHY, sampling=sampling)
         engine.run()
         found.append(engine.outputs[0].token_ids)
     assert found[0] == found[1]
@@ -205,8 +219,9 @@ def test_sampled_with_a_seed_in_any_batch(saved: Saved) -> None:
 )
 def test_an_image_that_does_not_fit_its_request(change: dict[str, Any], error: str, saved: Saved) -> None:
     """Such a request fails alone."""
-    engine = saved("qwen3_vl").engine()
-    ids, images = prompt(LOOK, SMALL)
+    tiny = saved("qwen3_vl")
+    engine = tiny.engine()
+    ids, images = tiny.prompt(LOOK, SMALL)
     image = msgspec.structs.replace(images[0], **change)
     refusal = engine.core.add(AddRequest([0], pack_ids(ids), COUNT, GREEDY, images=[image]), b"a")
     assert refusal is not None and error in refusal.finished[0].message

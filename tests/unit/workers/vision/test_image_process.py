@@ -4,9 +4,11 @@ import io
 import json
 import struct
 import zlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -14,8 +16,10 @@ from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import MAX_FILE_BYTES, PreparedImage
 from frontend.images.image_process import ImageProcess
 from tests.helpers.tiny_tokenizer import checkpoint
-from tests.helpers.vision_models import MERGE, PATCH, PROCESSOR, picture, processed
-from workers.vision.image_process import make_processor, prepared
+from tests.helpers.vision_models import MERGE, PATCH, PROCESSOR, PROCESSORS, picture, processed
+from workers.checkpoint.image_settings import PatchLimits
+from workers.vision.image_process import prepared
+from workers.vision.image_processors import make_processor, scaled
 
 SETTINGS = ImageSettings(9, {}, PATCH, MERGE, 48 * (PATCH * MERGE) ** 2, 1 / 255, [0.5] * 3, [0.5] * 3)
 
@@ -28,7 +32,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(content: bytes, directory: Path) -> PreparedImage:
-    return prepared(content, _processor(directory), SETTINGS)
+    return prepared(content, _processor(directory))
 
 
 _processor = cache(lambda directory: make_processor(directory, SETTINGS))
@@ -43,6 +47,47 @@ def test_pixels_of_transformers(kind: str, directory: Path) -> None:
         assert not found.error
         assert (found.rows * MERGE, found.columns * MERGE) == wanted.grid
         assert found.pixels == wanted.pixels
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "kimi_k25"])
+def test_pixels_of_other_processors(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[model_type]))
+    maker = make_processor(tmp_path, replace(SETTINGS, processor=model_type))
+    for size in ((90, 33), (24, 32), (9, 5)):
+        file = picture(*size)
+        found, wanted = prepared(file, maker), processed(file, model_type)
+        assert not found.error
+        assert (found.rows * MERGE, found.columns * MERGE) == wanted.grid
+        assert found.pixels == wanted.pixels
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        ((225, 223), (225, 223)),  # never enlarged
+        ((3584, 3584), (1792, 1792)),  # 4 times too many patches
+        ((28672, 224), (7168, 56)),  # a side 4 times too long
+        ((14000, 1), (7168, 1)),
+    ],
+)
+def test_sizes_of_scaled_images(size: tuple[int, int], wanted: tuple[int, int]) -> None:
+    assert scaled(size, PatchLimits(16384, 512, 4608), 14) == wanted
+
+
+def test_a_large_image_is_scaled_and_padded(tmp_path: Path) -> None:
+    """300 x 500 pixels are 75 x 125 patches, of which 192 remain."""
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSORS["kimi_k25"]))
+    settings = replace(SETTINGS, processor="kimi_k25")
+    file = picture(300, 500)
+    found = prepared(file, make_processor(tmp_path, settings))
+    width, height = 42, 71
+    scaled_down = Image.open(io.BytesIO(file)).resize((width, height), Image.Resampling.BICUBIC)
+    assert (found.rows, found.columns) == (9, 6)
+    padded = np.zeros((9 * 8, 6 * 8, 3), np.uint8)
+    padded[:height, :width] = np.asarray(scaled_down)
+    whole = io.BytesIO()
+    Image.fromarray(padded).save(whole, "PNG")
+    assert found.pixels == processed(whole.getvalue(), "kimi_k25").pixels
 
 
 def test_a_photograph_is_turned_as_its_camera_says(directory: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.checkpoint import Checkpoint, ImageSettings
 from atom.shared.config.cli import engine_config_from_kwargs
 from atom.shared.config.eplb import EPLBConfig, eplb_config
 from atom.shared.config.fields import ConfigError
@@ -542,3 +542,13 @@ def test_mixed_steps_with_room_for_no_prompt_or_more_than_a_step_are_refused(
 def test_too_small_a_step_for_drafts_is_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 8 has no room .* use at least"):
         resolved(CPU, method="ngram", num_speculative_tokens=8, max_num_batched_tokens=8, **limits)
+
+
+def test_too_small_a_step_for_a_whole_image_is_refused() -> None:
+    settings = ImageSettings(9, {}, 14, 4, 896 * 896, 1 / 255, [0.5] * 3, [0.5] * 3, sees_ahead=True)
+    checkpoint = replace(CHECKPOINT, images=settings)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 259}
+    with pytest.raises(ConfigError, match=r"batched-tokens 259: .* 256 tokens, and 4 of .* at least 260"):
+        resolved(CPU, checkpoint, **limits)
+    resolved(CPU, checkpoint, **limits | {"max_num_batched_tokens": 260})
+    resolved(CPU, replace(checkpoint, images=replace(settings, sees_ahead=False)), **limits)
