@@ -118,7 +118,11 @@ def main() -> None:
     add("--context", type=positive, default=1024, help="prompt tokens of each row")
     add("--steps", type=positive, default=100, help="steps of each measurement")
     add("--blocks", type=positive, default=512, help="blocks of a copy")
-    add("--part-bytes", type=positive, help="bytes that host memory copies at a time (16 MiB, at most 128 MiB)")
+    add(
+        "--part-bytes",
+        type=positive,
+        help="bytes that host memory copies at a time (16 MiB, at most 128 MiB)",
+    )
     add("--torch-rows", action="store_true", help="copy blocks with torch's ops, a layer at a time")
     add("--rounds", type=positive, default=5, help="rounds; a figure is their median")
     add_output_flag(parser)
