@@ -33,9 +33,10 @@ _LEAST_FOUND = 0.9
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Of one prompt."""
+    """The first token of one prompt."""
 
     seconds: float
+    """Time from the submission of the prompt."""
     found: float
     """Fraction of the prompt that was in the prefix cache."""
 
