@@ -16,6 +16,7 @@ from atom_ops.attention_backend import (
 )
 from atom_ops.ops.attention.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
 from atom_ops.ops.attention.attention_plan import BATCH_INVARIANT_SPLIT, NoHostRowsError, empty_attention
+from atom_ops.ops.attention.block_rows import BlockTensors, gather_block_rows, scatter_block_rows
 from atom_ops.ops.attention.fused_attention import attend_projection
 from atom_ops.ops.attention.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
 from atom_ops.ops.attention.kv_indices import KVIndices, kv_indices
@@ -145,6 +146,7 @@ __all__ = [
     "AttentionPlan",
     "AttentionRule",
     "BlockFP8",
+    "BlockTensors",
     "CachedRows",
     "ChannelFP8",
     "ChannelINT8",
@@ -208,6 +210,7 @@ __all__ = [
     "experts",
     "gated_delta_rule",
     "gated_rms_norm",
+    "gather_block_rows",
     "gelu_tanh_and_mul",
     "hyper_collapse",
     "hyper_expand",
@@ -256,6 +259,7 @@ __all__ = [
     "route",
     "rows_of_block",
     "sample",
+    "scatter_block_rows",
     "select_slots",
     "shard_argmax",
     "sigmoid_and_mul",

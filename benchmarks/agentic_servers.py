@@ -7,8 +7,9 @@
         -- --num-sessions 8 --max-context 4096
 
 In a round each server starts, answers the same sessions and ends; every other round has them in reverse, so
-that what changes on the machine meanwhile hits all alike. What comes after `--` are flags of
-`atom.benchmarks.agentic`, whose results are kept in --result-dir. A figure is the median of the rounds.
+that what changes on the machine meanwhile hits all alike. A server is ready when it has answered a request.
+What comes after `--` are flags of `atom.benchmarks.agentic`, whose results are kept in --result-dir. A figure
+is the median of the rounds.
 """
 
 import argparse
@@ -24,25 +25,29 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from atom.benchmarks.serving.errors import BenchmarkError
 from benchmarks.common.arguments import positive, single_line_errors
 
-_START_S = 600.0
+_ANSWER_S = 30.0
 _STOP_S = 30.0
 _POLL_S = 0.25
 _COLUMNS = {
+    "failed": ("sessions", "failed"),
     "output tok/s": ("serving", "output_throughput"),
     "first turn, ms": ("first_ttft_ms",),
     "later turns, ms": ("later_ttft_ms",),
     "per token, ms": ("serving", "distributions", "tpot", "median"),
     "hit rate": ("hit_rate",),
+    "known": ("known_rate",),
+    "good tok/s": ("good_output_throughput",),
 }
-"""Figures of a result file, by its keys."""
+"""Figures of a result file, by its keys; of a list the sum."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def run(contender: Contender, args: argparse.Namespace, result: Path) -> dict[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with running(contender, args.model, port, result.with_suffix(".log")):
+    with running(contender, args.model, port, result.with_suffix(".log"), args.deadline):
         command = [
             sys.executable,
             "-m",
@@ -104,15 +109,19 @@ def run(contender: Contender, args: argparse.Namespace, result: Path) -> dict[st
 
 
 @contextlib.contextmanager
-def running(contender: Contender, model: str, port: int, log: Path) -> Iterator[None]:
-    """The server, once it answers; its process group is gone when the block ends. Raises BenchmarkError."""
+def running(contender: Contender, model: str, port: int, log: Path, deadline_s: float) -> Iterator[None]:
+    """The server, once it answers; its process group is gone when the block ends.
+
+    Raises BenchmarkError for a server that does not answer within `deadline_s`.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             contender.arguments(model, port), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            _wait_ready(process, port, contender.name, log)
+            is_ready = partial(_answers, model, port, contender.name)
+            _wait_ready(process, is_ready, contender.name, log, deadline_s)
             yield
         finally:
             _end(process)
@@ -129,7 +138,7 @@ def table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
 
 def _value(result: Any, keys: Sequence[str]) -> float | None:
     for key in keys:
-        result = result[key]
+        result = sum(each[key] for each in result) if isinstance(result, list) else result[key]
     return None if result is None else float(result)
 
 
@@ -138,23 +147,39 @@ def _median(values: Sequence[float | None]) -> str:
     return f"{statistics.median(known):.4g}" if known else "not told"
 
 
-def _wait_ready(process: subprocess.Popen[bytes], port: int, name: str, log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while not _answers(port):
+def _wait_ready(
+    process: subprocess.Popen[bytes], is_ready: Callable[[], bool], name: str, log: Path, deadline_s: float
+) -> None:
+    ends_at = time.monotonic() + deadline_s
+    while not is_ready():
         if process.poll() is not None:
             raise BenchmarkError(f"{name} ended with status {process.returncode}: see {log}")
-        if time.monotonic() > deadline:
-            raise BenchmarkError(f"{name} was not ready in {_START_S:.0f} s: see {log}")
+        if time.monotonic() > ends_at:
+            raise BenchmarkError(f"{name} did not answer in {deadline_s} s: raise --deadline, or see {log}")
         time.sleep(_POLL_S)
 
 
-def _answers(port: int) -> bool:
-    """Whether the server has its model: /health of llama.cpp is 503 until then."""
+def _answers(model: str, port: int, name: str) -> bool:
+    """Whether the server answers a request: while it loads, it refuses connections or says 503.
+
+    Raises BenchmarkError for a server that refuses the request itself.
+    """
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=_STOP_S) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+        with urllib.request.urlopen(request, timeout=_ANSWER_S):
+            return True
+    except urllib.error.HTTPError as error:
+        if error.code < 500:
+            reason = error.read().decode(errors="replace")
+            raise BenchmarkError(f"{name} refused a request, {error.code}: {reason}") from None
+    except OSError:  # also urllib's own
+        pass
+    return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -181,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
         help="A server; once for each. {model} and {port} are replaced.",
     )
     parser.add_argument("--rounds", type=positive, default=3, help="Runs of each server (3).")
-    parser.add_argument("--deadline", type=positive, default=3600, help="Most seconds of one run (3600).")
+    parser.add_argument(
+        "--deadline", type=positive, default=3600, help="Most seconds of a start, and of a run (3600)."
+    )
     parser.add_argument(
         "--result-dir", type=Path, default=Path("agentic-servers"), help="For results and logs."
     )

@@ -10,7 +10,8 @@ Of the worker, without frontend and engine core; one GPU. The tier is pinned hos
     next to up   the same, while blocks come back all the time; and their GB/s
     next to down the same, while blocks go down all the time
 
-`link` is the rate of one large copy from pinned memory to the GPU.
+`link` is the rate of one large copy from pinned memory to the GPU. --part-bytes and --torch-rows say what the
+size of a part, and the kernel that copies the blocks of all layers, change.
 """
 
 import itertools
@@ -25,9 +26,11 @@ from atom.shared.config.cli import CommandLineParser
 from atom.shared.config.resolve import resolve
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, BlockCopy, BlocksCopied, CopyBlocks, TierSlots
 from atom.supervisor import Supervisor
+from atom_ops import gather_block_rows, scatter_block_rows
 from benchmarks.common.arguments import add_output_flag, positive, single_line_errors
 from benchmarks.common.report import report, write
 from benchmarks.ranks.decode_step_rank import DecodeStepLaunch, Steps
+from workers.memory.host_tier import HostTier
 from workers.memory.tier_copier import TierCopier, block_bytes
 
 _LINK_BYTES = 1 << 30
@@ -115,6 +118,12 @@ def main() -> None:
     add("--context", type=positive, default=1024, help="prompt tokens of each row")
     add("--steps", type=positive, default=100, help="steps of each measurement")
     add("--blocks", type=positive, default=512, help="blocks of a copy")
+    add(
+        "--part-bytes",
+        type=positive,
+        help="bytes that host memory copies at a time (16 MiB, at most 128 MiB)",
+    )
+    add("--torch-rows", action="store_true", help="copy blocks with torch's ops, a layer at a time")
     add("--rounds", type=positive, default=5, help="rounds; a figure is their median")
     add_output_flag(parser)
     args = parser.parse_args()
@@ -129,8 +138,15 @@ def main() -> None:
         ):
             parser.error("this measures one GPU")
         medium = DISK if config.cache.kv_offload_dir is not None else HOST_MEMORY
+        if args.part_bytes is not None:
+            if medium != HOST_MEMORY:
+                parser.error("--part-bytes is for host memory: leave out --kv-offload-dir")
+            HostTier.part_bytes = args.part_bytes
         launch = DecodeStepLaunch(config, checkpoint, [args.rows], args.context, args.steps)
         steps = Steps(launch, [TierSlots(medium, [args.blocks])])
+        if args.torch_rows:
+            for op in (gather_block_rows, scatter_block_rows):
+                op.use(["torch"])
         figures = measure(steps, args.rows, args.context, args.steps, args.blocks, args.rounds)
         result = report("kv_tiers", [torch.cuda.get_device_name()], {"medium": medium, **figures})
         for name, value in figures.items():

@@ -13,6 +13,7 @@ def load() -> None:
     if find_spec("triton") is None:
         return
     import atom_ops.triton_impl.attention.attention
+    import atom_ops.triton_impl.attention.block_rows
     import atom_ops.triton_impl.attention.fused_attention
     import atom_ops.triton_impl.attention.kv_cache
     import atom_ops.triton_impl.attention.kv_indices

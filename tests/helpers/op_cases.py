@@ -17,6 +17,7 @@ WRITERS = (
     *("write_latent", "norm_and_write_latents", "write_index_keys", "causal_conv", "gated_delta_rule"),
     *("kimi_delta_attention", "write_rows", "write_normed_rows", "compress_rows"),
     *("verify_drafts", "propose_ngrams", "select_slots", "latent_queries"),
+    *("gather_block_rows", "scatter_block_rows"),
 )
 """Ops that change their arguments."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

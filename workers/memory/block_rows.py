@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 import numpy as np
 import torch
 
-from atom_ops import to_device
+from atom_ops import BlockTensors, gather_block_rows, scatter_block_rows, to_device
 from workers.layers.context import CacheLayer
 
 __all__ = ["BlockRows"]
@@ -38,15 +38,19 @@ class BlockRows:
         self.device = tensors[0].device
         # Eight bytes are gathered and scattered as fast as one.
         self._unit = torch.uint8 if any(tensor[0].nbytes % 8 for tensor in tensors) else torch.int64
-        self._tensors = [tensor.view(num_blocks, -1).view(self._unit) for tensor in tensors]
+        self._blocks = BlockTensors(tuple(tensor.view(num_blocks, -1).view(self._unit) for tensor in tensors))
         # numpy copies in this thread alone; torch would start threads of its own for it.
         on_cpu = self.device.type == "cpu"
-        self._arrays = [tensor.numpy() for tensor in self._tensors] if on_cpu else []
+        self._arrays = [tensor.numpy() for tensor in self._blocks.tensors] if on_cpu else []
+        if not on_cpu:
+            none = torch.empty(0, num_bytes, dtype=torch.uint8, device=self.device)
+            self.read([], none)  # loads the kernels before another thread needs them
+            self.write([], none)
 
     def read(self, blocks: Sequence[int], rows_NS: torch.Tensor) -> None:
         """Copy blocks to rows of bytes on the same device."""
-        start = 0
         if self._arrays:
+            start = 0
             rows = rows_NS.view(self._unit).numpy()
             for array in self._arrays:
                 end = start + array.shape[1]
@@ -54,16 +58,12 @@ class BlockRows:
                 start = end
             return
         blocks_N = to_device(np.array(blocks, np.int64), self.device)
-        rows_NU = rows_NS.view(self._unit)
-        for tensor in self._tensors:
-            width = tensor.shape[1]
-            rows_NU.narrow(1, start, width).copy_(tensor.index_select(0, blocks_N))
-            start += width
+        gather_block_rows(self._blocks, blocks_N, rows_NS.view(self._unit))
 
     def write(self, blocks: Sequence[int], rows_NS: torch.Tensor) -> None:
         """Copy rows of bytes on the same device to blocks."""
-        start = 0
         if self._arrays:
+            start = 0
             rows = rows_NS.view(self._unit).numpy()
             for array in self._arrays:
                 end = start + array.shape[1]
@@ -71,11 +71,7 @@ class BlockRows:
                 start = end
             return
         blocks_N = to_device(np.array(blocks, np.int64), self.device)
-        rows_NU = rows_NS.view(self._unit)
-        for tensor in self._tensors:
-            width = tensor.shape[1]
-            tensor.index_copy_(0, blocks_N, rows_NU.narrow(1, start, width))
-            start += width
+        scatter_block_rows(self._blocks, blocks_N, rows_NS.view(self._unit))
 
 
 def _tensors(cache: CacheLayer) -> Iterator[torch.Tensor]:

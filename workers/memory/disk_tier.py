@@ -37,6 +37,9 @@ _STALE_S = 600.0
 class DiskTier:
     """The files of one rank. Only the thread of the tier reads and writes blocks."""
 
+    part_bytes = 128 << 20
+    """Many blocks, which are read at the same time."""
+
     def __init__(self, directory: Path, num_groups: int, num_readers: int = 1):
         """`num_groups`: KV groups; `num_readers`: files that are read at the same time.
 

@@ -15,6 +15,9 @@ __all__ = ["HostTier"]
 class HostTier:
     """Slots of each KV group; S bytes in a slot of it."""
 
+    part_bytes = 16 << 20
+    """A step's own copies wait for the engine that copies a part: 0.3 ms at 55 GB/s."""
+
     def __init__(self, num_slots: Sequence[int], slot_bytes: Sequence[int], device: torch.device, room: int):
         """`num_slots` and `slot_bytes` by KV group; `room`: bytes that are left on the host.
 

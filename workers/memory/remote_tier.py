@@ -34,6 +34,9 @@ Replies = list[bytes | int | Exception | None]
 class RemoteTier:
     """The blocks of one rank. Only the thread of the tier uses it."""
 
+    part_bytes = 128 << 20
+    """Many blocks for each round trip."""
+
     def __init__(self, client: RedisClient, name: str, num_groups: int, seed: int):
         """`name`: of the cache and the rank; `num_groups`: KV groups; `seed`: that of the digests."""
         self._client = client

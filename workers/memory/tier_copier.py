@@ -24,7 +24,7 @@ from workers.memory.block_rows import BlockRows
 __all__ = ["KVTier", "SharedKVTier", "TierCopier", "block_bytes", "staged_bytes"]
 
 _STAGED_BYTES = 128 << 20
-"""On a GPU, where each layer's share of a part is a launch: the part takes long compared with that."""
+"""Most bytes that are copied at a time on a GPU."""
 _STAGED_BYTES_CPU = 32 << 20
 _STOP_S = 5.0
 _Job = tuple[int, int, CopyBlocks | FindBlocks | None, "torch.cuda.Event | None"]
@@ -33,6 +33,9 @@ _Job = tuple[int, int, CopyBlocks | FindBlocks | None, "torch.cuda.Event | None"
 
 class KVTier(Protocol):
     """Memory for blocks, in slots of each KV group. S bytes of a block; rows are on the cache's device."""
+
+    part_bytes: int
+    """Bytes that are copied at a time on a GPU, one block at least."""
 
     def write(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
         """Copy rows to the slots of `copies`; returns the indices of those that failed.
@@ -117,7 +120,8 @@ class TierCopier:
     def _run(self, tier: KVTier, queue: "PriorityQueue[_Job]") -> None:
         try:
             with torch.inference_mode(), self._on_own_stream():
-                staged_bytes = _STAGED_BYTES if self._device.type == "cuda" else _STAGED_BYTES_CPU
+                on_gpu = self._device.type == "cuda"
+                staged_bytes = min(tier.part_bytes, _STAGED_BYTES) if on_gpu else _STAGED_BYTES_CPU
                 num_bytes = max(staged_bytes, *(group.num_bytes for group in self._groups))
                 staged = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
                 while True:

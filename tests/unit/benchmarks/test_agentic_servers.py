@@ -1,9 +1,11 @@
 """Servers that take turns: each is started, awaited and ended; their figures become a table."""
 
+import contextlib
 import os
 import shlex
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,34 +20,49 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
     count = 0
 
-    def do_GET(self):
+    def do_POST(self):
         Handler.count += 1
-        self.send_response(200 if Handler.count > 1 else 503)
+        self.send_response(int(sys.argv[3]) if Handler.count > 1 else 503)
         self.end_headers()
+        self.wfile.write(b"why")
 
 open(sys.argv[1], "w").write(str(os.getpid()))
 HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 """
 
 
-def test_a_server_runs_until_its_block_ends(tmp_path: Path) -> None:
-    (tmp_path / "server.py").write_text(SERVER)
+@contextlib.contextmanager
+def serving(place: Path, status: int) -> Iterator[int]:
+    """The process id of a server that says 503 once, then `status`."""
+    (place / "server.py").write_text(SERVER)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = shlex.join([sys.executable, str(tmp_path / "server.py"), "{model}", "{port}"])
-    with running(Contender("one", command), str(tmp_path / "pid"), port, tmp_path / "logs" / "one.log"):
-        pid = int((tmp_path / "pid").read_text())
+    command = shlex.join([sys.executable, str(place / "server.py"), "{model}", "{port}", str(status)])
+    with running(Contender("one", command), str(place / "pid"), port, place / "logs" / "one.log", 30):
+        yield int((place / "pid").read_text())
+
+
+def test_a_server_runs_until_its_block_ends(tmp_path: Path) -> None:
+    with serving(tmp_path, status=200) as pid:
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_server_that_refuses_requests_is_told_with_its_reason(tmp_path: Path) -> None:
+    with (
+        pytest.raises(BenchmarkError, match="one refused a request, 404: why"),
+        serving(tmp_path, status=404),
+    ):
+        pass
 
 
 def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
     contender = Contender("one", shlex.join([sys.executable, "-c", "print('why'); exit(3)", "{port}"]))
     with (
         pytest.raises(BenchmarkError, match=r"one ended with status 3: see .*one\.log"),
-        running(contender, "m", 1, tmp_path / "one.log"),
+        running(contender, "m", 1, tmp_path / "one.log", 30),
     ):
         pass
     assert (tmp_path / "one.log").read_text() == "why\n"
@@ -56,7 +73,18 @@ def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
 def test_figures_are_medians_of_the_rounds() -> None:
     def result(rate: float, hits: float | None) -> dict[str, object]:
         serving = {"output_throughput": rate, "distributions": {"tpot": {"median": 10.0}}}
-        return {"serving": serving, "first_ttft_ms": 1.0, "later_ttft_ms": 2.0, "hit_rate": hits}
+        return {
+            "serving": serving,
+            "sessions": [{"failed": 1}, {"failed": 2}],
+            "first_ttft_ms": 1.0,
+            "later_ttft_ms": 2.0,
+            "hit_rate": hits,
+            "known_rate": 0.8,
+            "good_output_throughput": None,
+        }
 
     lines = table({"a": [result(1, 0.5), result(9, 0.5), result(2, 0.5)], "b": [result(3, None)]})
-    assert lines[2:] == ["| a | 2 | 1 | 2 | 10 | 0.5 |", "| b | 3 | 1 | 2 | 10 | not told |"]
+    assert lines[2:] == [
+        "| a | 3 | 2 | 1 | 2 | 10 | 0.5 | 0.8 | not told |",
+        "| b | 3 | 3 | 1 | 2 | 10 | not told | 0.8 | not told |",
+    ]

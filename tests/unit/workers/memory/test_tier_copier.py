@@ -22,6 +22,8 @@ DEADLINE_S = 60.0
 class Gate:
     """A tier that fails every second block, after `open`."""
 
+    part_bytes = 1 << 20
+
     def __init__(self) -> None:
         self.open = threading.Event()
         self.calls: list[str] = []
@@ -49,7 +51,7 @@ def next_of(copier: TierCopier) -> BlocksCopied | BlocksFound:
 
 
 def test_blocks_go_to_a_tier_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_copier, "_STAGED_BYTES", 70)  # two blocks of the first group at a time
+    monkeypatch.setattr(tier_copier, "_STAGED_BYTES_CPU", 70)  # two blocks of the first group at a time
     narrow, wide = torch.rand(8, 2, 4), torch.rand(5, 3, 4)
     expected = narrow.clone(), wide.clone()
     copier = TierCopier(groups(narrow, wide), [HostTier([9, 9], [32, 48], CPU, 1 << 20)], rank=3)
