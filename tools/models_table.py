@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.checkpoint_contents import contents_table
-from tests.helpers.layouts import layouts_of
+from tests.helpers.checkpoints.checkpoint_contents import contents_table
+from tests.helpers.parallel.layouts import layouts_of
 
 _ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = _ROOT / "docs/use/models.md"

@@ -6,8 +6,13 @@ python -m tools.quantization_table
 from pathlib import Path
 
 from atom.shared.config.online_quantization import FORMATS as ONLINE_FORMATS
-from tests.helpers.four_bits import FOUR_BIT_FORMATS
-from tests.helpers.quantized_formats import FORMATS, QUANTIZED_MODELS, StoredFormat, parts_quantized
+from tests.helpers.checkpoints.four_bits import FOUR_BIT_FORMATS
+from tests.helpers.checkpoints.quantized_formats import (
+    FORMATS,
+    QUANTIZED_MODELS,
+    StoredFormat,
+    parts_quantized,
+)
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs/use/quantization.md"
 
@@ -43,7 +48,7 @@ them.
   (each token of latents), which are computed when it is written. The server says so at start.
   Stated ones are coarser: the perplexity of SmolLM2-135M rises by 0.7 % (standard error 0.1 %) with scales
   of tokens and heads, by 1.0 % (0.2 %) with one for each layer, measured on the same text
-  (`python -m tests.helpers.cache_scales`).
+  (`python -m tests.helpers.engine.cache_scales`).
 - Activations are multiplied in the model's dtype unless a kernel rounds them to 8 bits, which FP8 and
   INT8 formats allow, or on an MI350 to MXFP4, for weights in that format.
 
@@ -78,7 +83,7 @@ pattern that names no layer, or only layers that another pattern before it decid
 FORMATS
 Each matrix is rounded as soon as it is read, a million numbers at a time, so the plain model is never in
 memory. A model of 392 MiB in bfloat16 becomes 213 MiB of weights with `ptpc_fp8`, and loading it needs 32 MiB
-more, or 72 MiB with mapped files (`python -m tests.helpers.load_memory online DIRECTORY 64 12`). All
+more, or 72 MiB with mapped files (`python -m tests.helpers.engine.load_memory online DIRECTORY 64 12`). All
 ranks of a tensor-parallel group get parts of the same numbers.
 
 INT4 has zero points, and each group takes the range, of five, with the smallest squared error. A group of

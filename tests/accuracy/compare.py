@@ -28,8 +28,8 @@ from atom.supervisor import Supervisor
 from benchmarks.common.arguments import add_output_flag, single_line_errors
 from benchmarks.common.report import report, write
 from tests.accuracy.results import TASKS, Run, compared, equal, read_run, text
-from tests.helpers.server import running_server
-from tests.helpers.smollm2 import gguf_path
+from tests.helpers.checkpoints.smollm2 import gguf_path
+from tests.helpers.servers.server import running_server
 
 DEADLINE_S = 1800
 MODULE = "tests.accuracy.compare"

@@ -32,7 +32,7 @@ from tests.aiter_contract import (
     rows,
     tiles,
 )
-from tests.helpers.signatures import parsed
+from tests.helpers.parallel.signatures import parsed
 
 SEMANTICS: dict[str, Callable[..., Any]] = {
     "aiter.rms_norm": rows.rms_norm,

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from tests.helpers.signatures import in_development, parsed, published
+from tests.helpers.parallel.signatures import in_development, parsed, published
 from tests.helpers.source import ROOT, package_files, text_of
 from tools.contract_signatures import SIGNATURES, UNPUBLISHED
 from tools.library_calls import LIBRARIES, Use, package_uses, uses

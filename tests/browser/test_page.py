@@ -14,13 +14,13 @@ import pytest
 
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.engine import AddRequest, FinishReason, unpack_ids
-from tests.helpers import tiny_tokenizer
-from tests.helpers.browser import Page, browser_page
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import running_frontend
-from tests.helpers.random_server import ARGS, write_checkpoint
-from tests.helpers.rig import TOKENIZER
-from tests.helpers.server import Server, running_server
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.browser import Page, browser_page
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import running_frontend
+from tests.helpers.servers.random_server import ARGS, write_checkpoint
+from tests.helpers.servers.rig import TOKENIZER
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(300)
 

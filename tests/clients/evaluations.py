@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.accuracy import compare
-from tests.helpers.server import running_server
-from tests.helpers.smollm2 import prepared
+from tests.helpers.checkpoints.smollm2 import prepared
+from tests.helpers.servers.server import running_server
 
 NAME = "smollm2-135m-instruct"
 DEADLINE_S = 300

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.helpers.tool_model import running_model, running_server
+from tests.helpers.servers.tool_model import running_model, running_server
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.kernel_table import COMPILED, table
+from tests.helpers.kernels.kernel_table import COMPILED, table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,9 +27,9 @@ from atom_ops.ops.linear.linear import BATCH_INVARIANT
 from atom_ops.ops.sampling.token_shard import TokenShard
 from atom_ops.triton_impl.hardware import target
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords
-from tests.helpers.chips import CHIPS, Compiled, compiling_for
-from tests.helpers.kernel_table import COMPILED, launched, record
-from tests.helpers.op_cases import changed
+from tests.helpers.kernels.chips import CHIPS, Compiled, compiling_for
+from tests.helpers.kernels.kernel_table import COMPILED, launched, record
+from tests.helpers.kernels.op_cases import changed
 
 pytestmark = [
     pytest.mark.compile,
@@ -564,7 +564,7 @@ sys.modules["triton.language.extra.cuda"] = None
 from atom_ops import triton_impl
 from atom_ops.triton_impl.hardware import target
 from tests.compile.test_chips import small_kernels
-from tests.helpers.chips import CHIPS, compiling_for
+from tests.helpers.kernels.chips import CHIPS, compiling_for
 
 triton_impl.load()
 with compiling_for(CHIPS["MI300"]) as compiled:

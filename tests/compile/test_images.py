@@ -5,7 +5,7 @@ from atom_ops.ops.attention.attention import AttentionRule
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.kv_cache import FP8, make_kv_layer
 from tests.compile.test_chips import BF16, META, check, chips, ints, pytestmark, run, tensor
-from tests.helpers.chips import CHIPS, compiling_for
+from tests.helpers.kernels.chips import CHIPS, compiling_for
 
 __all__ = ["pytestmark"]
 

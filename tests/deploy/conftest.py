@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.random_server import write_checkpoint
+from tests.helpers.servers.random_server import write_checkpoint
 from tests.helpers.source import ROOT
 
 TINY = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.helpers.random_server import ARGS, MODEL_NAME
-from tests.helpers.server import Server
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME
+from tests.helpers.servers.server import Server
 
 REQUESTS = 1000
 CLIENTS = 24

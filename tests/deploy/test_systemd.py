@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.random_server import ARGS
-from tests.helpers.server import child_processes
+from tests.helpers.servers.random_server import ARGS
+from tests.helpers.servers.server import child_processes
 from tests.helpers.source import ROOT
 
 SYSTEMD = Path("/lib/systemd/systemd")

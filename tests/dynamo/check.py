@@ -24,7 +24,7 @@ import aiohttp
 
 from atom import LLMEngine, SamplingParams
 from tests.dynamo.processes import BLOCK_SIZE, Process, ending, free_port, frontend, wait_for_model, worker
-from tests.helpers.random_server import MODEL_NAME, write_checkpoint
+from tests.helpers.servers.random_server import MODEL_NAME, write_checkpoint
 
 NUM_REQUESTS = 300
 PREFIXES, PREFIX_TOKENS, OWN_TOKENS = 30, 240, 24

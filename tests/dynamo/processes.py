@@ -10,8 +10,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.helpers.random_server import MODEL_NAME
-from tests.helpers.server import child_processes
+from tests.helpers.servers.random_server import MODEL_NAME
+from tests.helpers.servers.server import child_processes
 
 BLOCK_SIZE = 16
 START_S = 180.0

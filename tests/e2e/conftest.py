@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.random_server import write_checkpoint
-from tests.helpers.shared_memory import SharedMemoryWatch
+from tests.helpers.servers.random_server import write_checkpoint
+from tests.helpers.servers.shared_memory import SharedMemoryWatch
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.helpers.certificates import client_context, make_authority, make_certificate
-from tests.helpers.random_server import ARGS
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.certificates import client_context, make_authority, make_certificate
+from tests.helpers.servers.random_server import ARGS
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(120)
 

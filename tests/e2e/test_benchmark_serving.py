@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from atom.benchmarks.benchmark_serving import main
-from tests.helpers import random_server, tiny_hf_tokenizer
-from tests.helpers.server import Server, running_server
-from tests.helpers.token_clock import running_clock
+from tests.helpers.checkpoints import tiny_hf_tokenizer
+from tests.helpers.servers import random_server
+from tests.helpers.servers.server import Server, running_server
+from tests.helpers.servers.token_clock import running_clock
 
 DEADLINE_S = 150
 SERVER_FLAGS = ("--load-dummy", "--dtype", "float32", "--device", "cpu", "--cpu-threads", "1")

@@ -9,7 +9,7 @@ import pytest
 
 from atom import LLMEngine, SamplingParams
 from benchmarks.gpu_runs.gpu_rows import ROWS
-from tests.helpers.smollm2 import gguf_path
+from tests.helpers.checkpoints.smollm2 import gguf_path
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.helpers.edges import DEADLINE_S, Gauges, Peer, wait_until
-from tests.helpers.random_server import ARGS, write_checkpoint
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.edges import DEADLINE_S, Gauges, Peer, wait_until
+from tests.helpers.servers.random_server import ARGS, write_checkpoint
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.helpers.smollm2 import gguf_path
+from tests.helpers.checkpoints.smollm2 import gguf_path
 
 
 @pytest.mark.slow

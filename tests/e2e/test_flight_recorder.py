@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from atom.shared.utils import envs
-from tests.helpers.random_server import ARGS, Crowd, write_checkpoint
-from tests.helpers.server import running_server
+from tests.helpers.servers.random_server import ARGS, Crowd, write_checkpoint
+from tests.helpers.servers.server import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

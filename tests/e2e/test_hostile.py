@@ -15,11 +15,11 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.helpers.edges import Gauges, wait_until
-from tests.helpers.hostile import hostile_bodies, odd_requests
-from tests.helpers.random_server import ARGS, write_checkpoint
-from tests.helpers.server import Server, running_server
-from tests.helpers.worst_bodies import worst_bodies
+from tests.helpers.servers.edges import Gauges, wait_until
+from tests.helpers.servers.hostile import hostile_bodies, odd_requests
+from tests.helpers.servers.random_server import ARGS, write_checkpoint
+from tests.helpers.servers.server import Server, running_server
+from tests.helpers.servers.worst_bodies import worst_bodies
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.helpers.random_server import ARGS, Crowd
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.random_server import ARGS, Crowd
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,8 +14,7 @@ import pytest
 import tokenizers
 import torch
 
-from tests.helpers.server import Server, running_server
-from tests.helpers.vision_models import (
+from tests.helpers.checkpoints.vision_models import (
     TAGS,
     Processed,
     data_url,
@@ -24,6 +23,7 @@ from tests.helpers.vision_models import (
     processed,
     save_with_tokenizer,
 )
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(600)
 COUNT = 12

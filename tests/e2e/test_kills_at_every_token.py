@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.edges import Gauges
-from tests.helpers.random_server import ARGS, write_tools_checkpoint
-from tests.helpers.resuming import Resumed, read
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.edges import Gauges
+from tests.helpers.servers.random_server import ARGS, write_tools_checkpoint
+from tests.helpers.servers.resuming import Resumed, read
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -11,7 +11,7 @@ import pytest
 from atom import AsyncLLMEngine, LLMEngine, SamplingParams
 from atom.engine.llm_engine import EngineDeadError
 from atom.shared.outputs import RequestOutput
-from tests.helpers.tiny_models import prompt_of
+from tests.helpers.checkpoints.tiny_models import prompt_of
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

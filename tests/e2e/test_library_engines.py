@@ -9,8 +9,8 @@ import pytest
 import atom
 from atom import LLMEngine, SamplingParams
 from atom.engine.errors import EngineDeadError
-from tests.helpers.random_server import write_checkpoint
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.servers.random_server import write_checkpoint
 
 PROMPTS = [prompt_of(5 + number % 30, number) for number in range(60)]
 PARAMS = [

@@ -11,8 +11,8 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.helpers.random_server import ARGS, MODEL_NAME, Crowd, write_checkpoint
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, Crowd, write_checkpoint
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(240)
 

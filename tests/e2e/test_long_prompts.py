@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.helpers.loop_lag import lag_buckets, longest_hold
-from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.loop_lag import lag_buckets, longest_hold
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, write_checkpoint
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(300)
 

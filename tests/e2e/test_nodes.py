@@ -6,9 +6,9 @@ import re
 import aiohttp
 import pytest
 
-from tests.helpers.node_requests import ids_of, some_requests, until_up
-from tests.helpers.nodes import loopback_hosts, nodes_of
-from tests.helpers.random_server import ARGS
+from tests.helpers.servers.node_requests import ids_of, some_requests, until_up
+from tests.helpers.servers.nodes import loopback_hosts, nodes_of
+from tests.helpers.servers.random_server import ARGS
 
 pytestmark = pytest.mark.timeout(300)
 

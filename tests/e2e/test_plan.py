@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from atom.shared.utils.exit_status import ExitStatus
-from tests.helpers.random_server import ARGS, write_checkpoint
-from tests.helpers.server import running_server
+from tests.helpers.servers.random_server import ARGS, write_checkpoint
+from tests.helpers.servers.server import running_server
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -10,7 +10,7 @@ import pytest
 
 from atom import AsyncLLMEngine, LLMEngine, SamplingParams
 from atom.shared.messages.engine import CoreStats
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

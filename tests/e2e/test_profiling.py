@@ -16,8 +16,8 @@ import openpyxl
 import pytest
 
 from atom import LLMEngine, SamplingParams
-from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, write_checkpoint
+from tests.helpers.servers.server import Server, running_server
 from tests.helpers.source import ROOT
 from tools import parse_trace
 

@@ -14,11 +14,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.helpers.edges import metrics_text
-from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
-from tests.helpers.redis_process import PROGRAM, RedisProcess, redis_process
-from tests.helpers.server import Server, running_server
-from tests.helpers.tiny_models import prompt_of
+from tests.helpers.checkpoints.tiny_models import prompt_of
+from tests.helpers.servers.edges import metrics_text
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, write_checkpoint
+from tests.helpers.servers.redis_process import PROGRAM, RedisProcess, redis_process
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = [
     pytest.mark.slow,

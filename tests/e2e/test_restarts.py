@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.helpers import random_server
-from tests.helpers.edges import metrics_text
-from tests.helpers.random_server import ARGS, MODEL_NAME, Crowd, seconds_until_unready
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers import random_server
+from tests.helpers.servers.edges import metrics_text
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, Crowd, seconds_until_unready
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.usefixtures("shared_memory_is_left_as_it_was")]
 

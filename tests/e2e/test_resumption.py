@@ -13,10 +13,10 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from atom.examples.unbroken_stream import chunks
-from tests.helpers.edges import metrics_text
-from tests.helpers.random_server import ARGS, write_tools_checkpoint
-from tests.helpers.resuming import OnEvent, Resumed, follow, read
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.edges import metrics_text
+from tests.helpers.servers.random_server import ARGS, write_tools_checkpoint
+from tests.helpers.servers.resuming import OnEvent, Resumed, follow, read
+from tests.helpers.servers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(240)
 

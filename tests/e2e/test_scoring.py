@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers.server import running_server
-from tests.helpers.smollm2 import PAIRS, Scored, gguf_path, prepared, scores
+from tests.helpers.checkpoints.smollm2 import PAIRS, Scored, gguf_path, prepared, scores
+from tests.helpers.servers.server import running_server
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers.server import Server, is_alive, running_server
-from tests.helpers.smollm2 import NEW_TOKENS, NUM_LONG, PROMPTS, gguf_path, prepared, references
+from tests.helpers.checkpoints.smollm2 import NEW_TOKENS, NUM_LONG, PROMPTS, gguf_path, prepared, references
+from tests.helpers.servers.server import Server, is_alive, running_server
 
 pytestmark = pytest.mark.timeout(600)
 

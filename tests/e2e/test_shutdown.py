@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.edges import metrics_text
-from tests.helpers.random_server import ARGS, Crowd, seconds_until_unready
-from tests.helpers.server import STOP_DEADLINE_S, Server, is_alive, running_server
+from tests.helpers.servers.edges import metrics_text
+from tests.helpers.servers.random_server import ARGS, Crowd, seconds_until_unready
+from tests.helpers.servers.server import STOP_DEADLINE_S, Server, is_alive, running_server
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("shared_memory_is_left_as_it_was")]
 

@@ -8,7 +8,7 @@ import pytest
 
 from atom import LLMEngine, SamplingParams
 from atom.shared.outputs import RequestOutput
-from tests.helpers.smollm2 import (
+from tests.helpers.checkpoints.smollm2 import (
     NEW_TOKENS,
     NUM_LONG,
     PROMPTS,

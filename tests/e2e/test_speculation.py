@@ -11,9 +11,9 @@ import pytest
 
 from atom import LLMEngine, SamplingParams
 from atom.benchmarks.serving.speculation import Speculation
-from tests.helpers.random_server import write_checkpoint
-from tests.helpers.server import Server, running_server
-from tests.helpers.tiny_models import VOCAB, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import VOCAB, save_tiny, tiny
+from tests.helpers.servers.random_server import write_checkpoint
+from tests.helpers.servers.server import Server, running_server
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from atom.shared.utils.exit_status import ExitStatus
-from tests.helpers.random_server import ARGS, write_checkpoint
+from tests.helpers.servers.random_server import ARGS, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -16,9 +16,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.helpers.json_schemas import is_valid, random_schema
-from tests.helpers.random_server import ARGS, write_checkpoint, write_tools_checkpoint
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.random_server import ARGS, write_checkpoint, write_tools_checkpoint
+from tests.helpers.servers.server import Server, running_server
+from tests.helpers.text.json_schemas import is_valid, random_schema
 
 pytestmark = pytest.mark.timeout(300)
 

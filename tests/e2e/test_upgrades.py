@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.helpers.random_server import ARGS, write_checkpoint
-from tests.helpers.resuming import Resumed, follow
-from tests.helpers.server import Server, is_alive, replaced, running_server
-from tests.helpers.tiny_tokenizer import TEMPLATE
+from tests.helpers.checkpoints.tiny_tokenizer import TEMPLATE
+from tests.helpers.servers.random_server import ARGS, write_checkpoint
+from tests.helpers.servers.resuming import Resumed, follow
+from tests.helpers.servers.server import Server, is_alive, replaced, running_server
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from atom.benchmarks.chaos.__main__ import main
-from tests.helpers.random_server import ARGS, write_checkpoint
+from tests.helpers.servers.random_server import ARGS, write_checkpoint
 
 _TINY = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 _SERVER = ("-dp", "2", "--api-server-count", "2", "--host", "127.0.0.1", "--server-port", "0")

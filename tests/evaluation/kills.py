@@ -28,10 +28,10 @@ from typing import Any
 import aiohttp
 
 from atom.shared.utils.open_files import raise_open_files_limit
-from tests.helpers.edges import metrics_text
-from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
-from tests.helpers.server import Server, is_alive, running_server
-from tests.helpers.shared_memory import SharedMemoryWatch
+from tests.helpers.servers.edges import metrics_text
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, write_checkpoint
+from tests.helpers.servers.server import Server, is_alive, running_server
+from tests.helpers.servers.shared_memory import SharedMemoryWatch
 
 _TINY = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 _DEADLINE_S = 120.0

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from atom import LLMEngine, SamplingParams
-from tests.helpers.kv_events import MapBatch, replay
-from tests.helpers.random_server import write_checkpoint
+from tests.helpers.servers.kv_events import MapBatch, replay
+from tests.helpers.servers.random_server import write_checkpoint
 
 DEADLINE_S = 300
 DECODE = """

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.edges import Gauges
-from tests.helpers.random_server import ARGS, write_checkpoint
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.edges import Gauges
+from tests.helpers.servers.random_server import ARGS, write_checkpoint
+from tests.helpers.servers.server import Server, running_server
 
 _CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 _ENDLESS = "/status/events"

@@ -31,9 +31,9 @@ from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFun
 from atom.benchmarks.serving.load import Load, open_session, run_load
 from atom.benchmarks.serving.metrics import calculate_metrics
 from atom.shared.utils.open_files import raise_open_files_limit
-from tests.helpers.random_server import write_checkpoint
-from tests.helpers.server import running_server
-from tests.helpers.token_clock import running_clock
+from tests.helpers.servers.random_server import write_checkpoint
+from tests.helpers.servers.server import running_server
+from tests.helpers.servers.token_clock import running_clock
 
 _TTFT_MS, _ITL_MS = 500.0, 50.0
 _PROMPT_MS, _STEP_MS = 100.0, 20.0

@@ -38,11 +38,11 @@ from typing import Any
 import aiohttp
 import psutil
 
-from tests.helpers.edges import Gauges, metrics_text, wait_until
-from tests.helpers.hostile import hostile_bodies
-from tests.helpers.loop_lag import lag_buckets
-from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
-from tests.helpers.server import Server, running_server
+from tests.helpers.servers.edges import Gauges, metrics_text, wait_until
+from tests.helpers.servers.hostile import hostile_bodies
+from tests.helpers.servers.loop_lag import lag_buckets
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, write_checkpoint
+from tests.helpers.servers.server import Server, running_server
 
 _TINY = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 _LIMITS = ("--max-model-len", "4096", "--num-kv-blocks", "700", "--max-queued-requests", "64")

@@ -31,10 +31,10 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from tests.helpers.edges import Gauges
-from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
-from tests.helpers.server import Server, running_server
-from tests.helpers.wire import post_head
+from tests.helpers.servers.edges import Gauges
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, write_checkpoint
+from tests.helpers.servers.server import Server, running_server
+from tests.helpers.servers.wire import post_head
 
 _TINY = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 _LIMITS = ("--max-num-seqs", "600", "--max-model-len", "1024")

@@ -29,8 +29,8 @@ import aiohttp
 
 from atom.benchmarks.chaos.streams import body_of, follow_all
 from atom.shared.utils.open_files import raise_open_files_limit
-from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
-from tests.helpers.server import Server, replaced, running_server
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, write_checkpoint
+from tests.helpers.servers.server import Server, replaced, running_server
 
 _TINY = {"hidden_size": 48, "intermediate_size": 64}
 _LAYERS = {"first": 2, "second": 3}

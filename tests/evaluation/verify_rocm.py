@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.helpers.smollm2 import gguf_path
+from tests.helpers.checkpoints.smollm2 import gguf_path
 from tests.helpers.verification import Outcome, Part, report, run_part
 
 _MINUTE = 60.0

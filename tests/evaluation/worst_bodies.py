@@ -20,10 +20,10 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from tests.helpers.loop_lag import Buckets, lag_buckets, longest_hold
-from tests.helpers.random_server import ARGS, write_checkpoint
-from tests.helpers.server import running_server
-from tests.helpers.worst_bodies import Case, worst_bodies
+from tests.helpers.servers.loop_lag import Buckets, lag_buckets, longest_hold
+from tests.helpers.servers.random_server import ARGS, write_checkpoint
+from tests.helpers.servers.server import running_server
+from tests.helpers.servers.worst_bodies import Case, worst_bodies
 
 LIMIT_S = 0.05
 

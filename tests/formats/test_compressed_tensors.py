@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.helpers.quantized_formats import QUANTIZED_MODELS
-from tests.helpers.tiny_models import Tiny, hf_logits, prompt_of, save_tiny
+from tests.helpers.checkpoints.quantized_formats import QUANTIZED_MODELS
+from tests.helpers.checkpoints.tiny_models import Tiny, hf_logits, prompt_of, save_tiny
 from tests.models.test_quantized import logits
 
 quantization = pytest.importorskip("compressed_tensors.quantization", reason="make test-formats installs it")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.core_side import generate
-from tests.helpers.rows import model_rows
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import TINY_MODELS, Tiny, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.rows import model_rows
+from tests.helpers.checkpoints.tiny_models import TINY_MODELS, Tiny, prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import TinyWorker
 
 GOLDEN = Path(__file__).with_name("tiny_models.json")
 PROMPT_LENGTHS = (64, 5, 37)

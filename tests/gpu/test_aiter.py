@@ -14,9 +14,15 @@ from atom_ops import aiter_impl, backend
 from atom_ops.attention_backend import ATTENTION_BACKENDS
 from atom_ops.op import REGISTRY
 from parallel.mesh import Mesh
-from tests.helpers.core_side import CoreSide
-from tests.helpers.teacher_forcing import forced_logits
-from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, hf_logits, prompt_of, save_tiny
+from tests.helpers.checkpoints.tiny_models import (
+    MAX_MODEL_LEN,
+    engine_config,
+    hf_logits,
+    prompt_of,
+    save_tiny,
+)
+from tests.helpers.engine.core_side import CoreSide
+from tests.helpers.engine.teacher_forcing import forced_logits
 from tests.unit.atom_ops.aiter_impl.test_aiter_impl import MODELS
 from workers.worker import Worker
 

@@ -11,7 +11,7 @@ import torch
 import atom_ops
 from atom_ops import AttentionPlan, KVLayer, backend
 from atom_ops.ops.attention.kv_cache import FP8
-from tests.helpers.paged_step import CPU, STEPS, Step
+from tests.helpers.kernels.paged_step import CPU, STEPS, Step
 
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16

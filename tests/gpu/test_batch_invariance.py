@@ -10,7 +10,7 @@ import torch
 import atom_ops
 from atom_ops import backend
 from atom_ops.ops.attention.attention_plan import BATCH_INVARIANT_SPLIT
-from tests.helpers.paged_step import CPU, Step
+from tests.helpers.kernels.paged_step import CPU, Step
 
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.reference import make_reference
-from tests.helpers.served import Setting, ids_of, served
-from tests.helpers.tiny_models import tiny
+from tests.helpers.checkpoints.reference import make_reference
+from tests.helpers.checkpoints.tiny_models import tiny
+from tests.helpers.engine.served import Setting, ids_of, served
 
 ROWS = ("qwen3", "gpt-oss", "deepseek-v3", "qwen3-next")
 CASES = [*((name, tp, 1) for name in ROWS for tp in (1, 2)), ("deepseek-v3", 2, 2)]

@@ -11,7 +11,7 @@ from atom_ops import ExpertWeights, RoutingRule, backend, experts, route
 from atom_ops.op import REFERENCE, Case, Op
 from atom_ops.ops.experts.experts import ClampedSwiglu
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
-from tests.helpers.op_cases import CPU, DTYPES, changed, check
+from tests.helpers.kernels.op_cases import CPU, DTYPES, changed, check
 
 GPU = torch.device("cuda", 0)
 ROWS = [(op, case) for op in (experts, route) for case in op.cases]

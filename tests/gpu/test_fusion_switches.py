@@ -14,9 +14,9 @@ from atom.shared.messages.worker import AllocateKV
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.gpu.test_step_graphs import BLOCK_SIZE, BLOCKS, config
-from tests.helpers.core_side import CoreSide
-from tests.helpers.fp8 import FP8_MODELS, save_fp8
-from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, prompt_of
+from tests.helpers.checkpoints.fp8 import FP8_MODELS, save_fp8
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, checkpoint_of, prompt_of
+from tests.helpers.engine.core_side import CoreSide
 from workers.worker import Worker
 
 GPU = torch.device("cuda", 0)

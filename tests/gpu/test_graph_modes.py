@@ -14,8 +14,8 @@ from atom.shared.messages.worker import AllocateKV
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.gpu.test_step_graphs import BLOCK_SIZE, BLOCKS, config
-from tests.helpers.core_side import GREEDY, CoreSide, generate
-from tests.helpers.tiny_models import MAX_MODEL_LEN, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import GREEDY, CoreSide, generate
 from tests.unit.workers.batch.test_step_shape import Agreement, state_of
 from workers.batch.step_shape import StepMode, StepShape
 from workers.graphs import graph_recorder

@@ -15,10 +15,8 @@ from atom.shared.messages.worker import AllocateKV
 from atom_ops import backend
 from engine_core.requests.images import row_images
 from parallel.mesh import Mesh
-from tests.helpers.core_side import CoreSide
-from tests.helpers.teacher_forcing import forced_logits
-from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config
-from tests.helpers.vision_models import (
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config
+from tests.helpers.checkpoints.vision_models import (
     MODELS,
     PROCESSOR,
     Processed,
@@ -30,7 +28,9 @@ from tests.helpers.vision_models import (
     prompt,
     save,
 )
-from tests.helpers.whole_engine import WholeEngine
+from tests.helpers.engine.core_side import CoreSide
+from tests.helpers.engine.teacher_forcing import forced_logits
+from tests.helpers.engine.whole_engine import WholeEngine
 from workers import worker as worker_module
 from workers.worker import Worker
 

@@ -11,8 +11,8 @@ from atom_ops import AttentionPlan, backend
 from atom_ops.op import REGISTRY
 from atom_ops.ops.attention.kv_cache import FP8
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
-from tests.helpers.latent_step import CPU, LatentStep, exchanged, parts
-from tests.helpers.paged_step import STEPS
+from tests.helpers.kernels.latent_step import CPU, LatentStep, exchanged, parts
+from tests.helpers.kernels.paged_step import STEPS
 
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16

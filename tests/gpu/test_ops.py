@@ -7,7 +7,7 @@ import torch
 
 from atom_ops import backend
 from atom_ops.op import REFERENCE, Case, Op, Provider
-from tests.helpers.op_cases import CPU, check, table
+from tests.helpers.kernels.op_cases import CPU, check, table
 
 GPU = torch.device("cuda", 0)
 

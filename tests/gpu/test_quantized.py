@@ -11,11 +11,17 @@ from atom.shared.config.device import DeviceConfig
 from atom.shared.messages.worker import AllocateKV, KVSpec, ScheduledBatch
 from atom_ops import backend
 from parallel.mesh import Mesh
-from tests.helpers.core_side import CoreSide, generate
-from tests.helpers.fp8 import FP8_MODELS, save_fp8
-from tests.helpers.mxfp4 import save_mxfp4
-from tests.helpers.teacher_forcing import forced_logits
-from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config, hf_logits, prompt_of
+from tests.helpers.checkpoints.fp8 import FP8_MODELS, save_fp8
+from tests.helpers.checkpoints.mxfp4 import save_mxfp4
+from tests.helpers.checkpoints.tiny_models import (
+    MAX_MODEL_LEN,
+    checkpoint_of,
+    engine_config,
+    hf_logits,
+    prompt_of,
+)
+from tests.helpers.engine.core_side import CoreSide, generate
+from tests.helpers.engine.teacher_forcing import forced_logits
 from workers.worker import Worker
 
 GPU = torch.device("cuda", 0)

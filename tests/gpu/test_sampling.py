@@ -10,7 +10,7 @@ import torch
 
 from atom_ops import SamplingBatch, apply_logits_processors, backend, record_sampled, sample, token_logprobs
 from atom_ops.op import Op
-from tests.helpers.op_cases import changed
+from tests.helpers.kernels.op_cases import changed
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

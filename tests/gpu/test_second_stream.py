@@ -11,8 +11,8 @@ from atom.shared.messages.worker import AllocateKV
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.gpu.test_step_graphs import BLOCK_SIZE, BLOCKS, config
-from tests.helpers.core_side import GREEDY, CoreSide, generate
-from tests.helpers.tiny_models import MAX_MODEL_LEN, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import GREEDY, CoreSide, generate
 from workers.worker import Worker
 
 GPU = torch.device("cuda", 0)

@@ -18,9 +18,9 @@ from atom.shared.messages.engine import Sampling
 from atom.shared.messages.worker import AllocateKV, ScheduledBatch
 from atom_ops import backend
 from parallel.mesh import Mesh
-from tests.helpers.core_side import GREEDY, CoreSide, generate
-from tests.helpers.smollm2 import NEW_TOKENS, PROMPTS, in_transformers, prepared
-from tests.helpers.teacher_forcing import forced_logits
+from tests.helpers.checkpoints.smollm2 import NEW_TOKENS, PROMPTS, in_transformers, prepared
+from tests.helpers.engine.core_side import GREEDY, CoreSide, generate
+from tests.helpers.engine.teacher_forcing import forced_logits
 from workers.worker import Worker
 
 GPU = torch.device("cuda", 0)

@@ -8,8 +8,8 @@ import torch
 import atom_ops
 from atom_ops import TopKIndices, backend
 from atom_ops.ops.attention.kv_cache import FP8
-from tests.helpers.index_step import IndexStep, with_spare_tokens
-from tests.helpers.latent_step import CPU
+from tests.helpers.kernels.index_step import IndexStep, with_spare_tokens
+from tests.helpers.kernels.latent_step import CPU
 
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16

@@ -11,7 +11,8 @@ from atom.shared.config.device import DeviceConfig
 from atom.shared.config.speculative import SpeculativeConfig
 from atom_ops import backend
 from parallel.mesh import Mesh
-from tests.helpers.drafting_steps import (
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.engine.drafting_steps import (
     PAIRS,
     PLAIN,
     SETTINGS,
@@ -19,7 +20,6 @@ from tests.helpers.drafting_steps import (
     check_pair,
     save_pair,
 )
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 FAMILIES = (

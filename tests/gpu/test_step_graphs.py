@@ -14,8 +14,8 @@ from atom.shared.messages.engine import Sampling
 from atom.shared.messages.worker import AllocateKV, ScheduledBatch
 from atom_ops import backend
 from parallel.mesh import Mesh
-from tests.helpers.core_side import GREEDY, CoreSide, generate
-from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import GREEDY, CoreSide, generate
 from tests.unit.workers.batch.test_step_shape import Agreement, state_of
 from workers.batch.step_shape import StepMode, StepShape
 from workers.memory.kv_cache import kv_specs

@@ -10,9 +10,16 @@ from atom.shared.config.device import DeviceConfig
 from atom.shared.messages.worker import AllocateKV
 from atom_ops import backend
 from parallel.mesh import Mesh
-from tests.helpers.core_side import CoreSide
-from tests.helpers.teacher_forcing import forced_logits
-from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import (
+    MAX_MODEL_LEN,
+    engine_config,
+    hf_logits,
+    prompt_of,
+    save_tiny,
+    tiny,
+)
+from tests.helpers.engine.core_side import CoreSide
+from tests.helpers.engine.teacher_forcing import forced_logits
 from workers.worker import Worker
 
 GPU = torch.device("cuda", 0)

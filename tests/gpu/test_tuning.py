@@ -11,7 +11,7 @@ import torch
 from atom.shared.config.device import DeviceConfig
 from atom_ops import backend, linear
 from parallel.mesh import Mesh
-from tests.helpers.tiny_models import engine_config, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import engine_config, save_tiny, tiny
 from workers.worker import Worker
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -13,9 +13,9 @@ from atom.shared.config.device import DeviceConfig
 from atom.shared.messages.worker import AllocateKV
 from atom_ops import backend
 from parallel.mesh import Mesh
-from tests.helpers.core_side import CoreSide
-from tests.helpers.teacher_forcing import forced_logits
-from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config
+from tests.helpers.engine.core_side import CoreSide
+from tests.helpers.engine.teacher_forcing import forced_logits
 from workers import worker as worker_module
 from workers.worker import Worker
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.proven import Proofs
-from tests.helpers.reference import ReferenceOf, make_reference
-from tests.helpers.served import Served, Setting, served
-from tests.helpers.tiny_models import tiny
+from tests.helpers.checkpoints.proven import Proofs
+from tests.helpers.checkpoints.reference import ReferenceOf, make_reference
+from tests.helpers.checkpoints.tiny_models import tiny
+from tests.helpers.engine.served import Served, Setting, served
 
 _PROOFS = pytest.StashKey[Proofs]()
 

@@ -7,8 +7,8 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.helpers.reference import problems_of
-from tests.helpers.tiny_models import TINY_MODELS, Tiny, tiny
+from tests.helpers.checkpoints.reference import problems_of
+from tests.helpers.checkpoints.tiny_models import TINY_MODELS, Tiny, tiny
 
 
 def main() -> None:

@@ -9,17 +9,17 @@ import pytest
 from atom_ops import backend
 from atom_ops.op import REGISTRY
 from tests.aiter_contract.package import install
-from tests.helpers.core_side import generate
-from tests.helpers.four_bits import FOUR_BIT_FORMATS
-from tests.helpers.fp8 import FP8_MODELS
-from tests.helpers.mxfp4 import save_mxfp4
-from tests.helpers.op_cases import CPU
-from tests.helpers.quantized_formats import FORMATS, save_quantized
-from tests.helpers.rounded import rounded_linear
-from tests.helpers.signatures import in_development, published
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.thread_ranks import RankedWorkers
-from tests.helpers.tiny_models import Tiny, prompt_of
+from tests.helpers.checkpoints.four_bits import FOUR_BIT_FORMATS
+from tests.helpers.checkpoints.fp8 import FP8_MODELS
+from tests.helpers.checkpoints.mxfp4 import save_mxfp4
+from tests.helpers.checkpoints.quantized_formats import FORMATS, save_quantized
+from tests.helpers.checkpoints.tiny_models import Tiny, prompt_of
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import TinyWorker
+from tests.helpers.kernels.op_cases import CPU
+from tests.helpers.kernels.rounded import rounded_linear
+from tests.helpers.parallel.signatures import in_development, published
+from tests.helpers.parallel.thread_ranks import RankedWorkers
 
 _HEADS = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
           "intermediate_size": 512, "num_hidden_layers": 2}  # fmt: skip

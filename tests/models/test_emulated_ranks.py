@@ -8,16 +8,16 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from parallel.mesh import Mesh
-from tests.helpers.layout_rank import Job, Outcome, run
-from tests.helpers.layouts import Layout
-from tests.helpers.ranks import Ranks
-from tests.helpers.reference import PROMPTS
-from tests.helpers.tiny_models import Tiny, engine_config, save_tiny, tiny
+from tests.helpers.checkpoints.reference import PROMPTS
+from tests.helpers.checkpoints.tiny_models import Tiny, engine_config, save_tiny, tiny
+from tests.helpers.parallel.layout_rank import Job, Outcome, run
+from tests.helpers.parallel.layouts import Layout
+from tests.helpers.parallel.ranks import Ranks
 
 DEADLINE_S = 240
 SCRIPT = """
     from pathlib import Path
-    from tests.helpers.emulated_rank import run_all
+    from tests.helpers.parallel.emulated_rank import run_all
     run_all(Path("{jobs}"), rank, mesh.meeting)
     mesh.close()
 """

@@ -8,9 +8,9 @@ with recurrent states must have no prefix cache hits and the same outputs.
 import pytest
 
 from atom.shared.sampling_params import MAX_LOGPROBS
-from tests.helpers.reference import TOLERANCE
-from tests.helpers.rows import roomy_rows, tight_rows
-from tests.helpers.served import CHUNK, Counted, Served, ids_of, worst_difference
+from tests.helpers.checkpoints.reference import TOLERANCE
+from tests.helpers.checkpoints.rows import roomy_rows, tight_rows
+from tests.helpers.engine.served import CHUNK, Counted, Served, ids_of, worst_difference
 
 each_roomy = pytest.mark.parametrize("roomy", roomy_rows(), indirect=True)
 each_tight = pytest.mark.parametrize("tight", tight_rows(), indirect=True)

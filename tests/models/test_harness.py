@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from atom.shared.sampling_params import MAX_LOGPROBS
-from tests.helpers.reference import TOLERANCE, problems, problems_of, windows
-from tests.helpers.served import worst_difference
-from tests.helpers.tiny_models import TINY_MODELS, Greedy, tiny, tiny_config
+from tests.helpers.checkpoints.reference import TOLERANCE, problems, problems_of, windows
+from tests.helpers.checkpoints.tiny_models import TINY_MODELS, Greedy, tiny, tiny_config
+from tests.helpers.engine.served import worst_difference
 
 GOOD = Greedy(list(range(32)), smallest_margin=0.1)
 
@@ -67,7 +67,7 @@ def test_rows_of_a_family_cover_what_checkpoints_vary(family: str) -> None:
     optional = {name: trait for name, trait in OPTIONAL_TRAITS.items() if hasattr(found[0], name)}
     switches = [name for name in SWITCHES if name != "tie_word_embeddings" or family not in UNTIED]
     lacking = missing(found, TRAITS | optional) + constant(found, switches)
-    assert not lacking, "add rows to tests/helpers/tiny_models.py"
+    assert not lacking, "add rows to tests/helpers/checkpoints/tiny_models.py"
 
 
 def test_mla_rows_cover_what_checkpoints_vary() -> None:
@@ -76,7 +76,9 @@ def test_mla_rows_cover_what_checkpoints_vary() -> None:
     experts = ("first_k_dense_replace", "n_shared_experts", "n_group")
     traits = {odd: TRAITS[odd]} | {name: OPTIONAL_TRAITS[name] for name in experts}
     switches = [name for name in SWITCHES if name != "mlp_bias"]
-    assert not missing(found, traits) + constant(found, switches), "add rows to tests/helpers/tiny_models.py"
+    assert not missing(found, traits) + constant(found, switches), (
+        "add rows to tests/helpers/checkpoints/tiny_models.py"
+    )
 
 
 @pytest.mark.parametrize(

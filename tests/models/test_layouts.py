@@ -8,17 +8,17 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from parallel.mesh import Mesh
-from tests.helpers.layout_rank import Job, Outcome, run
-from tests.helpers.layouts import LAYOUTS, MOVING, ROWS, Layout, cases
-from tests.helpers.ranks import Ranks
-from tests.helpers.reference import PROMPTS
-from tests.helpers.tiny_models import engine_config, save_tiny, tiny
+from tests.helpers.checkpoints.reference import PROMPTS
+from tests.helpers.checkpoints.tiny_models import engine_config, save_tiny, tiny
+from tests.helpers.parallel.layout_rank import Job, Outcome, run
+from tests.helpers.parallel.layouts import LAYOUTS, MOVING, ROWS, Layout, cases
+from tests.helpers.parallel.ranks import Ranks
 
 DEADLINE_S = 240
 RANKS = max(layout.ranks for layout in LAYOUTS)
 SCRIPT = """
     from pathlib import Path
-    from tests.helpers.layout_rank import run_all
+    from tests.helpers.parallel.layout_rank import run_all
     run_all(Path("{jobs}"), rank)
     mesh.close()
 """

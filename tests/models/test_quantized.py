@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from parallel.communicator import Communicator
-from tests.helpers.four_bits import FOUR_BIT_FORMATS, FOUR_BIT_MODELS
-from tests.helpers.fp8 import FP8_MODELS
-from tests.helpers.quantized_formats import (
+from tests.helpers.checkpoints.four_bits import FOUR_BIT_FORMATS, FOUR_BIT_MODELS
+from tests.helpers.checkpoints.fp8 import FP8_MODELS
+from tests.helpers.checkpoints.quantized_formats import (
     FORMATS,
     OTHER_FAMILIES,
     QUANTIZED_MODELS,
     StoredFormat,
     save_quantized,
 )
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import Tiny, hf_logits, prompt_of
+from tests.helpers.checkpoints.tiny_models import Tiny, hf_logits, prompt_of
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.parallel.thread_ranks import on_ranks
 
 IDS = prompt_of(40, seed=4)
 # Every kind of weight on every kind of layer; `make test-models` runs all others too.

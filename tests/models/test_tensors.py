@@ -12,10 +12,10 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.reference import TOLERANCE
-from tests.helpers.rows import ON_TWO_RANKS, model_rows
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.tiny_models import hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.reference import TOLERANCE
+from tests.helpers.checkpoints.rows import ON_TWO_RANKS, model_rows
+from tests.helpers.checkpoints.tiny_models import hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
 
 IDS = prompt_of(64, seed=9)
 CHANGE = 0.3

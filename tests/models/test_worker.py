@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.helpers.core_side import generate
-from tests.helpers.reference import NEW_TOKENS, TOLERANCE, Reference, ReferenceOf
-from tests.helpers.rows import ON_TWO_RANKS, model_rows
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits, step_logits
+from tests.helpers.checkpoints.reference import NEW_TOKENS, TOLERANCE, Reference, ReferenceOf
+from tests.helpers.checkpoints.rows import ON_TWO_RANKS, model_rows
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits, step_logits
 
 
 @pytest.mark.proves("logits")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.tiny_models import save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import save_tiny, tiny
 
 _DEADLINE_S = 300.0
 """Deadline of one process; the test starts six, most of which compile."""
@@ -27,7 +27,7 @@ def start() -> Iterator[Start]:
 
         def start(model: Path, level: int, cache: Path) -> subprocess.Popen[str]:
             environment = os.environ | {"ATOM_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-m", "tests.helpers.compile_level", str(model), str(level)]
+            command = [sys.executable, "-m", "tests.helpers.engine.compile_level", str(model), str(level)]
             process = subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )

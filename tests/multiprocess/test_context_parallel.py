@@ -7,9 +7,9 @@ import pytest
 
 from atom import LLMEngine, SamplingParams
 from atom.shared.sampling_params import MAX_LOGPROBS
-from tests.helpers.reference import MAX_TOKENS, NEW_TOKENS, TOLERANCE, Reference, make_reference
-from tests.helpers.served import ids_of, worst_difference
-from tests.helpers.tiny_models import tiny
+from tests.helpers.checkpoints.reference import MAX_TOKENS, NEW_TOKENS, TOLERANCE, Reference, make_reference
+from tests.helpers.checkpoints.tiny_models import tiny
+from tests.helpers.engine.served import ids_of, worst_difference
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 BLOCK = 4

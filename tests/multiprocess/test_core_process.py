@@ -38,9 +38,19 @@ from atom.shared.messages.worker import (
     WorkerHeartbeat,
     WorkerReady,
 )
-from tests.helpers.core_driver import GREEDY, VOCABULARY
-from tests.helpers.core_rig import CONFIG, DEADLINE_S, PROMPTS, RANKS, SPEC, Engine, Peer, collect, request
-from tests.helpers.simulated_worker import undisturbed
+from tests.helpers.engine.core_driver import GREEDY, VOCABULARY
+from tests.helpers.engine.core_rig import (
+    CONFIG,
+    DEADLINE_S,
+    PROMPTS,
+    RANKS,
+    SPEC,
+    Engine,
+    Peer,
+    collect,
+    request,
+)
+from tests.helpers.engine.simulated_worker import undisturbed
 
 
 @pytest.fixture

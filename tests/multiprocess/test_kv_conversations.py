@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.helpers.conversations import FAMILIES, Conversations, plans
-from tests.helpers.fake_redis import fake_redis
+from tests.helpers.engine.conversations import FAMILIES, Conversations, plans
+from tests.helpers.servers.fake_redis import fake_redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -14,8 +14,8 @@ from atom.shared.messages.engine import (
     FinishReason,
 )
 from atom.shared.messages.supervisor import Dead
-from tests.helpers.core_rig import CONFIG, Engine, collect, request
-from tests.helpers.kv_events import BATCHES, replay
+from tests.helpers.engine.core_rig import CONFIG, Engine, collect, request
+from tests.helpers.servers.kv_events import BATCHES, replay
 
 
 @pytest.mark.parametrize("event_format", ["maps", "arrays"])

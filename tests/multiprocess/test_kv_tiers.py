@@ -9,9 +9,9 @@ import pytest
 
 from atom import LLMEngine, SamplingParams
 from atom.shared.messages.engine import CoreStats, KVTierStats
-from tests.helpers.reference import MAX_TOKENS, NEW_TOKENS, Reference, make_reference
-from tests.helpers.served import ids_of
-from tests.helpers.tiny_models import tiny
+from tests.helpers.checkpoints.reference import MAX_TOKENS, NEW_TOKENS, Reference, make_reference
+from tests.helpers.checkpoints.tiny_models import tiny
+from tests.helpers.engine.served import ids_of
 
 BLOCK = 4
 

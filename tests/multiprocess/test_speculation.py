@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from atom import LLMEngine, SamplingParams
-from tests.helpers.mtp_models import save_mtp_model
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.mtp_models import save_mtp_model
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

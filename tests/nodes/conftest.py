@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.test_lockstep import MOE
-from tests.helpers.random_server import write_checkpoint
+from tests.helpers.servers.random_server import write_checkpoint
 
 
 @pytest.fixture(scope="session")

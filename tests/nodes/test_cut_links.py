@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from tests.helpers.node_requests import ReadyWatch, engines_up, ids_of, some_requests, until_up
-from tests.helpers.nodes import ARGS, Host, NodeProcess, inside, network_hosts, nodes_of, set_link
-from tests.helpers.random_server import Crowd
+from tests.helpers.servers.node_requests import ReadyWatch, engines_up, ids_of, some_requests, until_up
+from tests.helpers.servers.nodes import ARGS, Host, NodeProcess, inside, network_hosts, nodes_of, set_link
+from tests.helpers.servers.random_server import Crowd
 
 pytestmark = pytest.mark.timeout(600)
 

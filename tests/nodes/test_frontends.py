@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.helpers.node_requests import ids_of, some_requests, until_up
-from tests.helpers.nodes import ARGS, Nodes, inside, network_hosts, nodes_of
+from tests.helpers.servers.node_requests import ids_of, some_requests, until_up
+from tests.helpers.servers.nodes import ARGS, Nodes, inside, network_hosts, nodes_of
 
 pytestmark = pytest.mark.timeout(600)
 

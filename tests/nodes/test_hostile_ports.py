@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from atom.shared.utils.endpoint import connect, tcp_endpoint
-from tests.helpers.node_requests import ids_of, some_requests, until_up
-from tests.helpers.nodes import ARGS, Host, NodeProcess, inside, network_hosts, nodes_of
+from tests.helpers.servers.node_requests import ids_of, some_requests, until_up
+from tests.helpers.servers.nodes import ARGS, Host, NodeProcess, inside, network_hosts, nodes_of
 
 pytestmark = pytest.mark.timeout(900)
 

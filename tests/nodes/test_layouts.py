@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.helpers.node_requests import expected_ids, ids_of, some_requests, until_up
-from tests.helpers.nodes import ARGS, inside, network_hosts, nodes_of
+from tests.helpers.servers.node_requests import expected_ids, ids_of, some_requests, until_up
+from tests.helpers.servers.nodes import ARGS, inside, network_hosts, nodes_of
 
 pytestmark = pytest.mark.timeout(600)
 

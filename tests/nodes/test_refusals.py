@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.nodes import ARGS, NodeProcess, Nodes, network_hosts, nodes_of
+from tests.helpers.servers.nodes import ARGS, NodeProcess, Nodes, network_hosts, nodes_of
 
 pytestmark = pytest.mark.timeout(600)
 

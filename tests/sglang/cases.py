@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.helpers.host_runs import MIN_MARGIN
-from tests.helpers.quantized_formats import QUANTIZED_MODELS
-from tests.helpers.tiny_models import Tiny, tiny
+from tests.helpers.checkpoints.quantized_formats import QUANTIZED_MODELS
+from tests.helpers.checkpoints.tiny_models import Tiny, tiny
+from tests.helpers.plugins.host_runs import MIN_MARGIN
 
 OWN, HOST = "ATOM's", "SGLang's"
 """Whose attention."""

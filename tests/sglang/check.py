@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from atom.plugin.families import LATENT
-from tests.helpers.host_runs import (
+from tests.helpers.checkpoints.reference import NEW_TOKENS, PROMPTS
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN
+from tests.helpers.plugins.host_runs import (
     PAGE,
     Found,
     check_groups,
@@ -29,10 +31,8 @@ from tests.helpers.host_runs import (
     write_entry_points,
     wrong_ids,
 )
-from tests.helpers.host_table import write_table
-from tests.helpers.reference import NEW_TOKENS, PROMPTS
+from tests.helpers.plugins.host_table import write_table
 from tests.helpers.source import ROOT
-from tests.helpers.tiny_models import MAX_MODEL_LEN
 from tests.sglang.cases import FAMILIES, FEATURES, HOST, OWN, QUANTIZED, RANKS, SERVERS, Case
 from tests.sglang.contract import check_contracts
 

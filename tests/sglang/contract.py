@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from atom.plugin.sglang.host_version import misfit
-from tests.helpers.host_wheel import Interfaces, Wheel, check_wheels
+from tests.helpers.plugins.host_wheel import Interfaces, Wheel, check_wheels
 
 _LAYER = (*("num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "sliding_window_size", "prefix"),)
 _STEP = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.helpers.quantized_formats import QUANTIZED_MODELS
-from tests.helpers.tiny_models import Tiny, tiny
+from tests.helpers.checkpoints.quantized_formats import QUANTIZED_MODELS
+from tests.helpers.checkpoints.tiny_models import Tiny, tiny
 
 OWN, HOST = "ATOM's", "vLLM's"
 """Whose attention."""

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tests.helpers import tiny_tokenizer
-from tests.helpers.host_runs import Found, save_and_generate, wrong_ids
-from tests.helpers.reference import NEW_TOKENS, PROMPTS
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.checkpoints.reference import NEW_TOKENS, PROMPTS
+from tests.helpers.plugins.host_runs import Found, save_and_generate, wrong_ids
 from tests.vllm.cases import wide
 from tests.vllm.evaluation import write_name
 from tests.vllm.serving import serving

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from atom.plugin.vllm.host_version import misfit
-from tests.helpers.host_wheel import Interfaces, Wheel, check_wheels, members_of, without_parameters
+from tests.helpers.plugins.host_wheel import Interfaces, Wheel, check_wheels, members_of, without_parameters
 
 FUNCTIONS = {
     "platforms/__init__.py": {"builtin_platform_plugins": ()},

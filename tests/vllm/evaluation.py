@@ -6,8 +6,8 @@ from pathlib import Path
 from tests.accuracy.compare import ask, plain_directory
 from tests.accuracy.results import Run, compared, equal
 from tests.clients.evaluations import version
-from tests.helpers.host_runs import Found
-from tests.helpers.smollm2 import gguf_path
+from tests.helpers.checkpoints.smollm2 import gguf_path
+from tests.helpers.plugins.host_runs import Found
 from tests.vllm.serving import serving
 
 _CONCURRENT = 4

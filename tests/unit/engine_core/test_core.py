@@ -6,8 +6,8 @@ import pytest
 from atom.shared.messages.engine import AddRequest, FinishReason, TokenDeltas, unpack_ids
 from atom.shared.messages.worker import BatchResult, FullAttentionSpec, RowFailure
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import GREEDY, CoreDriver
-from tests.helpers.simulated_worker import unpack_scores
+from tests.helpers.engine.core_driver import GREEDY, CoreDriver
+from tests.helpers.engine.simulated_worker import unpack_scores
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 

@@ -17,7 +17,7 @@ from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStat
 from engine_core.kv_cache import state_checkpoints
 from engine_core.requests.request import State
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
-from tests.helpers.core_driver import GREEDY, VOCABULARY, CoreDriver, Draft
+from tests.helpers.engine.core_driver import GREEDY, VOCABULARY, CoreDriver, Draft
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=6)

@@ -18,8 +18,8 @@ from atom.shared.messages.worker import FullAttentionSpec
 from engine_core import flight_recorder
 from engine_core.flight_recorder import FlightRecorder
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import GREEDY, CoreDriver
-from tests.helpers.domains import CHECKPOINT
+from tests.helpers.engine.core_driver import GREEDY, CoreDriver
+from tests.helpers.servers.domains import CHECKPOINT
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 BIASED = msgspec.structs.replace(GREEDY, logits_processors=LogitsProcessors(bad_words=[[1, 2]]))

@@ -12,7 +12,7 @@ from atom.shared.messages.engine import CoreDead, FromCore, GetStats, Hello
 from atom.shared.messages.worker import FullAttentionSpec
 from engine_core.frontends import Frontends
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import CoreDriver
+from tests.helpers.engine.core_driver import CoreDriver
 
 WAIT_MS = 10_000
 

@@ -7,8 +7,8 @@ import pytest
 from atom.shared.messages.engine import FinishReason, pack_ids
 from atom.shared.messages.worker import FullAttentionSpec, ScheduledBatch
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import GREEDY, VOCABULARY, CoreDriver
-from tests.helpers.simulated_worker import undisturbed
+from tests.helpers.engine.core_driver import GREEDY, VOCABULARY, CoreDriver
+from tests.helpers.engine.simulated_worker import undisturbed
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 

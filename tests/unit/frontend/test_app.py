@@ -13,9 +13,9 @@ import pytest
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.engine import AddRequest, FinishReason, unpack_ids
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, MODEL, Client, running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, MODEL, Client, running_frontend
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 EOS = 1

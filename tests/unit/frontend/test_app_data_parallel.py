@@ -19,9 +19,9 @@ from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.supervisor import EngineEnded, Engines, GetEngines, control_identity
 from frontend.metrics.exposition import Snapshot, expose
 from frontend.metrics.shared_metrics import SharedMetrics
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, MODEL, Client, running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, MODEL, Client, running_frontend
 
 OUTPUT = tiny_tokenizer.tokenizer().encode("one two three", add_special_tokens=False)
 HEADER = "X-Data-Parallel-Rank"

@@ -10,10 +10,10 @@ import pytest
 from atom.shared.messages.engine import AddRequest, FinishReason, unpack_ids
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
 from frontend.text.grammar_process import Compilation, GrammarProcess
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import error_of
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.servers.wire import error_of
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 STEP_S = 0.01

@@ -8,9 +8,9 @@ import pytest
 
 from atom.shared.config.model import ModelConfig
 from atom.shared.messages.engine import FinishReason
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script, logprob
-from tests.helpers.http_server import DEADLINE_S, MODEL, running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script, logprob
+from tests.helpers.servers.http_server import DEADLINE_S, MODEL, running_frontend
 
 OUTPUT = "Hello world, 你好"
 

@@ -16,10 +16,10 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.messages.engine import AddRequest, FinishReason, unpack_ids
 from frontend.api.generation.generation import Generation
 from frontend.http.limits import HttpLimits
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import error_of, metric, post_head, raw_response, read_response
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.servers.wire import error_of, metric, post_head, raw_response, read_response
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 FLOOD = [5] * 200_000

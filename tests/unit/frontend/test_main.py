@@ -18,10 +18,10 @@ from atom.shared.messages.codec import Decoder
 from atom.shared.messages.engine import AddRequest, FinishReason
 from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.shared.utils.process import spawn
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, launch_frame
-from tests.helpers.wire import post_head, read_response
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, Client, launch_frame
+from tests.helpers.servers.wire import post_head, read_response
 
 OUTPUT = tiny_tokenizer.tokenizer().encode("one two three four five", add_special_tokens=False)
 

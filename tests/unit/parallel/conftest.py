@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.ranks import Ranks
+from tests.helpers.parallel.ranks import Ranks
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from atom_ops import add_rms_norm
 from parallel.communicator import Communicator
 from tests.aiter_contract import reduce
-from tests.helpers.ranks import DEADLINE_S, Ranks
+from tests.helpers.parallel.ranks import DEADLINE_S, Ranks
 
 
 @pytest.mark.timeout(DEADLINE_S + 20)
@@ -143,7 +143,7 @@ def test_aiter_sums_as_torch_does_and_confused_arguments_are_found(ranks: Ranks)
     """Both releases, in the emulation; what AITER does not take goes to torch."""
     ranks.start(
         """
-        from tests.helpers import reduce_ranks
+        from tests.helpers.parallel import reduce_ranks
         print(msgspec.json.encode(reduce_ranks.check(mesh)).decode())
         mesh.close()
         """,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from atom.shared.messages.launch import Rendezvous
 from atom.shared.utils.rendezvous import open_rendezvous
 from parallel.mesh import MeshShape, join_mesh
-from tests.helpers.ranks import DEADLINE_S, Ranks
+from tests.helpers.parallel.ranks import DEADLINE_S, Ranks
 
 CPU = torch.device("cpu")
 

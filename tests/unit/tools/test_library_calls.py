@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from tests.aiter_contract import package, reduce
-from tests.helpers import mori_swaps
-from tests.helpers.simulated_mori import SimulatedOp, Simulation, semantics_of
+from tests.helpers.parallel import mori_swaps
+from tests.helpers.parallel.simulated_mori import SimulatedOp, Simulation, semantics_of
 from tests.helpers.source import ROOT, package_files
 from tools.library_calls import Use, package_uses
 

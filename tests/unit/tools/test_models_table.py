@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.helpers.proven import Proofs, still_holds
-from tests.helpers.tiny_models import TINY_MODELS
+from tests.helpers.checkpoints.proven import Proofs, still_holds
+from tests.helpers.checkpoints.tiny_models import TINY_MODELS
 from tools.models_table import DOCUMENT, PROOFS, PROVEN, document
 
 RECORD = json.loads(PROVEN.read_text(encoding="utf-8"))

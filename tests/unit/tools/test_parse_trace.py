@@ -8,7 +8,7 @@ from typing import Any
 import openpyxl
 import pytest
 
-from tests.helpers.hand_made_trace import HandMadeTrace
+from tests.helpers.kernels.hand_made_trace import HandMadeTrace
 from tools import analyze_trace_summary, parse_trace
 
 LAYER_HEADER = (

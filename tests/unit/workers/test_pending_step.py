@@ -9,9 +9,16 @@ from atom.shared.messages.worker import AllocateKV
 from engine_core.core import EngineCore
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
-from tests.helpers.core_driver import Clock
-from tests.helpers.core_side import GREEDY, CoreSide
-from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import (
+    MAX_MODEL_LEN,
+    engine_config,
+    place,
+    prompt_of,
+    save_tiny,
+    tiny,
+)
+from tests.helpers.engine.core_driver import Clock
+from tests.helpers.engine.core_side import GREEDY, CoreSide
 from workers import runner_builder
 from workers.memory.kv_cache import kv_specs
 from workers.worker import Worker

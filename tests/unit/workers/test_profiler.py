@@ -16,8 +16,15 @@ from atom.shared.config.observability import ObservabilityConfig
 from atom.shared.messages.profile import RankTrace
 from atom.shared.messages.worker import AllocateKV, NewRow, ScheduledBatch
 from atom_ops import native_impl
-from tests.helpers.core_side import GREEDY, CoreSide, generate
-from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import (
+    MAX_MODEL_LEN,
+    engine_config,
+    place,
+    prompt_of,
+    save_tiny,
+    tiny,
+)
+from tests.helpers.engine.core_side import GREEDY, CoreSide, generate
 from tests.unit.workers.graphs.test_decode_graphs import Rerun
 from tools import parse_trace
 from tools.traces.events import read_events

@@ -13,10 +13,10 @@ import torch
 from atom_ops import backend
 from atom_ops.attention_backend import ATTENTION_BACKENDS
 from atom_ops.op import REGISTRY, Provider
-from tests.helpers.fp8 import FP8_MODELS, save_fp8
-from tests.helpers.heads_first import HeadsFirst
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.tiny_models import Tiny, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.fp8 import FP8_MODELS, save_fp8
+from tests.helpers.checkpoints.tiny_models import Tiny, prompt_of, save_tiny, tiny
+from tests.helpers.engine.heads_first import HeadsFirst
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
 from workers import providers
 from workers.checkpoint.families import architectures
 from workers.layers.mla.latent_decoder import LatentDecoderLM

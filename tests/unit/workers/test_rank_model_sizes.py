@@ -10,8 +10,8 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom_ops import backend
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh
-from tests.helpers.layouts import IN_TWO_GROUPS, ROWS
-from tests.helpers.tiny_models import TINY_MODELS, Tiny, checkpoint_of, engine_config, tiny_config
+from tests.helpers.checkpoints.tiny_models import TINY_MODELS, Tiny, checkpoint_of, engine_config, tiny_config
+from tests.helpers.parallel.layouts import IN_TWO_GROUPS, ROWS
 from workers.checkpoint.families import architectures
 from workers.rank_model import build_rank, rank_dispatch
 

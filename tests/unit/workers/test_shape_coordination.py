@@ -20,7 +20,7 @@ from parallel.communicator import Communicator
 from parallel.expert import LocalDispatch
 from parallel.host_group import HostGroup
 from parallel.mesh import Mesh
-from tests.helpers.thread_ranks import ThreadGroup
+from tests.helpers.parallel.thread_ranks import ThreadGroup
 from tests.unit.workers.graphs.test_decode_graphs import LIMITS, TwoGroups, runner
 from workers.batch.step_shape import GraphSizes, StepMode, StepShape
 from workers.model_runner import ModelRunner

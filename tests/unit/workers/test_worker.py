@@ -10,8 +10,16 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.engine import Sampling, unpack_ids
 from atom.shared.messages.worker import AllocateKV, FullAttentionSpec, ScheduledBatch
-from tests.helpers.core_side import CoreSide, generate
-from tests.helpers.tiny_models import MAX_MODEL_LEN, VOCAB, engine_config, place, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import (
+    MAX_MODEL_LEN,
+    VOCAB,
+    engine_config,
+    place,
+    prompt_of,
+    save_tiny,
+    tiny,
+)
+from tests.helpers.engine.core_side import CoreSide, generate
 from workers.worker import Worker, worker_device
 
 BLOCKS, BLOCK_SIZE = 64, 4

@@ -15,8 +15,8 @@ from atom.shared.messages.engine import (
     TokenDeltas,
     pack_ids,
 )
-from tests.helpers.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
-from tests.helpers.whole_engine import Output, WholeEngine
+from tests.helpers.checkpoints.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
+from tests.helpers.engine.whole_engine import Output, WholeEngine
 from workers.worker import Worker
 
 COUNT = 20

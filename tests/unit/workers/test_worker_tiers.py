@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
-from tests.helpers.conversations import Conversations, plans
-from tests.helpers.fake_redis import fake_redis
-from tests.helpers.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
-from tests.helpers.whole_engine import WholeEngine
+from tests.helpers.checkpoints.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
+from tests.helpers.engine.conversations import Conversations, plans
+from tests.helpers.engine.whole_engine import WholeEngine
+from tests.helpers.servers.fake_redis import fake_redis
 from workers.worker import Worker
 
 MODELS = {

@@ -9,7 +9,7 @@ import pytest
 from atom.benchmarks.serving.datasets import TextSource
 from atom.benchmarks.serving.flags import check, make_parser
 from atom.benchmarks.serving.tokenizer import load_tokenizer
-from tests.helpers import tiny_hf_tokenizer
+from tests.helpers.checkpoints import tiny_hf_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 from atom.commands import amd_gpus, doctor, host
 from atom.commands.doctor_report import report_text
 from atom.shared.messages.doctor import AmdGpu, AmdGpus, AmdLaunch, Gpu, Library
-from tests.helpers.signatures import parsed, published
+from tests.helpers.parallel.signatures import parsed, published
 from tests.unit.atom.commands.test_doctor import DEVICES, GIB, HOST, changed
 
 MI300X = AmdGpu("AMD Instinct MI300X", "gfx942", 192 * GIB, 190 * GIB)

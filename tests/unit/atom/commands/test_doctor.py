@@ -13,7 +13,7 @@ from atom.commands import doctor, host
 from atom.commands.doctor_report import report_text
 from atom.commands.host import Cache, Cpu, Host, Package
 from atom.shared.messages.doctor import Devices, Gpu, Library, LibraryLaunch
-from tests.helpers.fake_hub import FakeHub
+from tests.helpers.checkpoints.fake_hub import FakeHub
 
 GIB = 1 << 30
 CPU = Cpu("A CPU", 8, ["AVX2"], 64 * GIB, 32 * GIB, None, None)

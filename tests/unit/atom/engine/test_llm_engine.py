@@ -4,7 +4,7 @@ import dataclasses
 
 from atom.engine.llm_engine import _without_mixed_limit
 from atom.shared.config.scheduler import SchedulerConfig
-from tests.helpers.tiny_models import engine_config
+from tests.helpers.checkpoints.tiny_models import engine_config
 
 
 def test_only_the_user_limits_mixed_steps() -> None:

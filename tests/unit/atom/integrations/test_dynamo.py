@@ -13,7 +13,7 @@ from atom.integrations.dynamo.request import DynamoRequest, read_request
 from frontend.errors import RequestError
 from frontend.text.output_processor import SequenceOutput
 from frontend.text.token_logprobs import TokenLogprob
-from tests.helpers import tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 
 # A request as Dynamo 1.6 sends it: what the client has not set is null.
 SAMPLING = ["n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature"]

@@ -14,7 +14,7 @@ from atom.shared.messages.supervisor import Ready
 from atom.supervisor import failure as failure_module
 from atom.supervisor.domain import DomainSettings
 from atom.supervisor.failure import STABLE_S, Failure, Restarts
-from tests.helpers.domains import SLEEP, ScriptDomain, send, settings_in, zmq_context
+from tests.helpers.servers.domains import SLEEP, ScriptDomain, send, settings_in, zmq_context
 
 FAILURE = Failure("out of luck", "core: out of luck")
 

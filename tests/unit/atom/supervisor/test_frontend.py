@@ -24,7 +24,7 @@ from atom.supervisor.failure import Failure
 from atom.supervisor.frontend import Frontend
 from atom.supervisor.life import Life
 from atom.supervisor.process import ProcessSpec
-from tests.helpers.domains import SLEEP, ScriptDomain, add_child, send, settings_in
+from tests.helpers.servers.domains import SLEEP, ScriptDomain, add_child, send, settings_in
 
 LOCAL = "127.0.0.1"
 HANDLERS = "import os, signal, sys, time; got = []; signal.signal(15, lambda *_: got.append(1)); "

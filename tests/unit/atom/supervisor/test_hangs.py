@@ -13,7 +13,7 @@ import pytest
 from atom.supervisor import hangs
 from atom.supervisor.hangs import save_stacks
 from atom.supervisor.life import Life
-from tests.helpers.domains import SLEEP, add_child, zmq_context
+from tests.helpers.servers.domains import SLEEP, add_child, zmq_context
 
 DEADLINE_S = 30.0
 HANGS = """

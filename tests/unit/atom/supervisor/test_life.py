@@ -11,7 +11,7 @@ from atom.shared.utils.liveness import PeerMonitor
 from atom.supervisor import life as life_module
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
-from tests.helpers.domains import SLEEP, add_child, send, zmq_context
+from tests.helpers.servers.domains import SLEEP, add_child, send, zmq_context
 
 
 @pytest.fixture

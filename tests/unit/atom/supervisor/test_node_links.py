@@ -38,7 +38,7 @@ from atom.shared.utils.net import ListenPort
 from atom.supervisor.life import Life
 from atom.supervisor.node_links import NodeLinks, NodeSettings, RemoteNode
 from atom.supervisor.process import ProcessSpec, Role
-from tests.helpers.domains import CHECKPOINT, zmq_context
+from tests.helpers.servers.domains import CHECKPOINT, zmq_context
 
 IDENTITY = {"ATOM": "1.0", "--max-num-seqs": "8", "config.json's hidden_size": "64"}
 SECRET = b"of this test alone"

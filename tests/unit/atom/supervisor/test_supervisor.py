@@ -37,7 +37,7 @@ from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
 from atom.supervisor.placement import Placement
 from atom.supervisor.process import Role
-from tests.helpers.domains import SLEEP, add_child, send, settings_in
+from tests.helpers.servers.domains import SLEEP, add_child, send, settings_in
 
 SHARED_EXPERTS = EngineConfig(
     parallel=ParallelConfig(data_parallel_size=2, enable_expert_parallel=True),

@@ -28,13 +28,13 @@ from atom_ops.ops.attention.kv_cache import FP8
 from atom_ops.ops.latent.latent_attention import latent_case
 from atom_ops.weights import Shuffled
 from tests.aiter_contract.package import SEMANTICS, Swap, install
-from tests.helpers.core_side import generate
-from tests.helpers.op_cases import CPU, DTYPES, check
-from tests.helpers.reference import NEW_TOKENS, TOLERANCE, Reference, make_reference
-from tests.helpers.signatures import in_development, published
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits, step_logits
-from tests.helpers.thread_ranks import RankedWorkers
-from tests.helpers.tiny_models import Tiny, tiny
+from tests.helpers.checkpoints.reference import NEW_TOKENS, TOLERANCE, Reference, make_reference
+from tests.helpers.checkpoints.tiny_models import Tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits, step_logits
+from tests.helpers.kernels.op_cases import CPU, DTYPES, check
+from tests.helpers.parallel.signatures import in_development, published
+from tests.helpers.parallel.thread_ranks import RankedWorkers
 
 SIGNATURES = {"published": published(), "in development": published() | in_development()}
 OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "linear", "experts", "route")

@@ -9,14 +9,14 @@ import pytest
 
 from atom_ops import backend
 from tests.aiter_contract.package import install
-from tests.helpers.core_side import generate
-from tests.helpers.four_bits import FOUR_BIT_FORMATS
-from tests.helpers.fp8 import FP8_MODELS, save_fp8
-from tests.helpers.op_cases import CPU
-from tests.helpers.quantized_formats import save_quantized
-from tests.helpers.signatures import published
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import Tiny, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.four_bits import FOUR_BIT_FORMATS
+from tests.helpers.checkpoints.fp8 import FP8_MODELS, save_fp8
+from tests.helpers.checkpoints.quantized_formats import save_quantized
+from tests.helpers.checkpoints.tiny_models import Tiny, prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import TinyWorker
+from tests.helpers.kernels.op_cases import CPU
+from tests.helpers.parallel.signatures import published
 
 PROMPTS = [prompt_of(length, length) for length in (5, 21)]
 HEADS = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2,

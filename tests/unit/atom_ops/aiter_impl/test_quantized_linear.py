@@ -27,9 +27,9 @@ from atom_ops.ops.linear.linear import pack_linear_weight
 from atom_ops.weights import ChannelFP8, ShuffledFP8, ShuffledMXFP4, tensors_of
 from atom_ops.weights.samples import Format, random_weight
 from tests.aiter_contract.package import Swap, install
-from tests.helpers.op_cases import CPU, changed
-from tests.helpers.rounded import rounded_linear
-from tests.helpers.signatures import in_development, published
+from tests.helpers.kernels.op_cases import CPU, changed
+from tests.helpers.kernels.rounded import rounded_linear
+from tests.helpers.parallel.signatures import in_development, published
 
 SIGNATURES = {"published": published(), "in development": published() | in_development()}
 GPUS = ("gfx942", "gfx950")

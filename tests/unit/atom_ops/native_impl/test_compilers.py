@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atom_ops.native_impl import compilers
-from tests.helpers.server import is_alive
+from tests.helpers.servers.server import is_alive
 
 DEADLINE_S = 60.0
 

@@ -9,7 +9,7 @@ import torch
 import atom_ops
 from atom_ops import backend, native_impl
 from atom_ops.op import REGISTRY
-from tests.helpers.paged_step import Step
+from tests.helpers.kernels.paged_step import Step
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

@@ -8,7 +8,7 @@ import torch
 import atom_ops
 from atom_ops import backend
 from atom_ops.op import REGISTRY, Case, Op, Provider
-from tests.helpers.op_cases import CPU, check, table
+from tests.helpers.kernels.op_cases import CPU, check, table
 
 
 @pytest.mark.parametrize(("op", "provider", "dtype", "case"), list(table(CPU)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from docs.develop.qwen3_in_plain_torch import logits
-from tests.helpers.tiny_models import build_tiny, prompt_of, tiny
+from tests.helpers.checkpoints.tiny_models import build_tiny, prompt_of, tiny
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-mha-tied-wide-heads"])

@@ -32,7 +32,7 @@ from engine_core.kv_cache.block_pool import CHECKED_AT_ONCE
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.requests.iteration_quota import UNITS_PER_ITERATION
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import GREEDY
+from tests.helpers.engine.core_driver import GREEDY
 
 BLOCK = 16
 LONG = 163_840

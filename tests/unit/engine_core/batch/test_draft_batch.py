@@ -12,8 +12,8 @@ from atom.shared.messages.worker import (
     SlidingWindowSpec,
 )
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import VOCABULARY, CoreDriver
-from tests.helpers.simulated_worker import undisturbed
+from tests.helpers.engine.core_driver import VOCABULARY, CoreDriver
+from tests.helpers.engine.simulated_worker import undisturbed
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=4)

@@ -7,7 +7,7 @@ import pytest
 from atom.shared.utils.logger import get_logger
 from engine_core.batch.draft_log import DRAFTS_PER_LINE, SECONDS_PER_LINE, DraftLog
 from engine_core.stats import Counters
-from tests.helpers.core_driver import Clock
+from tests.helpers.engine.core_driver import Clock
 
 
 @pytest.fixture

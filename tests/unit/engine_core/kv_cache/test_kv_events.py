@@ -19,7 +19,7 @@ from atom.shared.messages.engine import pack_ids
 from engine_core.kv_cache import kv_event_publisher
 from engine_core.kv_cache.kv_event_publisher import KVEventPublisher, PublishError
 from engine_core.kv_cache.kv_events import Cleared, KVEvent, KVEventLog, Removed, Stored
-from tests.helpers.kv_events import BATCHES, MapBatch, Subscriber, replay
+from tests.helpers.servers.kv_events import BATCHES, MapBatch, Subscriber, replay
 
 BLOCK = 4
 Publish = Callable[..., KVEventPublisher]

@@ -16,7 +16,7 @@ from engine_core.kv_tiers.kv_offload import LOAD_DEADLINE_S
 from engine_core.requests.request import State
 from engine_core.requests.token_ids import Prompt, TokenIds
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
-from tests.helpers.core_driver import CoreDriver
+from tests.helpers.engine.core_driver import CoreDriver
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=6)

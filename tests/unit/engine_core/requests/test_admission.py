@@ -26,7 +26,7 @@ from atom.shared.messages.worker import FullAttentionSpec, ScheduledBatch
 from engine_core.links import FrontendLink
 from engine_core.requests.admission import check_request
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import GREEDY, CoreDriver
+from tests.helpers.engine.core_driver import GREEDY, CoreDriver
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 MAX_MODEL_LEN = 24

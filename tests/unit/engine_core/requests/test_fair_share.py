@@ -11,7 +11,7 @@ from engine_core.requests.fair_share import QUANTUM, FairShareQueue
 from engine_core.requests.request import Request, SharedSettings
 from engine_core.requests.token_ids import Prompt, TokenIds
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import GREEDY, CoreDriver
+from tests.helpers.engine.core_driver import GREEDY, CoreDriver
 
 NUMBERS = itertools.count()
 

@@ -10,7 +10,7 @@ from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.requests.images import ImageRegistry, block_mark
 from engine_core.requests.token_ids import Prompt
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import GREEDY
+from tests.helpers.engine.core_driver import GREEDY
 
 
 def image(name: int, start: int, tokens: int) -> PromptImage:

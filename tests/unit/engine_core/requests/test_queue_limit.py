@@ -1,6 +1,6 @@
 from atom.shared.messages.engine import FinishReason
 from engine_core.requests.queue_limit import QueueLimit
-from tests.helpers.core_driver import CoreDriver
+from tests.helpers.engine.core_driver import CoreDriver
 from tests.unit.engine_core.requests.test_resumable import Clock, driver, step
 
 

@@ -22,7 +22,7 @@ from engine_core.requests.recent import Recent
 from engine_core.requests.request import Request
 from engine_core.requests.request_log import RequestLog
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import CoreDriver
+from tests.helpers.engine.core_driver import CoreDriver
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]  # two full blocks of four, and two more

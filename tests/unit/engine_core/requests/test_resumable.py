@@ -6,7 +6,7 @@ from atom.shared.messages.resume import Claim, Claimed, EndedSequence, Resumable
 from atom.shared.messages.worker import FullAttentionSpec
 from engine_core.requests import resumable
 from engine_core.scheduler import Limits
-from tests.helpers.core_driver import CoreDriver
+from tests.helpers.engine.core_driver import CoreDriver
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 GRACE_S = 30.0

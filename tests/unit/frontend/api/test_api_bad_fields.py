@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from frontend.api.chat.schema import CHAT
 from frontend.api.completions.schema import COMPLETIONS
-from tests.helpers.rig import MINIMAL, PATHS, Rig, running_rig
+from tests.helpers.servers.rig import MINIMAL, PATHS, Rig, running_rig
 
 ENDPOINTS = ("chat", "completions")
 HUGE = 1 << 70

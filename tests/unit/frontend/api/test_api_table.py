@@ -15,8 +15,8 @@ from frontend.api.messages.schema import COUNT, MESSAGES
 from frontend.api.responses.schema import RESPONSES
 from frontend.api.schemas.fields import Schema
 from frontend.api.tokenization.schema import DETOKENIZE, TOKENIZE
-from tests.helpers.http_server import MODEL, Client, running_frontend
-from tests.helpers.tool_model import ToolModel, running_model
+from tests.helpers.servers.http_server import MODEL, Client, running_frontend
+from tests.helpers.servers.tool_model import ToolModel, running_model
 
 USER = {"role": "user", "content": "hi"}
 SCHEMAS: dict[str, Schema[Any]] = {

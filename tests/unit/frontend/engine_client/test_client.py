@@ -15,7 +15,7 @@ from frontend.engine_client.dp_router import DPRouter
 from frontend.errors import EngineLostError, OverloadedError, RequestError, UnavailableError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import OutputProcessor, TextOptions
-from tests.helpers.fake_engines import (
+from tests.helpers.servers.fake_engines import (
     DEADLINE_S,
     IDS,
     Start,

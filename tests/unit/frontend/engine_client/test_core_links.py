@@ -20,7 +20,7 @@ from atom.shared.messages.engine import (
 from atom.shared.messages.grammar import Grammar, GrammarBytes, RowGrammar
 from frontend.engine_client.core_links import CoreLinks
 from frontend.engine_client.dp_router import DPRouter
-from tests.helpers.fake_core import FakeCore, Script
+from tests.helpers.servers.fake_core import FakeCore, Script
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 WAIT_S = 10.0

@@ -17,8 +17,8 @@ from frontend.engine_client.dp_router import DPRouter
 from frontend.errors import ApiError, EngineLostError, UnavailableError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import OutputProcessor, TextOptions
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.fake_engines import DEADLINE_S, IDS, generate, read, request, until
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.fake_engines import DEADLINE_S, IDS, generate, read, request, until
 
 # A warning after 0.5 s; long enough that a loaded machine causes none by itself.
 HANG_TIMEOUT_S = 3.0

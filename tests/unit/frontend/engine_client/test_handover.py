@@ -10,8 +10,8 @@ from atom.shared.messages.engine import AddRequest, FinishReason, pack_ids, unpa
 from atom.shared.messages.resume import Resumable
 from frontend.engine_client.handover import Handovers
 from frontend.text.output_processor import TextOptions
-from tests.helpers.fake_core import Script
-from tests.helpers.fake_engines import (
+from tests.helpers.servers.fake_core import Script
+from tests.helpers.servers.fake_engines import (
     GREEDY,
     IDS,
     Start,

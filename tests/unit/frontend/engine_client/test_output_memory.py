@@ -20,10 +20,10 @@ from frontend.http.limits import HttpLimits
 from frontend.text.output_processor import SequenceOutput
 from frontend.text.text_executor import TextExecutor
 from frontend.text.token_logprobs import LogprobColumns, LogprobTrack, PackedLogprobs
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script, table
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import metric, post_head
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script, table
+from tests.helpers.servers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.servers.wire import metric, post_head
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 LIMIT = 8 << 20

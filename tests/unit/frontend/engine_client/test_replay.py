@@ -22,8 +22,8 @@ from frontend.errors import ApiError, DeadlineError, EngineLostError
 from frontend.metrics.metrics import Metrics
 from frontend.text.live_grammars import LiveGrammars
 from frontend.text.output_processor import OutputProcessor, TextOptions
-from tests.helpers.fake_core import Script
-from tests.helpers.fake_engines import (
+from tests.helpers.servers.fake_core import Script
+from tests.helpers.servers.fake_engines import (
     DEADLINE_S,
     IDS,
     Start,

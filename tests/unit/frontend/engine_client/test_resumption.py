@@ -16,7 +16,7 @@ from atom.shared.messages.resume import (
 from atom.shared.messages.supervisor import EngineEnded
 from frontend.errors import ResumedElsewhereError
 from frontend.text.output_processor import TextOptions
-from tests.helpers.fake_engines import Start, connected, start, until
+from tests.helpers.servers.fake_engines import Start, connected, start, until
 
 __all__ = ["start"]
 

@@ -26,8 +26,8 @@ from frontend.engine_client.client import EngineClient
 from frontend.engine_client.stream_files import StreamFiles
 from frontend.errors import RequestError
 from frontend.text.output_processor import SequenceOutput, TextOptions
-from tests.helpers.fake_core import Script
-from tests.helpers.fake_engines import Start, connected, read, start, until
+from tests.helpers.servers.fake_core import Script
+from tests.helpers.servers.fake_engines import Start, connected, read, start, until
 
 __all__ = ["start"]
 

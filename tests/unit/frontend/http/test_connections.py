@@ -18,10 +18,10 @@ from frontend.engine_client.client import EngineClient
 from frontend.errors import UnavailableError
 from frontend.http import connections
 from frontend.http.limits import HttpLimits
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import post_head, read_response
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.servers.wire import post_head, read_response
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 KEEPALIVE_S = 2.0

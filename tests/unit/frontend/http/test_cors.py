@@ -9,9 +9,9 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.messages.engine import AddRequest, FinishReason
 from frontend.errors import RequestError
 from frontend.http.cors import CorsPolicy
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import Client, running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import Client, running_frontend
 
 PAGE = "https://chat.example.org"
 PREFLIGHT = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}

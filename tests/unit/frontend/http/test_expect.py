@@ -8,10 +8,10 @@ import pytest
 
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.engine import FinishReason
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import error_of, post_head, raw_response, read_response
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.servers.wire import error_of, post_head, raw_response, read_response
 
 KEY = "Authorization: Bearer key"
 BODY = b'{"model": "org/tiny", "prompt": "x"}'

@@ -19,11 +19,11 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.messages.engine import AddRequest, FinishReason, unpack_ids
 from frontend.http.limits import HttpLimits
 from frontend.http.tls import tls_context
-from tests.helpers import tiny_tokenizer
-from tests.helpers.certificates import client_context, make_authority, make_certificate
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import metric, post_head, read_response
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.certificates import client_context, make_authority, make_certificate
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.servers.wire import metric, post_head, read_response
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 LIMITS = HttpLimits(write_deadline_s=0.5, handshake_deadline_s=0.3)

@@ -13,9 +13,9 @@ import pytest
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.engine import AddRequest, FinishReason, unpack_ids
 from frontend.metrics.tracing import RequestTrace, TraceContext, Tracing, check_installed
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, Client, running_frontend
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -14,9 +14,9 @@ from atom.shared.messages.admin import ServerState
 from atom.shared.messages.profile import Profile, ProfileResult
 from atom.shared.utils.net import AdminSocket, ListenError, is_loopback_host
 from frontend.http.lifecycle import Lifecycle
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import Client, running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import Client, running_frontend
 
 
 def profile(message: Profile) -> ProfileResult:

@@ -17,10 +17,10 @@ from frontend.api.schemas.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALU
 from frontend.errors import OverloadedError, RequestError
 from frontend.http.body_memory import BodyMemory
 from frontend.http.limits import HttpLimits
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import error_of, post_head, raw_response, read_response
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.servers.wire import error_of, post_head, raw_response, read_response
 
 LIMITS = HttpLimits(max_body_bytes=1 << 20, max_body_memory=2 << 20, body_deadline_s=5.0)
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import Client, running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import Client, running_frontend
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from frontend.app import _ROUTES
 from frontend.openapi import openapi_document
 from frontend.openapi.operations import OPERATIONS
 from frontend.routes import page, refused, status
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import running_frontend
 from tests.unit.frontend.api import test_api_table
 from tests.unit.frontend.api.schemas import test_fields
 from tests.unit.frontend.text import test_fim

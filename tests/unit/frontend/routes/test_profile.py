@@ -9,9 +9,9 @@ from atom.shared.config.observability import ObservabilityConfig
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.profile import Profile, ProfileResult, RankTrace
 from frontend.routes import profile
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import running_frontend
 
 TRACES = [RankTrace(rank, False, f"/traces/rank_{rank}", "t.json.gz", 12, 1.23456) for rank in (0, 1)]
 

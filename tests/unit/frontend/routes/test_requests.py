@@ -10,9 +10,9 @@ import pytest
 
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.engine import AddRequest
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, Client, running_frontend
 
 IDS = tiny_tokenizer.tokenizer().encode("one two three", add_special_tokens=False)
 KEYS = ("first", "second")

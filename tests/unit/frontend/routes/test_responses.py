@@ -12,8 +12,8 @@ import pytest
 
 from atom.shared.config.server import ServerConfig
 from frontend.http.limits import HttpLimits
-from tests.helpers.http_server import DEADLINE_S, MODEL, Client
-from tests.helpers.tool_model import (
+from tests.helpers.servers.http_server import DEADLINE_S, MODEL, Client
+from tests.helpers.servers.tool_model import (
     ANSWER,
     ARGUMENTS,
     REASONING,

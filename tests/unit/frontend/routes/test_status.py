@@ -26,9 +26,9 @@ from frontend.status.events import EventLog
 from frontend.status.feed import MAX_LISTENERS, StatusFeed
 from frontend.status.latency import Window, quantiles, summed
 from frontend.status.records import Rank
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import CONFIG, DEADLINE_S, Client, running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import CONFIG, DEADLINE_S, Client, running_frontend
 from tests.helpers.source import ROOT
 
 IDS = tiny_tokenizer.tokenizer().encode("one two three", add_special_tokens=False)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from atom.shared.config.server import ServerConfig
-from tests.helpers.http_server import MODEL, Client
-from tests.helpers.resuming import without_times
-from tests.helpers.tool_model import USER, WEATHER, ToolModel, running_model, running_server
+from tests.helpers.servers.http_server import MODEL, Client
+from tests.helpers.servers.resuming import without_times
+from tests.helpers.servers.tool_model import USER, WEATHER, ToolModel, running_model, running_server
 
 CHAT = "/v1/chat/completions"
 TOOLS: dict[str, Any] = {"model": MODEL, "messages": [USER], "tools": [WEATHER], "stream": True}

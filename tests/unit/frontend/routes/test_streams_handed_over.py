@@ -19,10 +19,10 @@ from atom.shared.messages.resume import (
     HandedStream,
 )
 from atom.shared.messages.supervisor import ToControl, control_identity
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import MODEL, Client, running_frontend
-from tests.helpers.resuming import without_times
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import MODEL, Client, running_frontend
+from tests.helpers.servers.resuming import without_times
 
 IDS = [*tiny_tokenizer.tokenizer().encode("Hello world, one two three four", add_special_tokens=False), 1]
 BODY = {"model": MODEL, "stream": True, "prompt": "a", "max_tokens": 60}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from atom.shared.messages.engine import AddRequest, FinishReason
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import MODEL, Client, running_frontend
-from tests.helpers.resuming import without_times
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import MODEL, Client, running_frontend
+from tests.helpers.servers.resuming import without_times
 
 BODY = {"model": MODEL, "stream": True, "prompt": "a", "n": 2, "max_tokens": 60}
 HEADERS = {"X-Resumable-Stream": "true"}

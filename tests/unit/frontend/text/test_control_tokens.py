@@ -16,10 +16,10 @@ from frontend.text.chat_template import ChatTemplate
 from frontend.text.control_tokens import _MARK, _alternation, _Marker
 from frontend.text.input_processor import InputProcessor
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore
-from tests.helpers.http_server import running_frontend
-from tests.helpers.rig import script
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore
+from tests.helpers.servers.http_server import running_frontend
+from tests.helpers.servers.rig import script
 
 # As ChatML with thoughts: the template looks for </think> in replies, and writes it itself.
 SOURCE = (

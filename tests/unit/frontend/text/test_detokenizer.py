@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 
 from frontend.text.detokenizer import Detokenizer, decode
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 VOCABULARY = 360

@@ -7,9 +7,9 @@ import pytest
 from atom.shared.messages.engine import unpack_ids
 from frontend.text.fim import FillInTheMiddle
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import running_frontend
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import running_frontend
 
 FAMILIES = [
     (["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"], "<|fim_prefix|>P<|fim_suffix|>S<|fim_middle|>"),

@@ -12,7 +12,7 @@ import pytest
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
 from frontend.text import grammar_process
 from frontend.text.grammar_process import DEADLINE_S, BusyError, Compilation, GrammarProcess
-from tests.helpers import tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 
 RUN_S = 60.0
 QUICK = GrammarSource("regex", "(yes|no)")

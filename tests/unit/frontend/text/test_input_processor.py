@@ -14,7 +14,7 @@ from frontend.errors import RequestError
 from frontend.text import input_processor
 from frontend.text.input_processor import InputProcessor
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 
 
 @pytest.fixture

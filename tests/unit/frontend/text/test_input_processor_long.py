@@ -10,10 +10,10 @@ from atom.shared.sampling_params import SamplingParams
 from frontend.errors import RequestError
 from frontend.text.input_processor import MAX_EXCESS_TOKENS, InputProcessor
 from frontend.text.tokenizer import Tokenizer, TooManyTokensError
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore
-from tests.helpers.http_server import running_frontend
-from tests.helpers.rig import script
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore
+from tests.helpers.servers.http_server import running_frontend
+from tests.helpers.servers.rig import script
 
 CHUNK = 64 * 1024
 

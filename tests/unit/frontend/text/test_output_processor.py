@@ -23,8 +23,8 @@ from frontend.text.detokenizer import Detokenizer
 from frontend.text.output_processor import SequenceOutput, TextOptions
 from frontend.text.token_logprobs import LogprobColumns, PromptLogprobTrack, TokenLogprob
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
-from tests.helpers.text_outputs import Step, TextOutputs
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.engine.text_outputs import Step, TextOutputs
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 EOS = 1

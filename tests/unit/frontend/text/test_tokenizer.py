@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 
 
 @settings(deadline=None, database=None)

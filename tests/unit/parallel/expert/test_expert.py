@@ -17,7 +17,7 @@ from parallel.expert.padded import PaddedDispatch
 from parallel.expert.rows import packed, unpacked, without_expert
 from parallel.mesh import Mesh
 from parallel.sharding import split
-from tests.helpers.ranks import Ranks
+from tests.helpers.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 DEADLINE_S = 180
@@ -29,7 +29,7 @@ def found() -> Iterator[list[Any]]:
     ranks = Ranks()
     ranks.start(
         """
-        from tests.helpers import expert_ranks, moving_experts
+        from tests.helpers.parallel import expert_ranks, moving_experts
         found = [expert_ranks.check(mesh), moving_experts.run(mesh)]
         print(msgspec.json.encode(found).decode())
         mesh.close()

@@ -26,9 +26,9 @@ from parallel.expert.mori_plan import (
 )
 from parallel.mesh import Mesh
 from parallel.rendezvous import MeetingPoint
-from tests.helpers import simulated_mori
-from tests.helpers.mori_swaps import SWAPS
-from tests.helpers.simulated_mori import Simulation, Swap
+from tests.helpers.parallel import simulated_mori
+from tests.helpers.parallel.mori_swaps import SWAPS
+from tests.helpers.parallel.simulated_mori import Simulation, Swap
 
 CPU = torch.device("cpu")
 DEEPSEEK = Tokens(7168, torch.bfloat16, 8, 256)

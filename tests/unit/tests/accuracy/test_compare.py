@@ -12,7 +12,7 @@ import pytest
 
 from tests.accuracy import compare as accuracy
 from tests.accuracy.results import TOLERANCE, Run, compared, equal, read_run, text
-from tests.helpers.gguf_files import hf_weights, write_gguf
+from tests.helpers.checkpoints.gguf_files import hf_weights, write_gguf
 
 
 def write(

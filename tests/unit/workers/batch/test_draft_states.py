@@ -8,10 +8,10 @@ import torch
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.device import DeviceConfig
 from atom.shared.config.speculative import SpeculativeConfig
-from tests.helpers.drafting import PLAIN, check_few_blocks, drafting_engine, rarely, unchanging
-from tests.helpers.drafting_steps import GREEDY, LIMITED, DraftingSteps, simulate_gpu
-from tests.helpers.tiny_models import place, save_tiny, tiny
-from tests.helpers.varied_requests import check, run
+from tests.helpers.checkpoints.tiny_models import place, save_tiny, tiny
+from tests.helpers.engine.drafting import PLAIN, check_few_blocks, drafting_engine, rarely, unchanging
+from tests.helpers.engine.drafting_steps import GREEDY, LIMITED, DraftingSteps, simulate_gpu
+from tests.helpers.engine.varied_requests import check, run
 from workers.batch.draft_states import captured_draft_states
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ import torch
 from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import RowImage
 from atom.shared.messages.worker import NewRow
-from tests.helpers.core_driver import GREEDY
+from tests.helpers.engine.core_driver import GREEDY
 from workers.batch.block_table import BatchLimits
 from workers.batch.image_rows import ImageRows, StepTokens
 

@@ -7,7 +7,7 @@ import torch
 
 from atom.shared.messages.engine import pack_ids
 from atom.shared.messages.worker import MoreBlocks, NewRow, ScheduledBatch
-from tests.helpers.core_side import GREEDY
+from tests.helpers.engine.core_side import GREEDY
 from workers.batch.block_table import BatchLimits, BlockTable
 from workers.batch.input_batch import InputBatch
 from workers.batch.step_inputs import StepInputs

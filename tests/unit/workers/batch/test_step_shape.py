@@ -20,11 +20,11 @@ from atom_ops import (
     make_state_layer,
     write_kv,
 )
-from tests.helpers.core_side import generate
-from tests.helpers.heads_first import Cache
-from tests.helpers.rows import model_rows
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.rows import model_rows
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.heads_first import Cache
+from tests.helpers.engine.teacher_forcing import TinyWorker
 from tests.unit.workers.graphs.test_decode_graphs import CPU, LIMITS, Footprint, TwoGroups, runner
 from tests.unit.workers.spec_decode.test_speculation import Driver
 from tests.unit.workers.spec_decode.test_speculation import runner as speculative_runner

@@ -14,9 +14,9 @@ from frontend.text.reply_formats.base import CallDelta, ReplyOptions, merge_call
 from frontend.text.reply_formats.choose import TextFormat, choose_format
 from frontend.text.reply_formats.deepseek_v32 import DeepSeekV32
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
-from tests.helpers.replies import SHAPES, WRITERS
-from tests.helpers.replies import TOOLS as TOOL_SCHEMAS
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.text.replies import SHAPES, WRITERS
+from tests.helpers.text.replies import TOOLS as TOOL_SCHEMAS
 from workers.checkpoint.chat_templates import template_files
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"

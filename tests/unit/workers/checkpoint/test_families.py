@@ -6,7 +6,7 @@ import pkgutil
 import pytest
 
 import workers.models
-from tests.helpers.tiny_models import TINY_MODELS
+from tests.helpers.checkpoints.tiny_models import TINY_MODELS
 from workers.checkpoint.families import architectures, check_supported, families, keeps_states, mtp_layers
 
 

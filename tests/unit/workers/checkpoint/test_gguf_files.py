@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from atom.shared.config.model import ModelConfig
-from tests.helpers.gguf_files import hf_weights, write_gguf
+from tests.helpers.checkpoints.gguf_files import hf_weights, write_gguf
 from workers.checkpoint.gguf_files import first_files, of_quantization, part_names
 from workers.checkpoint.prepare import converted_gguf, prepare
 

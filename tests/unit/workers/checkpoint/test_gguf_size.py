@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.gguf_files import hf_weights, write_gguf
+from tests.helpers.checkpoints.gguf_files import hf_weights, write_gguf
 from workers.checkpoint.gguf_size import check_gguf_size
 from workers.checkpoint.prepare import converted_gguf
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.model import ModelConfig
-from tests.helpers.tiny_models import engine_config, hf_greedy, place, prompt_of, save_tiny, tiny
-from tests.helpers.whole_engine import WholeEngine
+from tests.helpers.checkpoints.tiny_models import engine_config, hf_greedy, place, prompt_of, save_tiny, tiny
+from tests.helpers.engine.whole_engine import WholeEngine
 from workers.checkpoint.prepare import prepare
 from workers.worker import Worker
 

@@ -18,8 +18,8 @@ from atom.shared.config.model import ModelConfig
 from atom.shared.messages.launch import PrepareLaunch
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.process import spawn
-from tests.helpers.fake_hub import COMMIT, TOKEN, FakeHub
-from tests.helpers.gguf_files import hf_weights, write_gguf
+from tests.helpers.checkpoints.fake_hub import COMMIT, TOKEN, FakeHub
+from tests.helpers.checkpoints.gguf_files import hf_weights, write_gguf
 from workers.checkpoint.hub import is_hub_name
 
 NAME = "someone/Tiny-1.5"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atom.shared.config.checkpoint import ImageSettings
-from tests.helpers.vision_models import GEMMA3, KIMI, MERGE, MODELS, PATCH, PROCESSOR, PROCESSORS
+from tests.helpers.checkpoints.vision_models import GEMMA3, KIMI, MERGE, MODELS, PATCH, PROCESSOR, PROCESSORS
 from workers.checkpoint.image_settings import PatchLimits, image_settings, patch_limits
 
 VISION = MODELS["qwen3_vl"][1]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atom.shared.config.model import ModelConfig
-from tests.helpers.checkpoint_contents import CONTENTS, Content, save_base
+from tests.helpers.checkpoints.checkpoint_contents import CONTENTS, Content, save_base
 from workers.checkpoint.prepare import prepare
 
 

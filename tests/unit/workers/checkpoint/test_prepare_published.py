@@ -18,11 +18,11 @@ from frontend.text.input_processor import InputProcessor
 from frontend.text.reply_formats.base import ReplyDelta, ReplyOptions, merge_calls
 from frontend.text.reply_formats.choose import choose_format
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
-from tests.helpers.checkpoint_contents import save_ranks, write
-from tests.helpers.replies import SHAPES, TOOLS, WRITERS
-from tests.helpers.tiny_models import engine_config, place, tiny, tiny_config
-from tests.helpers.whole_engine import WholeEngine
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.checkpoints.checkpoint_contents import save_ranks, write
+from tests.helpers.checkpoints.tiny_models import engine_config, place, tiny, tiny_config
+from tests.helpers.engine.whole_engine import WholeEngine
+from tests.helpers.text.replies import SHAPES, TOOLS, WRITERS
 from workers.checkpoint.families import architectures
 from workers.checkpoint.prepare import prepare
 from workers.worker import Worker

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from atom.shared.config.model import ModelConfig
-from tests.helpers import quantized_formats
-from tests.helpers.four_bits import FOUR_BIT_MODELS, awq, gptq
-from tests.helpers.quantized_formats import StoredFormat, save_quantized
-from tests.helpers.tiny_models import Tiny, engine_config, hf_greedy, place, prompt_of
-from tests.helpers.whole_engine import WholeEngine
+from tests.helpers.checkpoints import quantized_formats
+from tests.helpers.checkpoints.four_bits import FOUR_BIT_MODELS, awq, gptq
+from tests.helpers.checkpoints.quantized_formats import StoredFormat, save_quantized
+from tests.helpers.checkpoints.tiny_models import Tiny, engine_config, hf_greedy, place, prompt_of
+from tests.helpers.engine.whole_engine import WholeEngine
 from workers.checkpoint.prepare import prepare
 from workers.worker import Worker
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
-from tests.helpers.byte_grammars import accepts, byte_compiler, compile_bytes
+from tests.helpers.text.byte_grammars import accepts, byte_compiler, compile_bytes
 from workers.grammar.compiling import compile_source, compiled
 from workers.grammar.structural_tags import MAX_WHITESPACE
 

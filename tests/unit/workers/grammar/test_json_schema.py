@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.byte_grammars import accepts, compile_bytes
+from tests.helpers.text.byte_grammars import accepts, compile_bytes
 from workers.grammar.json_schema import loaded, prepared
 from workers.grammar.schema_parts import SchemaError
 

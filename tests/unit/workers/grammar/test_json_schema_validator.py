@@ -6,8 +6,8 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from tests.helpers.byte_grammars import accepts, compile_bytes
-from tests.helpers.schema_cases import Schema, mutated, random_instance, random_schema, with_definitions
+from tests.helpers.text.byte_grammars import accepts, compile_bytes
+from tests.helpers.text.schema_cases import Schema, mutated, random_instance, random_schema, with_definitions
 from workers.grammar.schema_parts import SchemaError
 
 _SCHEMAS = 500

@@ -8,7 +8,7 @@ import pytest
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.grammar import RowGrammar
-from tests.helpers import tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 from workers.grammar.output_matcher import OutputMatcher, fill_masks
 from workers.grammar.vocabulary import tokenizer_info
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import xgrammar
 
-from tests.helpers.byte_grammars import accepts, byte_compiler, compile_bytes
+from tests.helpers.text.byte_grammars import accepts, byte_compiler, compile_bytes
 from workers.grammar.expressions import ANYTHING, PatternError
 from workers.grammar.patterns import PLAIN, all_but, found_anywhere, full_match, spelled
 

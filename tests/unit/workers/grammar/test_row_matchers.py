@@ -15,7 +15,7 @@ from atom.shared.messages.engine import Sampling, pack_ids
 from atom.shared.messages.grammar import GrammarLoaded, GrammarSource, LoadGrammar, RowGrammar
 from atom.shared.messages.worker import NewRow
 from parallel.communicator import Communicator
-from tests.helpers import tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 from workers.grammar.compiling import compiled
 from workers.grammar.cost import MAX_TOKEN_S
 from workers.grammar.followed import KEPT_OUTPUTS

@@ -11,9 +11,9 @@ from torch import Tensor
 from atom.shared.config.resolve import Dtype
 from atom_ops import native_impl
 from atom_ops.native_impl.calls import call
-from tests.helpers.core_side import generate
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import TinyWorker
 from workers.graphs.call_recorder import CallRecorder, NotRecordableError
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from atom.shared.config.cache import CacheConfig
-from tests.helpers.core_side import generate
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import checkpoint_of, engine_config, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import checkpoint_of, engine_config, prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import TinyWorker
 from workers.graphs import compile_cache
 from workers.graphs.compile_cache import check_compiler, directory_of
 

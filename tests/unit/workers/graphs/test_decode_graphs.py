@@ -11,7 +11,7 @@ import torch
 from atom.shared.messages.engine import Sampling, unpack_ids
 from atom.shared.messages.worker import NewRow
 from atom_ops import StatePlan
-from tests.helpers.core_side import GREEDY, CoreSide
+from tests.helpers.engine.core_side import GREEDY, CoreSide
 from workers.batch.block_table import BatchLimits, BlockTable
 from workers.batch.group_rows import GroupRows
 from workers.batch.input_batch import InputBatch

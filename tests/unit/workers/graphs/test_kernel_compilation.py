@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import save_tiny, tiny
+from tests.helpers.engine.teacher_forcing import TinyWorker
 from workers.graphs import kernel_compilation
 from workers.graphs.graph_modes import GraphSettings
 from workers.graphs.graph_recorder import Replay

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from atom.shared.config.device import GraphMode
-from tests.helpers.core_side import generate
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import TinyWorker
 from tests.unit.workers.batch.test_step_shape import Agreement, state_of
 from workers.batch.step_shape import StepMode, StepShape
 from workers.graphs.call_recorder import CallRecorder

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from atom.shared.config.speculative import SpeculativeConfig
-from tests.helpers.drafting import (
+from tests.helpers.checkpoints.dspark_models import DsparkModel, save_dspark_model
+from tests.helpers.checkpoints.tiny_models import tiny
+from tests.helpers.engine.drafting import (
     check_drafts,
     check_few_blocks,
     check_output,
@@ -16,8 +18,6 @@ from tests.helpers.drafting import (
     rarely,
     unchanging,
 )
-from tests.helpers.dspark_models import DsparkModel, save_dspark_model
-from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

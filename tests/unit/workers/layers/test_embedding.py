@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from atom_ops.ops.sampling.sampling import SamplingBatch
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import save_tiny, tiny
+from tests.helpers.engine.teacher_forcing import TinyWorker
 from workers.layers.embedding import LMHead
 
 ROWS = 2000

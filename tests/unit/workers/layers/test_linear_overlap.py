@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from parallel.communicator import Communicator
-from tests.helpers.core_side import generate
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.thread_ranks import RankedWorkers
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.parallel.thread_ranks import RankedWorkers
 
 PROMPTS = [prompt_of(length, length) for length in (64, 5, 1, 37)]
 IDS = prompt_of(50, seed=3)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.worker import FullAttentionSpec
-from tests.helpers.tiny_models import engine_config
+from tests.helpers.checkpoints.tiny_models import engine_config
 from workers.memory.cache_fingerprint import cache_fingerprint
 
 SPECS = [FullAttentionSpec(4, 100)]

@@ -7,7 +7,7 @@ import pytest
 
 from atom.shared.messages.engine import unpack_ids
 from atom.shared.sampling_params import MAX_LOGPROBS
-from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, engine_config, place, save_tiny, tiny
 from workers.memory.largest_steps import largest_steps, num_blocks, profile_batch
 from workers.sampling.logits_processor_state import LogitsProcessorState
 from workers.worker import Worker

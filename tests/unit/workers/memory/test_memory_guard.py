@@ -8,8 +8,8 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.engine import LogitsProcessors, Sampling
-from tests.helpers.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
-from tests.helpers.whole_engine import Output, WholeEngine
+from tests.helpers.checkpoints.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
+from tests.helpers.engine.whole_engine import Output, WholeEngine
 from workers.batch.step_inputs import AppliedBatch
 from workers.memory.memory_guard import SMALLER_CACHE, MemoryGuard, explain_out_of_memory
 from workers.model_runner import ModelRunner

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atom.shared.messages.worker import ScheduledBatch
-from tests.helpers.tiny_models import engine_config, place, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import engine_config, place, save_tiny, tiny
 from workers import warm_up
 from workers.memory import peak
 from workers.memory.peak import peak_bytes

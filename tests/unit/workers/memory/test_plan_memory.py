@@ -17,10 +17,10 @@ from atom.shared.messages.worker import FullAttentionSpec, Loaded, RecurrentStat
 from engine_core.startup import plan_cache
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh
-from tests.helpers.fp8 import FP8_MODELS, save_fp8
-from tests.helpers.mxfp4 import save_mxfp4
+from tests.helpers.checkpoints.fp8 import FP8_MODELS, save_fp8
+from tests.helpers.checkpoints.mxfp4 import save_mxfp4
+from tests.helpers.checkpoints.tiny_models import checkpoint_of, engine_config, save_tiny, tiny
 from tests.helpers.source import ROOT
-from tests.helpers.tiny_models import checkpoint_of, engine_config, save_tiny, tiny
 from workers.checkpoint.hf_directory import read_directory
 from workers.memory.plan_memory import plan
 from workers.worker import Worker

@@ -9,7 +9,7 @@ import torch
 
 from atom.shared.messages.kv_tiers import BlockCopy
 from atom.shared.utils.redis_client import RedisClient
-from tests.helpers.fake_redis import FakeRedis, fake_redis
+from tests.helpers.servers.fake_redis import FakeRedis, fake_redis
 from workers.memory import remote_tier
 from workers.memory.remote_tier import RemoteTier
 

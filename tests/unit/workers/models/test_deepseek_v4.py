@@ -11,11 +11,9 @@ from safetensors.torch import load, save_file
 from transformers import AutoModelForCausalLM
 
 from parallel.communicator import Communicator
-from tests.helpers.fp8 import CONFIG, numbers, quantized
-from tests.helpers.mxfp4 import packed_experts
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import (
+from tests.helpers.checkpoints.fp8 import CONFIG, numbers, quantized
+from tests.helpers.checkpoints.mxfp4 import packed_experts
+from tests.helpers.checkpoints.tiny_models import (
     MAX_MODEL_LEN,
     Tiny,
     checkpoint_of,
@@ -24,6 +22,8 @@ from tests.helpers.tiny_models import (
     save_tiny,
     tiny,
 )
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.parallel.thread_ranks import on_ranks
 from workers.layers.context import BuildContext
 from workers.models.registry import build_model
 

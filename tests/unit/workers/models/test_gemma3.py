@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 
 from atom.shared.config.model import ModelConfig
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.tiny_models import hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
 from workers.checkpoint.prepare import prepare
 from workers.weights.loader import WeightError
 

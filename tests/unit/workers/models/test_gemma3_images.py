@@ -9,9 +9,9 @@ import safetensors.torch
 import torch
 
 from parallel.communicator import Communicator
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.vision_models import build, hf_logits, picture, processed, prompt, save
+from tests.helpers.checkpoints.vision_models import build, hf_logits, picture, processed, prompt, save
+from tests.helpers.engine.teacher_forcing import TinyWorker
+from tests.helpers.parallel.thread_ranks import on_ranks
 
 WIDE, TALL = (processed(picture(*size), "gemma3") for size in ((90, 33), (20, 70)))
 SHOWN = [WIDE, TALL, WIDE]

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import vision_models
-from tests.helpers.multimodal import save_multimodal
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import hf_logits, prompt_of, tiny
-from tests.helpers.vision_models import as_moonshot_publishes, build, picture, processed, save
+from tests.helpers.checkpoints import vision_models
+from tests.helpers.checkpoints.multimodal import save_multimodal
+from tests.helpers.checkpoints.tiny_models import hf_logits, prompt_of, tiny
+from tests.helpers.checkpoints.vision_models import as_moonshot_publishes, build, picture, processed, save
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.parallel.thread_ranks import on_ranks
 
 IDS = prompt_of(40, seed=3)
 VISION = {

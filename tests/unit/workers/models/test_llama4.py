@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import save_tiny, tiny
+from tests.helpers.engine.teacher_forcing import TinyWorker
 from workers.layers.attention.attention import KVGroup, group_by_window
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.tiny_models import hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
 
 IDS = prompt_of(40, seed=3)
 

@@ -7,11 +7,11 @@ import torch
 
 from atom_ops import PackedOneDNN, PackedPanels, native_impl
 from parallel.communicator import Communicator
-from tests.helpers.core_side import generate
-from tests.helpers.mxfp4 import save_mxfp4
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import build_tiny, hf_greedy, hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.mxfp4 import save_mxfp4
+from tests.helpers.checkpoints.tiny_models import build_tiny, hf_greedy, hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.parallel.thread_ranks import on_ranks
 from workers.layers.linear import Linear
 
 

@@ -10,11 +10,11 @@ import safetensors.torch
 import torch
 
 from parallel.communicator import Communicator
-from tests.helpers.fp8 import save_fp8
-from tests.helpers.multimodal import save_multimodal
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import Tiny, hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.fp8 import save_fp8
+from tests.helpers.checkpoints.multimodal import save_multimodal
+from tests.helpers.checkpoints.tiny_models import Tiny, hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.parallel.thread_ranks import on_ranks
 from workers.layers.linear import Linear
 
 IDS = prompt_of(40, seed=3)

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from atom.shared.messages.worker import FullAttentionSpec, RecurrentStateSpec
-from tests.helpers.tiny_models import (
+from tests.helpers.checkpoints.tiny_models import (
     checkpoint_of,
     engine_config,
     hf_greedy,
@@ -18,7 +18,7 @@ from tests.helpers.tiny_models import (
     save_tiny,
     tiny,
 )
-from tests.helpers.whole_engine import WholeEngine
+from tests.helpers.engine.whole_engine import WholeEngine
 from workers.weights.loader import WeightError
 from workers.worker import Worker
 

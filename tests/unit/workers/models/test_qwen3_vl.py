@@ -13,10 +13,10 @@ from atom.shared.config.model import ModelConfig
 from atom.shared.messages.images import LoadImage, PromptImage
 from engine_core.requests.images import row_images
 from parallel.communicator import Communicator
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import engine_config, place
-from tests.helpers.vision_models import MODELS, build, hf_logits, picture, processed, prompt, save
+from tests.helpers.checkpoints.tiny_models import engine_config, place
+from tests.helpers.checkpoints.vision_models import MODELS, build, hf_logits, picture, processed, prompt, save
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.parallel.thread_ranks import on_ranks
 from workers.checkpoint.prepare import prepare
 from workers.worker import Worker
 

@@ -13,12 +13,20 @@ import torch
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.engine import AddRequest, Sampling, pack_ids
 from atom.shared.messages.images import PromptImage
-from tests.helpers.core_driver import GREEDY
-from tests.helpers.drafting import accepted_share, recorded
-from tests.helpers.mtp_models import save_vision_mtp_model
-from tests.helpers.tiny_models import checkpoint_of, engine_config, place
-from tests.helpers.vision_models import Processed, build, hf_follows, picture, processed, prompt, save
-from tests.helpers.whole_engine import WholeEngine
+from tests.helpers.checkpoints.mtp_models import save_vision_mtp_model
+from tests.helpers.checkpoints.tiny_models import checkpoint_of, engine_config, place
+from tests.helpers.checkpoints.vision_models import (
+    Processed,
+    build,
+    hf_follows,
+    picture,
+    processed,
+    prompt,
+    save,
+)
+from tests.helpers.engine.core_driver import GREEDY
+from tests.helpers.engine.drafting import accepted_share, recorded
+from tests.helpers.engine.whole_engine import WholeEngine
 from workers.worker import Worker
 
 COUNT = 10

@@ -16,8 +16,7 @@ from transformers import (
 
 from atom.shared.messages.engine import LogitsProcessors, LogprobTable, Sampling, pack_ids, unpack_ids
 from atom.shared.messages.worker import AllocateKV, BatchResult, ScheduledBatch
-from tests.helpers.core_side import GREEDY, CoreSide, generate
-from tests.helpers.tiny_models import (
+from tests.helpers.checkpoints.tiny_models import (
     MAX_MODEL_LEN,
     VOCAB,
     engine_config,
@@ -27,6 +26,7 @@ from tests.helpers.tiny_models import (
     save_tiny,
     tiny,
 )
+from tests.helpers.engine.core_side import GREEDY, CoreSide, generate
 from workers.sampling import sampler
 from workers.worker import Worker
 

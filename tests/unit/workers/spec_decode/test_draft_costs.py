@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.thread_ranks import on_ranks
+from tests.helpers.parallel.thread_ranks import on_ranks
 from workers.spec_decode import draft_costs
 from workers.spec_decode.draft_costs import DraftCosts, StepSeconds, StepTimer
 

@@ -14,7 +14,8 @@ from atom.shared.config.speculative import SpeculativeConfig
 from parallel.communicator import Communicator
 from parallel.expert import LocalDispatch
 from parallel.mesh import Mesh
-from tests.helpers.drafting import (
+from tests.helpers.checkpoints.tiny_models import engine_config, hf_greedy, save_tiny, tiny
+from tests.helpers.engine.drafting import (
     REQUESTS,
     accepted_share,
     check_drafts,
@@ -25,8 +26,7 @@ from tests.helpers.drafting import (
     rarely,
     unchanging,
 )
-from tests.helpers.tiny_models import engine_config, hf_greedy, save_tiny, tiny
-from tests.helpers.varied_requests import run
+from tests.helpers.engine.varied_requests import run
 from workers.rank_model import build_rank
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,11 +9,11 @@ import torch
 from atom.shared.config.device import DeviceConfig
 from atom.shared.config.parallel import ParallelConfig
 from parallel.mesh import Mesh
-from tests.helpers.core_side import GREEDY
-from tests.helpers.drafting import rarely
-from tests.helpers.drafting_steps import HOT, DraftingSteps, Pair, save_pair, simulate_gpu
-from tests.helpers.thread_ranks import ThreadCommunicator, ThreadGroup
-from tests.helpers.tiny_models import place
+from tests.helpers.checkpoints.tiny_models import place
+from tests.helpers.engine.core_side import GREEDY
+from tests.helpers.engine.drafting import rarely
+from tests.helpers.engine.drafting_steps import HOT, DraftingSteps, Pair, save_pair, simulate_gpu
+from tests.helpers.parallel.thread_ranks import ThreadCommunicator, ThreadGroup
 from tests.unit.workers.test_shape_coordination import PlannedTokens, ThreadHost
 from workers.spec_decode.draft_passes import DraftPasses
 

@@ -13,9 +13,9 @@ from atom.shared.config.device import DeviceConfig
 from atom.shared.config.speculative import SpeculativeConfig
 from atom_ops import SamplingBatch, native_impl
 from parallel.communicator import Communicator
-from tests.helpers.drafting import rarely
-from tests.helpers.drafting_steps import SIMULATED, DraftingSteps, check_pair, save_pair, simulate_gpu
-from tests.helpers.tiny_models import place
+from tests.helpers.checkpoints.tiny_models import place
+from tests.helpers.engine.drafting import rarely
+from tests.helpers.engine.drafting_steps import SIMULATED, DraftingSteps, check_pair, save_pair, simulate_gpu
 from tests.unit.workers.spec_decode.test_speculation import (
     CPU,
     VOCAB,

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from atom.shared.config.speculative import SpeculativeConfig
-from tests.helpers.drafting import (
+from tests.helpers.checkpoints.eagle3_models import Eagle3Model, save_eagle3_model
+from tests.helpers.checkpoints.tiny_models import tiny
+from tests.helpers.engine.drafting import (
     check_drafts,
     check_few_blocks,
     check_output,
@@ -15,8 +17,6 @@ from tests.helpers.drafting import (
     rarely,
     unchanging,
 )
-from tests.helpers.eagle3_models import Eagle3Model, save_eagle3_model
-from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

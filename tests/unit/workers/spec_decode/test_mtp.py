@@ -3,7 +3,14 @@
 import pytest
 
 from atom.shared.config.speculative import SpeculativeConfig
-from tests.helpers.drafting import (
+from tests.helpers.checkpoints.mtp_models import (
+    DELTA_FAMILIES,
+    MtpModel,
+    save_delta_mtp_model,
+    save_mtp_model,
+)
+from tests.helpers.checkpoints.tiny_models import save_tiny, tiny
+from tests.helpers.engine.drafting import (
     REQUESTS,
     accepted_share,
     check_drafts,
@@ -14,9 +21,7 @@ from tests.helpers.drafting import (
     rarely,
     unchanging,
 )
-from tests.helpers.mtp_models import DELTA_FAMILIES, MtpModel, save_delta_mtp_model, save_mtp_model
-from tests.helpers.tiny_models import save_tiny, tiny
-from tests.helpers.varied_requests import check, run
+from tests.helpers.engine.varied_requests import check, run
 from workers.spec_decode import adaptive
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,9 +10,9 @@ from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids
 from atom_ops import NO_DRAFT, NgramRule, TokenHistory, propose_ngrams
 from atom_ops.ops.sampling.draft_inputs import state_case
-from tests.helpers.drafting import PLAIN, check_few_blocks, drafting_engine
-from tests.helpers.tiny_models import save_tiny, tiny
-from tests.helpers.varied_requests import check, run
+from tests.helpers.checkpoints.tiny_models import save_tiny, tiny
+from tests.helpers.engine.drafting import PLAIN, check_few_blocks, drafting_engine
+from tests.helpers.engine.varied_requests import check, run
 from workers.spec_decode.ngram import row_drafts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ import torch
 from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids, unpack_ids
 from atom.shared.messages.worker import ScheduledBatch
 from atom_ops import NgramRule, StatePlan
-from tests.helpers.core_side import GREEDY, CoreSide
+from tests.helpers.engine.core_side import GREEDY, CoreSide
 from tests.unit.workers.graphs.test_decode_graphs import Rerun
 from workers.batch.block_table import BatchLimits, BlockTable
 from workers.batch.input_batch import InputBatch

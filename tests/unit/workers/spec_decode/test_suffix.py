@@ -8,10 +8,10 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.speculative import SpeculativeConfig
-from tests.helpers.drafting import PLAIN, check_few_blocks, drafting_engine, unchanging
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
-from tests.helpers.varied_requests import check, run
-from tests.helpers.whole_engine import WholeEngine
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.engine.drafting import PLAIN, check_few_blocks, drafting_engine, unchanging
+from tests.helpers.engine.varied_requests import check, run
+from tests.helpers.engine.whole_engine import WholeEngine
 from workers.spec_decode import suffix
 from workers.spec_decode.suffix import LONGEST, MOST_PLACES, RecentOutputs, longest_match, most_common
 

@@ -15,8 +15,8 @@ from PIL import Image
 from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import MAX_FILE_BYTES, PreparedImage
 from frontend.images.image_process import ImageProcess
-from tests.helpers.tiny_tokenizer import checkpoint
-from tests.helpers.vision_models import MERGE, PATCH, PROCESSOR, PROCESSORS, picture, processed
+from tests.helpers.checkpoints.tiny_tokenizer import checkpoint
+from tests.helpers.checkpoints.vision_models import MERGE, PATCH, PROCESSOR, PROCESSORS, picture, processed
 from workers.checkpoint.image_settings import PatchLimits
 from workers.vision.image_process import prepared
 from workers.vision.image_processors import make_processor, scaled

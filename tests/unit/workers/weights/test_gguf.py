@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from atom.shared.config.model import ModelConfig
-from tests.helpers.gguf_files import TOKENS, hf_weights, write_gguf
+from tests.helpers.checkpoints.gguf_files import TOKENS, hf_weights, write_gguf
 from workers.checkpoint.prepare import converted_gguf, prepare
 from workers.weights import gguf as gguf_module
 

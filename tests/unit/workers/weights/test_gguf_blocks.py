@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from atom.shared.config.model import ModelConfig
 from atom_ops import PackedInts, backend, native_impl
 from parallel.communicator import Communicator
-from tests.helpers.gguf_files import TOKENS, Sizes, Type, hf_weights, random_blocks, write_gguf
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import hf_logits
+from tests.helpers.checkpoints.gguf_files import TOKENS, Sizes, Type, hf_weights, random_blocks, write_gguf
+from tests.helpers.checkpoints.tiny_models import hf_logits
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.parallel.thread_ranks import on_ranks
 from workers.checkpoint.prepare import prepare
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import Linear

@@ -10,7 +10,7 @@ import gguf
 import pytest
 import torch
 
-from tests.helpers.gguf_cases import (
+from tests.helpers.checkpoints.gguf_cases import (
     IDS,
     YARN,
     YARN_ROPE,
@@ -21,7 +21,7 @@ from tests.helpers.gguf_cases import (
     saved,
     silent,
 )
-from tests.helpers.tiny_models import hf_logits
+from tests.helpers.checkpoints.tiny_models import hf_logits
 from workers.weights.gguf import convert
 
 Gating = gguf.ExpertGatingFuncType

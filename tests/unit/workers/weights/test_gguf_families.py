@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from atom.shared.config.model import ModelConfig
-from tests.helpers.gguf_cases import (
+from tests.helpers.checkpoints.gguf_cases import (
     IDS,
     SIZES,
     YARN,
@@ -23,10 +23,10 @@ from tests.helpers.gguf_cases import (
     saved,
     silent,
 )
-from tests.helpers.gguf_files import Sizes, hf_weights, write_gguf
-from tests.helpers.gguf_layout import in_file
-from tests.helpers.tiny_models import build_tiny, hf_logits
-from tests.helpers.vision_models import build
+from tests.helpers.checkpoints.gguf_files import Sizes, hf_weights, write_gguf
+from tests.helpers.checkpoints.gguf_layout import in_file
+from tests.helpers.checkpoints.tiny_models import build_tiny, hf_logits
+from tests.helpers.checkpoints.vision_models import build
 from workers.checkpoint.prepare import prepare
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from atom.shared.config.model import ModelConfig
 from atom.shared.config.speculative import SpeculativeConfig
-from tests.helpers.drafting import check_drafts, drafting_engine, unchanging
-from tests.helpers.gguf_cases import Case, Type, prepared, silent
-from tests.helpers.mtp_models import MtpModel, save_delta_mtp_model, save_mtp_model
-from tests.helpers.tiny_models import Tiny
+from tests.helpers.checkpoints.gguf_cases import Case, Type, prepared, silent
+from tests.helpers.checkpoints.mtp_models import MtpModel, save_delta_mtp_model, save_mtp_model
+from tests.helpers.checkpoints.tiny_models import Tiny
+from tests.helpers.engine.drafting import check_drafts, drafting_engine, unchanging
 from tests.unit.workers.weights.test_gguf_experts import CASES
 from workers.checkpoint.prepare import prepare
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel.communicator import Communicator
-from tests.helpers.tiny_models import (
+from tests.helpers.checkpoints.tiny_models import (
     MAX_MODEL_LEN,
     TINY_MODELS,
     Tiny,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.load_memory import FEATURES, HIDDEN, MB, VOCAB, allocated, build, write
+from tests.helpers.engine.load_memory import FEATURES, HIDDEN, MB, VOCAB, allocated, build, write
 from workers.weights import loader
 
 LAYERS = 2

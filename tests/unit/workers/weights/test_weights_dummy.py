@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from atom.shared.messages.worker import AllocateKV
-from tests.helpers.core_side import CoreSide
-from tests.helpers.rows import FIRST_OF_FAMILIES
-from tests.helpers.teacher_forcing import step_logits
-from tests.helpers.tiny_models import (
+from tests.helpers.checkpoints.rows import FIRST_OF_FAMILIES
+from tests.helpers.checkpoints.tiny_models import (
     MAX_MODEL_LEN,
     Tiny,
     checkpoint_of,
@@ -21,6 +19,8 @@ from tests.helpers.tiny_models import (
     save_tiny,
     tiny,
 )
+from tests.helpers.engine.core_side import CoreSide
+from tests.helpers.engine.teacher_forcing import step_logits
 from workers.layers.moe.moe import ExpertRouter
 from workers.worker import Worker
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.helpers.sglang_host import PLUGIN, AttentionType, Host, Mode, batch_of, install, make_pool
+from tests.helpers.plugins.sglang_host import PLUGIN, AttentionType, Host, Mode, batch_of, install, make_pool
 
 SLOTS = torch.tensor([[4, 5, 6, 7, 20, 21, 22, 23]], dtype=torch.int32)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.sglang_host import PLUGIN, Host, install
+from tests.helpers.plugins.sglang_host import PLUGIN, Host, install
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 from atom_ops import write_kv
 from atom_ops.ops.attention.kv_cache import read_kv
-from tests.helpers.sglang_host import PLUGIN, Host, install, make_pool
+from tests.helpers.plugins.sglang_host import PLUGIN, Host, install, make_pool
 
 FP8 = torch.float8_e4m3fn
 

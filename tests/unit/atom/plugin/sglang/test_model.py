@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from atom_ops.attention_backend import ATTENTION_BACKENDS
-from tests.helpers.sglang_host import PLUGIN, Host, Mode, batch_of, install, make_pool
-from tests.helpers.tiny_models import tiny, tiny_config
+from tests.helpers.checkpoints.tiny_models import tiny, tiny_config
+from tests.helpers.plugins.sglang_host import PLUGIN, Host, Mode, batch_of, install, make_pool
 
 SLOTS = torch.tensor([[4, 5, 6, 7, 20, 21, 22, 23], [12, 13, 14, 15, 8, 9, 10, 11]], dtype=torch.int32)
 IDS = torch.arange(3, 19).view(2, 8)

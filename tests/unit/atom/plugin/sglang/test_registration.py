@@ -8,7 +8,7 @@ import pytest
 
 from atom.plugin.families import replaced
 from atom.plugin.sglang import registration
-from tests.helpers.sglang_host import HOOKED, Host, install
+from tests.helpers.plugins.sglang_host import HOOKED, Host, install
 
 DEADLINE_S = 60
 

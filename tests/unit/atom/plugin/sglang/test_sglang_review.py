@@ -12,7 +12,7 @@ import torch
 from atom.shared.utils import envs
 from atom_ops import write_kv
 from atom_ops.ops.attention.kv_cache import read_kv
-from tests.helpers.sglang_host import PLUGIN, Host, Mode, batch_of, install, make_pool
+from tests.helpers.plugins.sglang_host import PLUGIN, Host, Mode, batch_of, install, make_pool
 from tests.helpers.source import ROOT
 
 FP8 = torch.float8_e4m3fn

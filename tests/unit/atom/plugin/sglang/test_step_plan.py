@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atom.plugin.sglang.step_plan import Planner
-from tests.helpers.sglang_host import Mode, batch_of
+from tests.helpers.plugins.sglang_host import Mode, batch_of
 
 SLOTS = torch.tensor(
     [[4, 5, 6, 7, 20, 21, 22, 23, 0, 0, 0, 0], [12, 13, 14, 15, 8, 9, 10, 11, 28, 29, 30, 31]],

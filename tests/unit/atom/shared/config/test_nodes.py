@@ -19,7 +19,7 @@ from atom.shared.utils.logger import get_logger
 from atom.shared.utils.net import ListenPort
 from atom.supervisor.node_placement import NodePlacement, find_node_placement
 from atom.supervisor.placement import NodePorts, Placement
-from tests.helpers.domains import zmq_context
+from tests.helpers.servers.domains import zmq_context
 
 LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "s-0.s.default"}
 TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}

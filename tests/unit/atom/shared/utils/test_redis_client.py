@@ -12,7 +12,7 @@ from atom.shared.utils.redis_client import (
     agreed_seed,
     parse_redis_url,
 )
-from tests.helpers.fake_redis import fake_redis
+from tests.helpers.servers.fake_redis import fake_redis
 
 LARGE = (1 << 64) - 2
 

@@ -13,7 +13,7 @@ from atom_ops import backend
 from atom_ops.ops.attention import attention_plan
 from atom_ops.ops.attention.kv_cache import FP8
 from atom_ops.triton_impl.hardware import target
-from tests.helpers.paged_step import STEPS, Step
+from tests.helpers.kernels.paged_step import STEPS, Step
 
 CPU = torch.device("cpu")
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

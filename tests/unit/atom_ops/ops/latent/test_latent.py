@@ -7,8 +7,8 @@ import atom_ops
 from atom_ops import backend
 from atom_ops.ops.attention.kv_cache import FP8
 from atom_ops.triton_impl.hardware import target
-from tests.helpers.latent_step import CPU, LatentStep
-from tests.helpers.paged_step import STEPS
+from tests.helpers.kernels.latent_step import CPU, LatentStep
+from tests.helpers.kernels.paged_step import STEPS
 
 
 @pytest.fixture(params=["sdpa_cpu", "torch", *(["triton"] if target.INTERPRETED else [])], autouse=True)

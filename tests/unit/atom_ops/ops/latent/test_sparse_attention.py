@@ -9,8 +9,8 @@ from atom_ops.ops.attention.kv_cache import FP8
 from atom_ops.ops.latent import sparse_attention
 from atom_ops.ops.latent.index_keys import read_index_keys
 from atom_ops.triton_impl.hardware import target
-from tests.helpers.index_step import IndexStep, with_spare_tokens
-from tests.helpers.latent_step import CPU
+from tests.helpers.kernels.index_step import IndexStep, with_spare_tokens
+from tests.helpers.kernels.latent_step import CPU
 
 STEPS = {
     "decodes": ([1] * 4, [1, 16, 17, 300]),

@@ -180,7 +180,7 @@ def test_uniforms_lie_strictly_between_0_and_1() -> None:
 def test_triton_has_the_same_uniforms(device: torch.device) -> None:
     if device == CUDA and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    from tests.helpers.noise_kernel import store_uniforms
+    from tests.helpers.kernels.noise_kernel import store_uniforms
 
     for seed, sequence, position in ((7, 0, 0), (-5, 3, 2**20), (2**62, 127, 8191)):
         one = [torch.tensor([number]) for number in (seed, sequence, position)]

@@ -7,7 +7,7 @@ import torch
 from atom_ops import KVLayer
 from atom_ops.ops.attention.kv_cache import FP8, read_kv
 from atom_ops.triton_impl.hardware import target
-from tests.helpers.paged_step import Step
+from tests.helpers.kernels.paged_step import Step
 
 pytestmark = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 

@@ -13,7 +13,7 @@ from atom_ops.op import REGISTRY
 from atom_ops.ops.attention.attention_plan import BATCH_INVARIANT_SPLIT
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
 from atom_ops.triton_impl.hardware import target
-from tests.helpers.paged_step import CPU, Step
+from tests.helpers.kernels.paged_step import CPU, Step
 
 DTYPES = (torch.float32, torch.float16)
 interpreted = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")

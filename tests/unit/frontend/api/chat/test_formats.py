@@ -21,10 +21,10 @@ from frontend.text.chat_template import ChatTemplate
 from frontend.text.input_processor import InputProcessor
 from frontend.text.reply_formats.choose import choose_format
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import Client, running_frontend
-from tests.helpers.tool_model import ARGUMENTS, CALLS, TEMPLATE, USER, WEATHER
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import Client, running_frontend
+from tests.helpers.servers.tool_model import ARGUMENTS, CALLS, TEMPLATE, USER, WEATHER
 
 CHAT = "/v1/chat/completions"
 NAMED = {"type": "function", "function": {"name": "get_weather"}}

@@ -22,7 +22,7 @@ from frontend.text.reply_formats.base import ReplyDelta, ReplyFormat, ReplyOptio
 from frontend.text.reply_formats.choose import TOOL_CALLS, TextFormat
 from frontend.text.reply_formats.harmony import HarmonyFormat, _Tag
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 from workers.grammar.compiling import compile_source
 from workers.grammar.vocabulary import tokenizer_info
 

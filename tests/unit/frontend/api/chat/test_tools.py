@@ -15,10 +15,10 @@ from frontend.api.chat.tool_choice import ToolChoice, call_constraint
 from frontend.api.schemas.tools import Function
 from frontend.text.reply_formats.base import CallText
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, MODEL, Client, running_frontend
-from tests.helpers.tool_model import ARGUMENTS, CALLS, OUTPUT, USER, WEATHER, ToolModel, running_model
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, MODEL, Client, running_frontend
+from tests.helpers.servers.tool_model import ARGUMENTS, CALLS, OUTPUT, USER, WEATHER, ToolModel, running_model
 
 PATH = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"messages": [USER], "tools": [WEATHER]}

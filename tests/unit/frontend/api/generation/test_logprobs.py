@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.fake_core import likely, logprob
-from tests.helpers.rig import EOS, OUTPUT, TOKENIZER, Rig, running_rig
+from tests.helpers.servers.fake_core import likely, logprob
+from tests.helpers.servers.rig import EOS, OUTPUT, TOKENIZER, Rig, running_rig
 
 IDS = TOKENIZER.encode(OUTPUT, add_special_tokens=False)
 ONE_BY_ONE = {"chat": {"logprobs": True, "top_logprobs": 2}, "completions": {"logprobs": 2}}

@@ -8,7 +8,7 @@ from frontend.api.generation.caller import Caller
 from frontend.api.generation.prompts import given_id, kept_tokens, salt, text_offsets, truncated
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.errors import RequestError
-from tests.helpers import tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 

@@ -9,8 +9,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.helpers.http_server import DEADLINE_S, MODEL, Client
-from tests.helpers.tool_model import (
+from tests.helpers.servers.http_server import DEADLINE_S, MODEL, Client
+from tests.helpers.servers.tool_model import (
     ANSWER,
     ARGUMENTS,
     REASONING,

@@ -25,10 +25,10 @@ from frontend.errors import RequestError
 from frontend.text.constraint import Constraint
 from frontend.text.grammar_process import Compilation, GrammarProcess
 from frontend.text.input_processor import InputProcessor
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import MODEL, running_frontend
-from tests.helpers.rig import CALLS, ENDLESS, MINIMAL, TOKENIZER, TOOL, Ran, Rig, body_of, running_rig
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import MODEL, running_frontend
+from tests.helpers.servers.rig import CALLS, ENDLESS, MINIMAL, TOKENIZER, TOOL, Ran, Rig, body_of, running_rig
 
 SCHEMAS: dict[str, Schema[Any]] = {"chat": CHAT, "completions": COMPLETIONS}
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]

@@ -13,7 +13,7 @@ from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.choose import REASONING, TOOL_CALLS, TextFormat, choose_format
 from frontend.text.reply_formats.harmony import HarmonyFormat
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 

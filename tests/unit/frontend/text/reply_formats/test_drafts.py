@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend.text.reply_formats.choose import TOOL_CALLS
-from tests.helpers.replies import FRAGMENTS, SHAPES, WRITERS, Shape, everywhere, parse, without_part
-from tests.helpers.tool_calls import K_CALL, K_SECTION
+from tests.helpers.text.replies import FRAGMENTS, SHAPES, WRITERS, Shape, everywhere, parse, without_part
+from tests.helpers.text.tool_calls import K_CALL, K_SECTION
 
 # A call in the reasoning begins with a marker, which Llama's calls need not have.
 FAMILIES = sorted(set(WRITERS) - {"llama3_json"})

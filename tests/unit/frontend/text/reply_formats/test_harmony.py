@@ -16,10 +16,10 @@ from frontend.text.output_processor import SequenceOutput, TextOptions
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.choose import choose_format
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, MODEL, Client, running_frontend
-from tests.helpers.text_outputs import TextOutputs
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.engine.text_outputs import TextOutputs
+from tests.helpers.servers.fake_core import FakeCore, Script
+from tests.helpers.servers.http_server import DEADLINE_S, MODEL, Client, running_frontend
 
 TAGS = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 PLAIN = tiny_tokenizer.build(TAGS)

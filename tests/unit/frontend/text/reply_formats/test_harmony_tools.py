@@ -11,8 +11,8 @@ from frontend.text.output_processor import SequenceOutput, TextOptions
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.harmony import HarmonyFormat
 from frontend.text.tokenizer import Tokenizer
-from tests.helpers import tiny_tokenizer
-from tests.helpers.text_outputs import TextOutputs
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.engine.text_outputs import TextOutputs
 from tests.unit.frontend.text.reply_formats.test_harmony import (
     CALL,
     CHANNEL,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from frontend.text.reply_formats.base import ReplyOptions
 from frontend.text.reply_formats.choose import REASONING, TOOL_CALLS, TextFormat
 from frontend.text.reply_formats.text import MAX_HELD
-from tests.helpers.replies import (
+from tests.helpers.text.replies import (
     FRAGMENTS,
     SHAPES,
     TOOLS,
@@ -26,7 +26,7 @@ from tests.helpers.replies import (
     parse,
     without_part,
 )
-from tests.helpers.tool_calls import (
+from tests.helpers.text.tool_calls import (
     CALL,
     D_END,
     D_SECTION,

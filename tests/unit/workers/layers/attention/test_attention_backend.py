@@ -9,10 +9,10 @@ import torch
 from atom.shared.messages.worker import ScheduledBatch
 from atom_ops import backend, register_attention_backend
 from atom_ops.attention_backend import ATTENTION_BACKENDS
-from tests.helpers.core_side import generate
-from tests.helpers.heads_first import Cache, HeadsFirst
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.heads_first import Cache, HeadsFirst
+from tests.helpers.engine.teacher_forcing import TinyWorker
 from tests.unit.workers.batch.test_step_shape import Agreement, state_of
 from tests.unit.workers.graphs.test_decode_graphs import Rerun
 from workers.batch.step_shape import StepMode, StepShape

@@ -8,9 +8,15 @@ import torch
 
 from atom.shared.messages.worker import FullAttentionSpec, SlidingWindowSpec
 from engine_core.kv_cache.kv_plan import peak_blocks
-from tests.helpers.alternating_model import WINDOW, AlternatingLM, plain_logits, random_tensors, save
-from tests.helpers.tiny_models import engine_config, place, prompt_of
-from tests.helpers.whole_engine import WholeEngine
+from tests.helpers.checkpoints.alternating_model import (
+    WINDOW,
+    AlternatingLM,
+    plain_logits,
+    random_tensors,
+    save,
+)
+from tests.helpers.checkpoints.tiny_models import engine_config, place, prompt_of
+from tests.helpers.engine.whole_engine import WholeEngine
 from workers.layers.attention.attention import KVGroup, group_by_window
 from workers.models import registry
 from workers.worker import Worker

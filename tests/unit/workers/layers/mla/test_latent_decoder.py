@@ -13,9 +13,9 @@ from atom.shared.messages.worker import FullAttentionSpec
 from atom_ops import TokenShard
 from atom_ops.op import REGISTRY
 from parallel.communicator import Communicator
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.source import ROOT
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
 from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import normalised_config
 from workers.layers.context import BuildContext

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from atom_ops import LatentLayer
-from tests.helpers.core_side import generate
-from tests.helpers.teacher_forcing import BLOCK_SIZE, BLOCKS, TinyWorker, forced_logits
-from tests.helpers.thread_ranks import RankedWorkers
-from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import generate
+from tests.helpers.engine.teacher_forcing import BLOCK_SIZE, BLOCKS, TinyWorker, forced_logits
+from tests.helpers.parallel.thread_ranks import RankedWorkers
 from workers.layers.mla import sharded_mla
 
 LAYOUTS = [("deepseek-v3", 2, 2), ("deepseek-v2-lite", 4, 2), ("deepseek-v3-biases-halves-tied", 4, 4)]

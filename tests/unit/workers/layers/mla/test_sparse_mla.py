@@ -10,8 +10,16 @@ import torch
 import workers.layers.mla.sparse_mla
 from atom.shared.messages.worker import AllocateKV, FullAttentionSpec
 from atom_ops import LatentLayer
-from tests.helpers.teacher_forcing import BLOCKS, TinyWorker, forced_logits
-from tests.helpers.tiny_models import Tiny, checkpoint_of, engine_config, place, prompt_of, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import (
+    Tiny,
+    checkpoint_of,
+    engine_config,
+    place,
+    prompt_of,
+    save_tiny,
+    tiny,
+)
+from tests.helpers.engine.teacher_forcing import BLOCKS, TinyWorker, forced_logits
 from workers.layers.attention.cache_groups import LatentGroup
 from workers.memory.kv_cache import allocate_kv, kv_specs
 from workers.models.glm_moe_dsa import indexer_kinds

@@ -17,8 +17,8 @@ from atom_ops import MXFP4, ClampedSwiglu, RoutingRule, tensors_of
 from parallel.communicator import Communicator
 from parallel.expert import ExpertDispatch, LocalDispatch, expert_dispatch
 from parallel.mesh import Mesh
-from tests.helpers.mxfp4 import packed_experts
-from tests.helpers.tiny_models import MAX_MODEL_LEN
+from tests.helpers.checkpoints.mxfp4 import packed_experts
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.moe.expert_layouts import INTERLEAVED, PerExpert

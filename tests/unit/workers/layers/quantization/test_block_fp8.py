@@ -15,10 +15,17 @@ from atom_ops import BlockFP8
 from parallel.communicator import Communicator
 from parallel.expert import expert_dispatch
 from parallel.mesh import Mesh
-from tests.helpers.fp8 import CONFIG, FP8_MODELS, QUANTIZED, numbers, quantized, save_fp8
-from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of, hf_logits, prompt_of, tiny
+from tests.helpers.checkpoints.fp8 import CONFIG, FP8_MODELS, QUANTIZED, numbers, quantized, save_fp8
+from tests.helpers.checkpoints.tiny_models import (
+    MAX_MODEL_LEN,
+    Tiny,
+    checkpoint_of,
+    hf_logits,
+    prompt_of,
+    tiny,
+)
+from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.parallel.thread_ranks import on_ranks
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.linear import tp_range

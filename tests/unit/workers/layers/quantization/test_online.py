@@ -14,9 +14,9 @@ from atom.shared.config.fields import ConfigError
 from atom.shared.config.online_quantization import FORMATS, online_quantization
 from atom_ops import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized, Weight, backend
 from parallel.communicator import Communicator
-from tests.helpers.four_bits import FOUR_BIT_MODELS
-from tests.helpers.fp8 import CONFIG, FP8_MODELS
-from tests.helpers.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of, save_tiny, tiny
+from tests.helpers.checkpoints.four_bits import FOUR_BIT_MODELS
+from tests.helpers.checkpoints.fp8 import CONFIG, FP8_MODELS
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of, save_tiny, tiny
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.moe.moe import Experts

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from atom_ops import ChannelFP8
 from parallel.communicator import Communicator
-from tests.helpers.quantized_formats import FORMATS, QUANTIZED_MODELS, save_quantized
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of
+from tests.helpers.checkpoints.quantized_formats import FORMATS, QUANTIZED_MODELS, save_quantized
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, checkpoint_of
+from tests.helpers.engine.teacher_forcing import TinyWorker
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.models.registry import build_model

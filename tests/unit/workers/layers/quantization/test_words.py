@@ -11,9 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from atom_ops import GroupINT4, PackedINT4, Reordered, backend, linear, pack_linear_weight
 from parallel.communicator import Communicator
-from tests.helpers.four_bits import AWQ_ORDER, FOUR_BIT_MODELS, STRAIGHT, awq, compressed, gptq, words
-from tests.helpers.quantized_formats import StoredFormat, save_quantized
-from tests.helpers.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of
+from tests.helpers.checkpoints.four_bits import (
+    AWQ_ORDER,
+    FOUR_BIT_MODELS,
+    STRAIGHT,
+    awq,
+    compressed,
+    gptq,
+    words,
+)
+from tests.helpers.checkpoints.quantized_formats import StoredFormat, save_quantized
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.quantization.act_order import ordered

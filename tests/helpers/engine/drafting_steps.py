@@ -1,0 +1,229 @@
+"""Workers with drafts, driven step by step: rows join one after another, with one or two steps in flight.
+
+The same on a GPU and, with simulated graphs, on a CPU.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import DeviceConfig
+from atom.shared.config.parallel import ParallelConfig
+from atom.shared.config.speculative import SpeculativeConfig
+from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids, unpack_ids
+from atom.shared.messages.worker import AllocateKV, RecurrentStateSpec
+from atom_ops import AttentionPlan
+from atom_ops.ops.attention.attention_plan import HostRows
+from parallel.mesh import Mesh
+from tests.helpers.checkpoints.dflash_models import save_dflash_model
+from tests.helpers.checkpoints.dspark_models import save_dspark_model
+from tests.helpers.checkpoints.eagle3_models import save_eagle3_model
+from tests.helpers.checkpoints.mtp_models import DELTA_FAMILIES, save_delta_mtp_model, save_mtp_model
+from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
+from tests.helpers.engine.core_side import GREEDY, CoreSide
+from tests.unit.workers.graphs.test_decode_graphs import Rerun
+from workers import runner_builder
+from workers.graphs import graph_modes
+from workers.pending_step import PendingStep
+from workers.spec_decode import block_proposer, drafter
+from workers.worker import Worker
+
+BLOCKS, BLOCK_SIZE, COUNT = 400, 16, 40
+CHUNK = 16
+HOT = Sampling(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, seed=7)
+LIMITED = Sampling(temperature=0.7, top_k=30, top_p=0.9, min_p=0.01, seed=7, logprobs=1)
+PENALISED = Sampling(
+    0.7, 0, 1.0, 0.0, 7, logits_processors=LogitsProcessors(frequency_penalty=0.3, bad_words=[[3], [4, 5]])
+)
+SETTINGS = {"greedy": GREEDY, "hot": HOT, "limited": LIMITED, "penalised": PENALISED}
+PLAIN = SpeculativeConfig()
+ONE_RANK = ParallelConfig()
+PAIRS = (
+    *("mtp deepseek-v3", "mtp glm4-moe", "mtp deepseek-v3.2", "mtp glm-4.7-flash"),
+    *("mtp qwen3-next", "mtp qwen3.5"),
+    *("eagle3 llama-gqa", "eagle3 deepseek-v3"),
+    *("draft_model llama-gqa", "draft_model gpt-oss"),
+    *("dflash llama-gqa", "dspark llama-gqa"),
+)
+"""A method, and the family of the model."""
+SIMULATED = (
+    "mtp glm4-moe",
+    "eagle3 llama-gqa",
+    "draft_model llama-gqa",
+    "dflash llama-gqa",
+    "dspark llama-gqa",
+)
+"""Those that run with `simulate_gpu`."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tiny model and what drafts for it."""
+
+    checkpoint: Checkpoint
+    method: SpeculativeConfig
+
+    def drafts(self, count: int) -> SpeculativeConfig:
+        """The method with so many drafts in every step."""
+        return dataclasses.replace(self.method, num_speculative_tokens=count, spec_decode_adaptive=False)
+
+
+def save_pair(name: str, directory: Path) -> Pair:
+    """One of `PAIRS`, saved in new folders of `directory`."""
+    method, family = name.split()
+    own, other = directory / "model", directory / "draft"
+    other.mkdir(parents=True)
+    if method == "mtp":
+        save = save_delta_mtp_model if family in DELTA_FAMILIES else save_mtp_model
+        return Pair(save(tiny(family), own).checkpoint, SpeculativeConfig("mtp"))
+    if method == "eagle3":
+        vocabulary = 140 if family == "llama-gqa" else 150
+        saved = save_eagle3_model(tiny(family), own, other, draft_vocab=vocabulary)
+        return Pair(saved.checkpoint, SpeculativeConfig("eagle3", draft_model=str(other)))
+    if method in ("dflash", "dspark"):
+        save_blocks = save_dflash_model if method == "dflash" else save_dspark_model
+        drafting = save_blocks(tiny(family), own, other)
+        return Pair(drafting.checkpoint, dataclasses.replace(PLAIN, method=method, draft_model=str(other)))
+    _, checkpoint = save_tiny(tiny(family), own)
+    generator = torch.Generator().manual_seed(1)
+    noisy = {
+        name: tensor * (1 + 0.03 * torch.randn(tensor.shape, generator=generator))
+        for name, tensor in load_file(own / "model.safetensors").items()
+    }
+    save_file(noisy, other / "model.safetensors", metadata={"format": "pt"})
+    (other / "config.json").write_bytes((own / "config.json").read_bytes())
+    return Pair(checkpoint, SpeculativeConfig("draft_model", draft_model=str(other)))
+
+
+class DraftingSteps:
+    """A worker in float32, where the tokens do not depend on the shape of a step."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: DeviceConfig,
+        mesh: Mesh,
+        speculative: SpeculativeConfig = PLAIN,
+        parallel: ParallelConfig = ONE_RANK,
+    ):
+        config = dataclasses.replace(
+            engine_config(block_size=BLOCK_SIZE), device=device, speculative=speculative, parallel=parallel
+        )
+        self.worker = Worker(config, checkpoint, mesh, lambda *progress: None)
+        specs = self.worker.load().kv_specs
+        self.groups = len(specs)
+        self._states = [group for group, spec in enumerate(specs) if isinstance(spec, RecurrentStateSpec)]
+        self.worker.allocate(AllocateKV([BLOCKS] * self.groups, MAX_MODEL_LEN))
+        self.steps = 0
+        """Steps of the last `run`."""
+        self.accepted = 0
+        self.verified = 0
+        """Accepted and verified drafts of all runs."""
+        self._speculative = speculative
+
+    def run(
+        self, sampling: Sampling, in_flight: int = 1, predicted: Sequence[Sequence[int]] = ()
+    ) -> list[list[int]]:
+        """The first COUNT tokens of each prompt."""
+        core = self.core()
+        pending: deque[PendingStep] = deque()
+        waiting = deque(enumerate(prompts()))
+        planned = [0] * len(waiting)
+        self.steps = 0
+        while True:
+            if waiting and self.steps >= 3 * waiting[0][0]:
+                row, prompt = waiting.popleft()
+                text = pack_ids([*prompt[-3:], *predicted[row]]) if predicted else b""
+                core.add(row, prompt, sampling, max_length=len(prompt) + COUNT, prediction_ids=text)
+            counts = {
+                row: max(1, min(CHUNK, core.known[row] - core.computed[row]))
+                for row in core.tokens
+                if len(core.generated(row)) + planned[row] < COUNT
+            }
+            if len(pending) < in_flight and counts:
+                batch = core.plan(counts)
+                for row in core._sampling_rows:
+                    planned[row] += 1
+                pending.append(self.worker.execute(batch))
+                self.steps += 1
+            elif pending:
+                for row, _ in core._in_flight[0]:
+                    planned[row] -= 1
+                self._add_result(core, pending.popleft())
+            elif not waiting:
+                return [core.generated(row)[:COUNT] for row in range(len(prompts()))]
+            else:
+                self.steps += 1
+
+    def core(self) -> CoreSide:
+        """An empty core for this worker."""
+        drafts = self._speculative.num_speculative_tokens
+        core = CoreSide(BLOCKS, BLOCK_SIZE, groups=self.groups, states=self._states, num_drafts=drafts)
+        core.lookahead = self._speculative.lookahead
+        core.sends_next_ids = self._speculative.reads_next_ids
+        return core
+
+    def _add_result(self, core: CoreSide, step: PendingStep) -> None:
+        result = step.result()
+        self.accepted += sum(count - 1 for count in unpack_ids(result.counts))
+        self.verified += sum(unpack_ids(result.num_proposed))
+        core.add_result(result)
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of different lengths; half of them repeat a pattern."""
+    return [prompt_of(3 + 5 * row, seed=row) if row % 2 else prompt_of(4, seed=row) * 5 for row in range(7)]
+
+
+MakeSteps = Callable[[Checkpoint, SpeculativeConfig, str], DraftingSteps]
+"""Makes a worker with these sizes of graphs."""
+
+
+def check_pair(
+    pair: Pair, make: MakeSteps, sizes: Sequence[str], drafts: Sequence[int], settings: Sequence[str]
+) -> None:
+    """Raises AssertionError unless the drafts change no token, and some are accepted."""
+    plain = make(pair.checkpoint, PLAIN, "[]")
+    wanted = {name: plain.run(SETTINGS[name]) for name in settings}
+    for count in drafts:
+        for each in sizes:
+            made = make(pair.checkpoint, pair.drafts(count), each)
+            for name in settings:
+                for in_flight in (1, 2):
+                    found = made.run(SETTINGS[name], in_flight)
+                    same = sum(a == b for a, b in zip(found, wanted[name], strict=True))
+                    assert same == len(found), (each, count, name, in_flight, same)
+            assert made.accepted > 0.01 * made.verified > 2, (each, count, made.accepted, made.verified)
+
+
+def simulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers on the CPU whose host does not know what was accepted, with graphs that run again.
+
+    Not for MLA, whose torch functions need the padding of a step on the host.
+    """
+    proposers = (drafter, "ModelProposer"), (block_proposer, "BlockProposer")
+    for module, name in ((runner_builder, "InputBatch"), *proposers):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), exact=False))
+    monkeypatch.setattr(graph_modes, "CallRecorder", Rerun)
+    made = AttentionPlan._made
+
+    def made_from_tensors(plan: AttentionPlan, key: Any) -> Any:
+        """Only kernels for paged caches read the tensors; torch's attention gets their values."""
+        if plan.host is not None and plan.host.exact:
+            return made(plan, key)
+        query_lens = plan.query_starts_R1.diff().int().numpy()
+        contexts = np.maximum(plan.context_lens_R.numpy(), query_lens)
+        table = plan.block_table_RW.numpy()
+        return made(dataclasses.replace(plan, host=HostRows(query_lens, contexts, table)), key)
+
+    monkeypatch.setattr(AttentionPlan, "_made", made_from_tensors)
