@@ -360,7 +360,10 @@ class EngineCore:
             orphans=self._resumable.num_orphans,
             orphans_expired=self._resumable.num_expired,
             kv_tiers=[] if self._kv.offload is None else self._kv.offload.stats(counters.tier_hits),
-            worker_heaps=[self.worker_heaps[rank] for rank in sorted(self.worker_heaps)],
+            worker_heaps=[
+                self.worker_heaps.get(rank, HeapUse())
+                for rank in range(1 + max(self.worker_heaps, default=-1))
+            ],
         )
 
     def check_integrity(self) -> None:

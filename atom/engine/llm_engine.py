@@ -430,9 +430,14 @@ def _compiled(process: GrammarProcess, source: GrammarSource) -> CompiledGrammar
 
 
 def _sum(stats: list[CoreStats]) -> CoreStats:
-    """The sum of each counter; lists are added element by element, and empty ones add nothing."""
-    columns = zip(*map(msgspec.structs.astuple, stats), strict=True)
-    return CoreStats(*(_sum_of(column) for column in columns))
+    """The sum of each counter, and the heaps of all workers.
+
+    Lists are added element by element, and empty ones add nothing.
+    """
+    heaps = [heap for each in stats for heap in each.worker_heaps]
+    others = (msgspec.structs.replace(each, worker_heaps=[]) for each in stats)
+    columns = zip(*map(msgspec.structs.astuple, others), strict=True)
+    return msgspec.structs.replace(CoreStats(*(_sum_of(column) for column in columns)), worker_heaps=heaps)
 
 
 def _sum_of(values: tuple[Any, ...]) -> Any:
