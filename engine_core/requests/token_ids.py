@@ -57,11 +57,10 @@ class Prompt:
 
     def uncut(self, blocks: int, block_size: int) -> int:
         """The most blocks, up to this many, whose end cuts no image that one step has to compute."""
-        end = blocks * block_size
         if self.sees_ahead:
-            for image in self.images:
-                if image.start < end < image.end:
-                    return image.start // block_size
+            for image in reversed(self.images):  # a block before one may end in an earlier one
+                if image.start < blocks * block_size < image.end:
+                    blocks = image.start // block_size
         return blocks
 
     @property

@@ -67,7 +67,7 @@ def test_a_chunk_ends_before_an_image_whose_tokens_see_each_other() -> None:
     assert [registry.least(images, start) for start in (0, 2, 8, 12)] == [0, 6, 4, 0]
     prompt = Prompt(pack_ids(list(range(20))), images=images, sees_ahead=True)
     assert [prompt.uncut(blocks, 1) for blocks in (2, 3, 7, 8, 9, 12, 13)] == [2, 2, 2, 8, 8, 12, 13]
-    assert [prompt.uncut(blocks, 5) for blocks in range(5)] == [0, 0, 1, 3, 4]
+    assert [prompt.uncut(blocks, 5) for blocks in range(5)] == [0, 0, 0, 3, 4]
     others = ImageRegistry(100, 1)
     assert others.reach(images, 0, 7) == 7 and others.least(images, 2) == 0
     assert Prompt(pack_ids(list(range(20))), images=images).uncut(7, 1) == 7
