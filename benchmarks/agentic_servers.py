@@ -70,6 +70,7 @@ class Contender:
 
 def main() -> None:
     args = _parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the server, too
     contenders = [Contender(*pair) for pair in args.server]
     with single_line_errors():
         found: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contenders}
