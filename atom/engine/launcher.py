@@ -187,6 +187,8 @@ class Launcher:
                 with closing(HandOver(supervisor, port, admin, server, declines)) as hand_over:
                     self._serve(supervisor, take_over, hand_over)
             except StartError as death:
+                if take_over is not None:
+                    take_over.died()
                 self._stop_after_death(supervisor, str(death))
                 raise StartError(str(death)) from None  # a running engine that died exits with status 1
 

@@ -72,6 +72,11 @@ class TakeOver:
         """This server is stopped: the old one is not to go on for it."""
         self._old.stopping()
 
+    def died(self) -> None:
+        """This server ends by itself: the old one goes on, and keeps the path of the administration."""
+        if self._has_admin and self._admin is not None and not self.is_done:
+            self._admin.is_own = False
+
     @property
     def is_done(self) -> bool:
         """Whether the old server has ended."""

@@ -181,7 +181,8 @@ class EngineClient:
 
         RequestError for a rank that does not exist.
         """
-        self.engines.check_ready(rank, can_wait=self._replays.most > 0)
+        can_wait = self._replays.most > 0 and 2 * len(self._replays) <= self.settings.max_queued
+        self.engines.check_ready(rank, can_wait)
 
     async def wait_ready(self) -> None:
         """Wait until an engine is ready; the caller bounds the wait."""

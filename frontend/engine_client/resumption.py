@@ -33,7 +33,7 @@ from atom.shared.messages.resume import (
 from frontend.engine_client.client_settings import ClientSettings
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.engine_set import EngineSet
-from frontend.engine_client.sequence import RunningSequence
+from frontend.engine_client.sequence import RunningSequence, claimed_requests
 from frontend.engine_client.stream_files import StreamFiles
 from frontend.engine_client.streams import Stream
 from frontend.errors import RequestError, ResumedElsewhereError
@@ -175,7 +175,7 @@ class Resumption:
             unfinished = self._hooks.unfinished(resumed.stream)
             waiting = [each for each in unfinished if each.engine is None or not each.engine.link.is_ready]
             if waiting:
-                requests = [sequence.claimed() for sequence in waiting]
+                requests = claimed_requests(waiting)
                 ended = list(resumed.stream.sequences_ended)
                 found.append(Claimed(0, key, requests, ended, max(timer.when() - now, 0.0)))
         return found
@@ -214,13 +214,17 @@ class Resumption:
         self._write(resumed)
 
     def _write(self, resumed: ResumedStream) -> None:
-        """Give a stream a file with all that it has now. What has ended stays where it was found."""
+        """Give a stream a file with all that it has now; one that has ended is left where it was found."""
         stream = resumed.stream
-        if parts := [sequence.claimed() for sequence in self._hooks.unfinished(stream)]:
-            earlier = stream.file
+        earlier = stream.file
+        if parts := claimed_requests(self._hooks.unfinished(stream)):
             stream.file = self._files.begin(Claimed(0, resumed.key, parts, list(stream.sequences_ended)))
             if earlier is not None:
                 earlier.remove()
+        elif earlier is not None:  # its client may ask once more
+            left = earlier.leave()
+            stream.file = None
+            asyncio.get_running_loop().call_later(self.grace_s, self._files.remove, [left])
 
     def _restart(self, resumed: ResumedStream) -> None:
         ended = [ended_update(end) for end in resumed.stream.sequences_ended]
@@ -254,6 +258,8 @@ class Resumption:
             sequence.stream.sequences_ended.append(sequence.ended(update))
             return
         is_elsewhere = update.error == RESUMED_ELSEWHERE
+        if is_elsewhere and sequence.stream.file is not None:
+            sequence.stream.file.leave()  # the other frontend has put its own in that place, or will
         # `restart` may still come, for a client of this frontend that has just asked for the stream.
         sequence.stream.end(ResumedElsewhereError() if is_elsewhere else RequestError(update.error))
         if (entry := self._kept.get(resumable.key)) is not None and entry[0].stream is sequence.stream:
@@ -271,8 +277,7 @@ class Resumption:
         """Claim a stream until all its sequences are known."""
         deadline = time.monotonic() + self.grace_s
         while not resumed.is_whole:
-            are_up = all(self._engines.up.values())
-            await self._claim(resumed)
+            have_answered = await self._claim(resumed)
             if resumed.is_whole:
                 return
             handed = await self._hooks.handed(resumed.key, resumed.tenant)
@@ -282,22 +287,22 @@ class Resumption:
                 self._take(handed.claimed, resumed)
                 return
             now = time.monotonic()
-            is_late = now > deadline
-            can_have_files = not handed.is_pending and (are_up or is_late)
-            if can_have_files and (left := await self._files.take(resumed.key, resumed.tenant)) is not None:
+            is_settled = all(self._engines.up.values()) and now > self._lost_at + _SETTLED_S
+            if not handed.is_pending and (is_settled or now > deadline):
+                # An engine that has not answered may have the stream.
+                left = await self._files.take(resumed.key, resumed.tenant) if have_answered else None
+                if left is None:
+                    raise _unknown(resumed.key, bool(resumed.known))
                 claimed, resumed.stream.file = left
                 self._take([claimed], resumed)
                 return
-            is_settled = are_up and now > self._lost_at + _SETTLED_S
-            if not handed.is_pending and (is_settled or is_late):
-                raise _unknown(resumed.key, bool(resumed.known))
             await asyncio.sleep(_RETRY_S)
 
-    async def _claim(self, resumed: ResumedStream) -> None:
-        """Ask all engines that are ready for what they have of a stream."""
+    async def _claim(self, resumed: ResumedStream) -> bool:
+        """Ask all ready engines for what they have of a stream; returns whether all have answered."""
         ready = {engine for engine in self._engines if engine.link.is_ready}
         if not ready:
-            return
+            return True
         number = next(self._numbers)
         waiting = self._waiting[number] = _Waiting(resumed, ready)
         for engine in list(ready):
@@ -308,6 +313,7 @@ class Resumption:
                     await waiting.done.wait()
         finally:
             del self._waiting[number]
+        return waiting.done.is_set()
 
     def _taken(self, key: str, tenant: str) -> ResumedStream | None:
         """A stream that is kept here; it is not kept any more."""
@@ -316,7 +322,10 @@ class Resumption:
             return None
         del self._kept[key]
         entry[1].cancel()
-        return None if entry[0].stream.failed else entry[0]
+        if entry[0].stream.failed:
+            self._hooks.end(entry[0].stream)
+            return None
+        return entry[0]
 
     def _expire(self, key: str) -> None:
         self._metrics.expired += 1

@@ -1,6 +1,7 @@
 """One sequence of a request, from its start to its end, over all engines that run it."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +15,7 @@ from frontend.engine_client.streams import Stream
 from frontend.metrics.metrics import Progress, RunningRequest
 from frontend.text.output_processor import RequestState, SequenceOutput, end_of
 
-__all__ = ["RunningSequence"]
+__all__ = ["RunningSequence", "claimed_requests"]
 
 
 @dataclass(slots=True, eq=False)
@@ -105,11 +106,6 @@ class RunningSequence:
             and msgspec.structs.replace(request.resumable, ended=list(self.stream.sequences_ended)),
         )
 
-    def claimed(self) -> ClaimedRequest:
-        """All that another server needs to go on with it."""
-        own = ClaimedSequence(self.id, self.state.emitted.tobytes(), self.cached_tokens)
-        return ClaimedRequest(encode(self.state.request), [own])
-
     def ended(self, update: SequenceOutput) -> EndedSequence:
         """Its ids and its end, which `update` has; it is without text."""
         end = end_of(update)
@@ -121,3 +117,14 @@ class RunningSequence:
         """All ids that it has emitted, of a sequence without text."""
         ids = self.state.emitted[:]
         return SequenceOutput(self.id, ids, cached_tokens=self.cached_tokens)
+
+
+def claimed_requests(sequences: Iterable[RunningSequence]) -> list[ClaimedRequest]:
+    """All that another frontend or server needs to go on with sequences: each request once."""
+    found: dict[int, ClaimedRequest] = {}
+    for sequence in sequences:
+        request = sequence.state.request
+        part = found.get(id(request)) or found.setdefault(id(request), ClaimedRequest(encode(request), []))
+        own = ClaimedSequence(sequence.id, sequence.state.emitted.tobytes(), sequence.cached_tokens)
+        part.sequences.append(own)
+    return list(found.values())

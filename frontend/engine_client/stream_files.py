@@ -30,6 +30,8 @@ from frontend.text.output_processor import SequenceOutput, end_of
 __all__ = ["StreamFile", "StreamFiles"]
 
 _LENGTH = struct.Struct("<I")
+_MOST_BYTES = 8 << 20
+"""Of the requests of a stream: written within a few milliseconds."""
 _FAILED = frozenset({FinishReason.ABORTED, FinishReason.ERROR, FinishReason.REFUSED, FinishReason.OVERLOADED})
 """Ends after which nobody goes on with a stream."""
 
@@ -82,13 +84,23 @@ class StreamFile:
             )
             self.remove()
 
+    def leave(self) -> tuple[Path, int]:
+        """Close it and leave it where it is; returns its path and inode. Nothing is written from now on."""
+        inode = os.fstat(self._descriptor).st_ino if self._descriptor >= 0 else 0
+        self._close()
+        return self._path, inode
+
     def remove(self) -> None:
         """The stream has ended, or is another's: its file is another one then. May be called twice."""
         if self._descriptor < 0:
             return
         if _is_at(self._path, self._descriptor):
             self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
         self._descriptor = -1
 
 
@@ -101,9 +113,9 @@ class StreamFiles:
     def begin(self, claimed: Claimed) -> StreamFile | None:
         """A file for a stream that this frontend has from now on, in place of another's; None without one.
 
-        A failure is logged.
+        A failure is logged. Requests that take long to write, as those with large images, have none.
         """
-        if self._directory is None:
+        if self._directory is None or sum(len(part.request) for part in claimed.requests) > _MOST_BYTES:
             return None
         path = self._directory / claimed.key
         made = path.with_name(f"{claimed.key}.{os.getpid()}")

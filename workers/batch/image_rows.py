@@ -114,6 +114,8 @@ class ImageRows:
 
     def positions(self, positions_S: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """RoPE positions [S] of tokens that R rows generate, each the same number of them."""
+        if not self._settings.by_axis:
+            return positions_S
         offsets_R = self.offsets_N.index_select(0, rows_R)
         return (positions_S.view(len(rows_R), -1) + offsets_R[:, None]).view(-1)
 
@@ -164,7 +166,7 @@ class ImageRows:
                 position = image.start + int(places.offsets[number])
                 part = slice(low - image.start, high - image.start)
                 found.add(image, position, part, first + low - start, low > start)
-        rope = positions_T + self._upload(offsets)
+        rope = positions_T + self._upload(offsets) if self._settings.by_axis else positions_T
         if not found.keys:
             return ImageInputs(rope, None, None)
         columns = np.concatenate(found.columns, axis=1)

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 __all__ = ["VISION", "first_files", "gguf_in_directory", "gguf_parts", "of_quantization", "part_names"]
 
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+_PART = re.compile(r"(.+)-(\d{5})-of-(?!00000)(\d{5})(\.gguf)", re.IGNORECASE)
 VISION = "mmproj"
 """What the names of files with vision models have, by convention."""
 

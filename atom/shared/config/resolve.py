@@ -136,9 +136,9 @@ def resolve(
             f"--method {speculative.method} with --level {config.device.level} is not supported; "
             "use --level 0"
         )
-    scheduler = _scheduler(config.scheduler, _DEFAULTS[device], speculative.num_speculative_tokens)
-    if speculative.reads_images:
-        _check_images(scheduler, 1 + speculative.num_speculative_tokens, checkpoint)
+    images = checkpoint.images
+    image = images.max_tokens if images is not None and images.sees_ahead and speculative.reads_images else 0
+    scheduler = _scheduler(config.scheduler, _DEFAULTS[device], speculative.num_speculative_tokens, image)
     resolved = replace(
         config,
         model=_model(config.model, dtype),
@@ -417,8 +417,10 @@ def _check_draft_model(speculative: SpeculativeConfig, checkpoint: Checkpoint) -
         )
 
 
-def _scheduler(scheduler: SchedulerConfig, defaults: _DeviceDefaults, num_drafts: int) -> SchedulerConfig:
-    """A step has room for the drafts of all sequences: unset limits adapt to one another."""
+def _scheduler(
+    scheduler: SchedulerConfig, defaults: _DeviceDefaults, num_drafts: int, image: int
+) -> SchedulerConfig:
+    """A step has room for the drafts of all sequences and `image` tokens: unset limits adapt."""
     each = 1 + num_drafts
     tokens = scheduler.max_num_batched_tokens
     rows = scheduler.max_num_seqs
@@ -430,12 +432,18 @@ def _scheduler(scheduler: SchedulerConfig, defaults: _DeviceDefaults, num_drafts
         )
     if rows is None:
         rows = defaults.max_num_seqs
-        if num_drafts and tokens is not None:
-            rows = min(rows, tokens // each)
+        if tokens is not None and (num_drafts or image):
+            rows = min(rows, max((tokens - image) // each, 1))
     if tokens is None:
         tokens = defaults.max_num_batched_tokens
-        if num_drafts:
-            tokens = max(tokens, rows * each)
+        if num_drafts or image:
+            tokens = max(tokens, rows * each + image)
+    if image and tokens < rows * each + image:
+        raise ConfigError(
+            f"--max-num-batched-tokens {tokens}: a step computes a whole image of this model, {image} "
+            f"tokens, and {rows * each} of sequences that generate: use at least {rows * each + image}, a "
+            "smaller --max-num-seqs, or --limit-mm-per-prompt '{\"image\": 0}' for text alone"
+        )
     _check_mixed(scheduler.max_num_mixed_tokens, tokens, min(rows * each, tokens))
     return replace(scheduler, max_num_batched_tokens=tokens, max_num_seqs=rows)
 
@@ -446,21 +454,6 @@ def _check_mixed(mixed: int | None, tokens: int, decodes: int) -> None:
         raise ConfigError(
             f"--max-num-mixed-tokens {mixed} must be from {decodes}, the tokens of all sequences that may "
             f"generate (--max-num-seqs), to {tokens} (--max-num-batched-tokens)"
-        )
-
-
-def _check_images(scheduler: SchedulerConfig, each: int, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError unless a step has room for a whole image and `each` tokens of all sequences."""
-    images = checkpoint.images
-    if images is None or not images.sees_ahead:
-        return
-    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    assert tokens is not None and rows is not None
-    if tokens < (least := images.max_tokens + rows * each):
-        raise ConfigError(
-            f"--max-num-batched-tokens {tokens}: a step computes a whole image of this model, "
-            f"{images.max_tokens} tokens, and {rows * each} of sequences that generate: use at least {least}"
-            ", a smaller --max-num-seqs, or --limit-mm-per-prompt '{\"image\": 0}' for text alone"
         )
 
 

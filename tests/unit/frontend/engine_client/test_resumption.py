@@ -65,9 +65,9 @@ def test_what_waits_for_an_engine_can_be_handed_over(start: Start) -> None:
                 assert client.resumption.without_engine() == []  # its client still reads it
             (left,) = client.resumption.without_engine()
             assert (left.key, left.ended) == ("k", []) and 29 < left.left_s <= 30
-            for number, part in zip(numbers, left.requests, strict=True):
-                assert part.request == encode(asked)
-                (sequence,) = part.sequences
+            (part,) = left.requests
+            assert part.request == encode(asked)
+            for number, sequence in zip(numbers, part.sequences, strict=True):
                 emitted = client._sequences[number].state.emitted
                 assert sequence.request_id == number and sequence.output_ids == emitted.tobytes()
             assert reading.open == set(numbers)

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,10 +22,14 @@ from atom.shared.messages.resume import (
     Resumable,
 )
 from atom.shared.messages.supervisor import EngineEnded
+from frontend.engine_client import stream_files
 from frontend.engine_client.client import EngineClient
+from frontend.engine_client.resumption import ResumedStream
+from frontend.engine_client.sequence import RunningSequence, claimed_requests
 from frontend.engine_client.stream_files import StreamFiles
+from frontend.engine_client.streams import Stream
 from frontend.errors import RequestError
-from frontend.text.output_processor import SequenceOutput, TextOptions
+from frontend.text.output_processor import OutputProcessor, SequenceOutput, TextOptions
 from tests.helpers.servers.fake_core import Script
 from tests.helpers.servers.fake_engines import Start, connected, read, start, until
 
@@ -166,7 +170,40 @@ def test_a_disk_without_room_costs_the_file_alone(
     assert "the disk is full" in caplog.text and list((tmp_path / "streams").iterdir()) == []
 
 
-def test_a_stream_goes_on_where_its_dead_frontend_was(tmp_path: Path, start: Start) -> None:
+def test_a_stream_with_a_large_request_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = StreamFiles(tmp_path)
+    monkeypatch.setattr(stream_files, "_MOST_BYTES", len(begun().requests[0].request) - 1)
+    assert files.begin(begun()) is None and list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_left_is_taken_again_or_removed(tmp_path: Path) -> None:
+    files = StreamFiles(tmp_path)
+    file = files.begin(begun())
+    assert file is not None
+    left = file.leave()
+    file.remove()
+    assert take(files) is not None
+    files.remove([left])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_is_written_once_for_all_of_its_sequences() -> None:
+    one, other = request([1, 2]), request([3], "other")
+    output, stream = OutputProcessor(None), cast(Stream, None)
+    sequences = [
+        RunningSequence.adopted(
+            ClaimedSequence(number, b""), each, output.new_state(each, TextOptions()), stream
+        )
+        for number, each in ((1, one), (2, one), (3, other))
+    ]
+    found = claimed_requests(sequences)
+    assert [part.request for part in found] == [encode(one), encode(other)]
+    assert [[each.request_id for each in part.sequences] for part in found] == [[1, 2], [3]]
+
+
+def test_a_stream_goes_on_where_its_dead_frontend_was(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its engine has died, too; another frontend asks the next life to go on."""
     script = Script(list(range(200)), FinishReason.MAX_TOKENS)
     old, new = start(0, script=lambda _: script), start(0, life=1, script=lambda _: script)
@@ -176,6 +213,9 @@ def test_a_stream_goes_on_where_its_dead_frontend_was(tmp_path: Path, start: Sta
     async def resume(client: EngineClient, tenant: str = "t") -> list[int]:
         async with client.open_resumed(await client.resumption.resume("k", tenant)) as stream:
             return await read(stream)
+
+    async def silent(resumed: ResumedStream) -> bool:
+        return False
 
     async def run() -> None:
         async with connected([old], **settings) as dying, connected([new], index=1, **settings) as client:
@@ -191,6 +231,9 @@ def test_a_stream_goes_on_where_its_dead_frontend_was(tmp_path: Path, start: Sta
                 stream.file = None
                 with pytest.raises(RequestError, match="unknown"):
                     await resume(client, "another")
+                with monkeypatch.context() as patch, pytest.raises(RequestError, match="unknown"):
+                    patch.setattr(client.resumption, "_claim", silent)
+                    await resume(client)  # an engine that does not answer may have the stream
                 assert await resume(client) == list(range(200))
                 assert new.requests[-1].prompt_ids == pack_ids([1, 2]) + emitted.tobytes()
                 assert list(directory.iterdir()) == []

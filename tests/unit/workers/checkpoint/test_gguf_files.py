@@ -98,6 +98,7 @@ def test_a_change_of_any_part_is_converted_again(split: Path, tmp_path: Path) ->
 
 def test_names() -> None:
     assert part_names("a/b.gguf") == ["a/b.gguf"]
+    assert part_names("b-00001-of-00000.gguf") == ["b-00001-of-00000.gguf"]  # a name as any other
     assert part_names("a/b-00001-of-00002.gguf") == ["a/b-00001-of-00002.gguf", "a/b-00002-of-00002.gguf"]
     files = [
         *("Q4_K_M/x-Q4_K_M-00002-of-00002.gguf", "Q4_K_M/x-Q4_K_M-00001-of-00002.gguf", "README.md"),

@@ -551,4 +551,7 @@ def test_too_small_a_step_for_a_whole_image_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"batched-tokens 259: .* 256 tokens, and 4 of .* at least 260"):
         resolved(CPU, checkpoint, **limits)
     resolved(CPU, checkpoint, **limits | {"max_num_batched_tokens": 260})
+    drafts = resolved(CPU, checkpoint, method="ngram", num_speculative_tokens=7).config.scheduler
+    assert drafts.max_num_batched_tokens == 256 + 8 * drafts.max_num_seqs
+    assert resolved(CPU, checkpoint, max_num_batched_tokens=300).config.scheduler.max_num_seqs == 44
     resolved(CPU, replace(checkpoint, images=replace(settings, sees_ahead=False)), **limits)
