@@ -31,7 +31,7 @@ __all__ = ["StreamFile", "StreamFiles"]
 
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 8 << 20
-"""Of the requests of a stream: written within a few milliseconds."""
+"""Most bytes of a stream's requests: these are written within a few milliseconds."""
 _FAILED = frozenset({FinishReason.ABORTED, FinishReason.ERROR, FinishReason.REFUSED, FinishReason.OVERLOADED})
 """Ends after which nobody goes on with a stream."""
 
