@@ -200,6 +200,7 @@ def test_of_two_frontends_the_other_serves_on(model: str, run_directories: Path)
     crowd = Crowd(24, TOKENS)
 
     async def drive(server: Server) -> None:
+        await asyncio.sleep(2)  # the later frontend has accepted for the other until it was ready
         async with crowd.streaming(server):
             os.kill(pids_of(server, "frontend.main")[0], signal.SIGKILL)
 
