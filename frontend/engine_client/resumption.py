@@ -34,7 +34,7 @@ from frontend.engine_client.client_settings import ClientSettings
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.engine_set import EngineSet
 from frontend.engine_client.sequence import RunningSequence, claimed_requests
-from frontend.engine_client.stream_files import StreamFiles
+from frontend.engine_client.stream_files import MOST_BYTES, StreamFiles
 from frontend.engine_client.streams import Stream
 from frontend.errors import RequestError, ResumedElsewhereError
 from frontend.metrics.metrics import Metrics
@@ -143,11 +143,12 @@ class Resumption:
         resumable = requests[0].resumable
         if resumable is None:
             return None
-        parts = [
-            ClaimedRequest(encode(each), [ClaimedSequence(number, b"") for number in each.request_ids])
-            for each in requests
-        ]
-        stream.file = self._files.begin(Claimed(0, resumable.key, parts))
+        if sum(each.pixel_bytes for each in requests) <= MOST_BYTES:  # else not even encoded
+            parts = [
+                ClaimedRequest(encode(each), [ClaimedSequence(number, b"") for number in each.request_ids])
+                for each in requests
+            ]
+            stream.file = self._files.begin(Claimed(0, resumable.key, parts))
         return ResumedStream(resumable.key, requests[0].tenant, stream, resumable, set(resumable.request_ids))
 
     def keep(self, resumed: ResumedStream, left_s: float | None = None) -> None:
@@ -287,9 +288,9 @@ class Resumption:
                 self._take(handed.claimed, resumed)
                 return
             now = time.monotonic()
-            is_settled = all(self._engines.up.values()) and now > self._lost_at + _SETTLED_S
+            # An engine that has not answered may have the stream.
+            is_settled = have_answered and all(self._engines.up.values()) and now > self._lost_at + _SETTLED_S
             if not handed.is_pending and (is_settled or now > deadline):
-                # An engine that has not answered may have the stream.
                 left = await self._files.take(resumed.key, resumed.tenant) if have_answered else None
                 if left is None:
                     raise _unknown(resumed.key, bool(resumed.known))

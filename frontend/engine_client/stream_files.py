@@ -27,13 +27,13 @@ from atom.shared.messages.resume import (
 from atom.shared.utils.logger import get_logger
 from frontend.text.output_processor import SequenceOutput, end_of
 
-__all__ = ["StreamFile", "StreamFiles"]
+__all__ = ["MOST_BYTES", "StreamFile", "StreamFiles"]
 
 _LENGTH = struct.Struct("<I")
-_MOST_BYTES = 8 << 20
+MOST_BYTES = 8 << 20
 """Most bytes of a stream's requests: these are written within a few milliseconds."""
 _FAILED = frozenset({FinishReason.ABORTED, FinishReason.ERROR, FinishReason.REFUSED, FinishReason.OVERLOADED})
-"""Ends after which nobody goes on with a stream."""
+"""Ends after which a stream does not go on."""
 
 
 class _Update(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -115,7 +115,7 @@ class StreamFiles:
 
         A failure is logged. Requests that take long to write, as those with large images, have none.
         """
-        if self._directory is None or sum(len(part.request) for part in claimed.requests) > _MOST_BYTES:
+        if self._directory is None or sum(len(part.request) for part in claimed.requests) > MOST_BYTES:
             return None
         path = self._directory / claimed.key
         made = path.with_name(f"{claimed.key}.{os.getpid()}")
@@ -166,7 +166,7 @@ class StreamFiles:
         return found
 
     def remove(self, left: list[tuple[Path, int]]) -> None:
-        """Remove those that nobody has taken meanwhile."""
+        """Remove those that were not taken meanwhile."""
         for path, inode in left:
             if (descriptor := _locked(path)) >= 0:
                 if os.fstat(descriptor).st_ino == inode:

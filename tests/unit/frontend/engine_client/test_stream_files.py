@@ -172,7 +172,7 @@ def test_a_disk_without_room_costs_the_file_alone(
 
 def test_a_stream_with_a_large_request_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = StreamFiles(tmp_path)
-    monkeypatch.setattr(stream_files, "_MOST_BYTES", len(begun().requests[0].request) - 1)
+    monkeypatch.setattr(stream_files, "MOST_BYTES", len(begun().requests[0].request) - 1)
     assert files.begin(begun()) is None and list(tmp_path.iterdir()) == []
 
 
@@ -233,6 +233,7 @@ def test_a_stream_goes_on_where_its_dead_frontend_was(
                     await resume(client, "another")
                 with monkeypatch.context() as patch, pytest.raises(RequestError, match="unknown"):
                     patch.setattr(client.resumption, "_claim", silent)
+                    patch.setattr(client.resumption, "grace_s", 0.3)
                     await resume(client)  # an engine that does not answer may have the stream
                 assert await resume(client) == list(range(200))
                 assert new.requests[-1].prompt_ids == pack_ids([1, 2]) + emitted.tobytes()
