@@ -128,7 +128,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     _add_services(app, launch, limits)
     client = app[keys.CLIENT]
     app[keys.SHARED_METRICS] = SharedMetrics(
-        launch.metrics_dir,
+        launch.run_dir,
         launch.index,
         launch.life,
         app[keys.METRICS],
@@ -327,7 +327,7 @@ def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettin
         max_queue_s=config.scheduler.max_queue_time,
         life=launch.first_life + launch.life,
         orphan_grace=config.reliability.orphan_grace,
-        stream_dir=f"{launch.metrics_dir}/streams" if launch.metrics_dir else "",
+        stream_dir=f"{launch.run_dir}/streams" if launch.run_dir else "",
     )
 
 
@@ -402,7 +402,7 @@ async def _come_back(app: web.Application) -> None:
         app[keys.STATUS].open()
     try:
         await app[keys.LIFECYCLE].come_back()
-    except Exception:  # nobody would accept: the supervisor starts this frontend again
+    except Exception:  # no connection would be accepted: the supervisor starts this frontend again
         get_logger().critical("the frontend cannot accept connections again", exc_info=True)
         os._exit(1)
 

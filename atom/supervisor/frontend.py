@@ -75,7 +75,7 @@ class Frontend(Domain):
             self._index,
             self._num_frontends,
             control=f"ipc://{node.info.run_dir}/control",
-            metrics_dir=node.info.run_dir,
+            run_dir=node.info.run_dir,
             life=self.number,
             state=engines.state,
             admin_fd=admin_fd,

@@ -103,8 +103,9 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
     """They share the port, and the limits of admission in equal parts."""
     control: str = ""
     """ZMQ endpoint of the supervisor's ROUTER that sends `Engines`; empty: the engines never change."""
-    metrics_dir: str = ""
-    """Directory in which each frontend keeps its counters in a file for the others; empty: none does."""
+    run_dir: str = ""
+    """Directory of this node's server, with files of the frontends for one another: their counters, and the
+    streams that can be resumed; empty: they have none."""
     life: int = 0
     """How often this frontend was restarted."""
     state: ServerState = ServerState()

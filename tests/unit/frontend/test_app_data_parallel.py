@@ -141,7 +141,7 @@ def test_core_figures_have_the_rank_as_their_label(cores: list[FakeCore], checkp
 def frontend(
     cores: list[FakeCore], checkpoint: Checkpoint, directory: Path, index: int, **fields: Any
 ) -> Iterator[Client]:
-    shared = {"metrics_dir": str(directory), "index": index, "num_frontends": 2}
+    shared = {"run_dir": str(directory), "index": index, "num_frontends": 2}
     with running_frontend(cores, checkpoint, **shared, **fields) as client:
         yield client
 

@@ -58,7 +58,7 @@ def client(cores: list[FakeCore], tmp_path_factory: pytest.TempPathFactory) -> I
     directory = tmp_path_factory.mktemp("shared")
     checkpoint = tiny_tokenizer.checkpoint(directory)
     server = ServerConfig(api_key=KEY, max_queued_requests=0)
-    with running_frontend(cores, checkpoint, server, metrics_dir=str(directory)) as client:
+    with running_frontend(cores, checkpoint, server, run_dir=str(directory)) as client:
         yield client
 
 
@@ -232,7 +232,7 @@ def test_the_death_of_a_rank_is_shown(client: Client, cores: list[FakeCore]) -> 
 
 def test_any_frontend_shows_the_requests_and_latencies_of_all(cores: list[FakeCore], tmp_path: Path) -> None:
     checkpoint = tiny_tokenizer.checkpoint(tmp_path)
-    shared = {"num_frontends": 2, "metrics_dir": str(tmp_path)}
+    shared = {"num_frontends": 2, "run_dir": str(tmp_path)}
     with (
         running_frontend(cores[:1], checkpoint, index=0, **shared) as first,
         running_frontend(cores[:1], checkpoint, index=1, **shared) as second,
