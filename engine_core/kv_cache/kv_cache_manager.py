@@ -189,11 +189,10 @@ class KVCacheManager:
             run = self._cached_run(blocks, 0, earlier)
             if run < earlier:
                 blocks.num_found = run
-        prompt = blocks.tokens.prompt
-        hits = prompt.uncut(blocks.num_found, self.block_size)
+        hits = blocks.num_found
         while True:  # at a shorter prefix, other blocks are the last window
             visible = self._visible_prefix(blocks, hits) if self._windows else hits
-            visible = prompt.uncut(visible, self.block_size)
+            visible = blocks.tokens.prompt.uncut(visible, self.block_size)
             saved = visible if self._states is None else self._saved_prefix(blocks, visible, self._states)
             if saved == hits or not self._windows:
                 return saved
