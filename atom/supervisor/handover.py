@@ -152,7 +152,7 @@ class NewServer:
             return None
 
     def has_died(self) -> bool:
-        """Whether the new server, which serves, has ended though nobody has stopped it."""
+        """Whether the new server, which serves, has ended without having been stopped."""
         try:
             while self._channel is not None and (message := self._channel.receive()) is not None:
                 self._is_stopped |= isinstance(message, Stopping)

@@ -268,7 +268,7 @@ LONG_REQUESTS: list[tuple[str, dict[str, Any]]] = [
 def test_streams_go_on_after_the_deaths_of_their_frontend_and_engine(
     server: Server, engine_first: bool, between_s: float
 ) -> None:
-    """All frontends die. Nobody but them, and the engine, knows the streams."""
+    """All frontends die. Only they, and the engine, have the streams."""
     undisturbed = asyncio.run(_long(server))
     deaths = [lambda: kill_core(server), lambda: kill_frontends(server)]
     begun: list[Resumed] = []

@@ -25,7 +25,7 @@ def part_names(name: str) -> list[str]:
     names = [f"{stem}-{each:05}-of-{count}{suffix}" for each in range(1, int(count) + 1)]
     if number != "00001":
         raise ValueError(
-            f"{name} is part {int(number)} of {int(count)} of a model: name the first, {''.join(names[:1])}"
+            f"{name} is part {int(number)} of {int(count)} of a model: name the first, {names[0]}"
         )
     return names
 

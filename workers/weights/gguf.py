@@ -59,7 +59,7 @@ _LLAMA = replace(_BY_TRANSFORMERS, rotates_neighbours=True)
 
 # GGUF files have only the divisors of the frequencies; Llama 3.1 and later derive them from these parameters.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
-# Of Llama 3, and of Llama 4.
+# Llama 3 has the first one, Llama 4 the second.
 _HIGH_FREQ_FACTORS = (4.0, 1.0)
 
 # Tokens of the supported families that end a sequence in llama.cpp too, whatever the metadata says: files
@@ -87,7 +87,7 @@ _PLAIN = (
     *(".gate.weight", ".router.weight", ".shared_expert_gate.weight", ".indexer.weights_proj.weight"),
     *(".eh_proj.weight", "mtp.fc.weight"),
 )
-# Of transformers' configurations: where and under which name the file was, and what was not read.
+# transformers' configurations also say where and under which name the file was, and what was not read.
 _NOT_KEPT = ("quantization_config", "_model_name_or_path", "_name_or_path")
 _FLOATS = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
 

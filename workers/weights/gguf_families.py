@@ -300,7 +300,7 @@ def _llama4(data: Metadata) -> Config:
         "num_local_experts": experts,
         "num_experts_per_tok": data.need("expert_used_count"),
         "interleave_moe_layer_step": data.need("interleave_moe_layer_step"),
-        # Of the two models that were published, Maverick has none.
+        # Maverick, one of the two published models, has none.
         "use_qk_norm": experts != _EXPERTS_OF_MAVERICK,
     }
 
