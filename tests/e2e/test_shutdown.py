@@ -180,7 +180,7 @@ def test_a_frontend_that_dies_while_draining_is_the_error(model: str) -> None:
 
 
 def test_an_engine_that_dies_while_draining_is_no_error_if_all_requests_finish(model: str) -> None:
-    crowd = Crowd(STREAMS, max_tokens=600)
+    crowd = Crowd(STREAMS, max_tokens=3000)
 
     async def drive(server: Server) -> None:
         async with asyncio.timeout(STOP_DEADLINE_S):

@@ -38,13 +38,12 @@ def main() -> None:
     """Serve until the parent closes the control socket."""
     launch = read_launch(GrammarCompilerLaunch)
     setup_logging("grammar compiler")
-    os.nice(_NICE)
-
     threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
 
     def serve(connection: socket.socket, _: list[int], info: "xgrammar.TokenizerInfo") -> None:
         # Both end the process, whatever it executes. A source is judged by its CPU time: other programs, and
         # the engine's own steps, may have the cores.
+        os.nice(_NICE)
         signal.setitimer(signal.ITIMER_PROF, launch.cpu_s * threads)
         signal.alarm(launch.deadline_s)
         _compile(connection, info, threads)

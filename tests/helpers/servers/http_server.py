@@ -29,7 +29,7 @@ from frontend.http.limits import HttpLimits
 from tests.helpers.servers.fake_core import FakeCore
 
 MODEL = "org/tiny"
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 CONFIG = EngineConfig(
     model=ModelConfig(model=MODEL),
     scheduler=SchedulerConfig(scheduling_policy="priority", max_num_seqs=1),
