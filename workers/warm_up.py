@@ -7,10 +7,12 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
+import msgspec
 import torch
 
 from atom.shared.config.device import COMPILERS
 from atom.shared.messages.engine import Sampling, pack_ids
+from atom.shared.messages.images import LoadImage, RowImage
 from atom.shared.messages.worker import NewRow, ScheduledBatch
 from atom.shared.utils import envs
 from atom.shared.utils.logger import get_logger
@@ -22,10 +24,12 @@ from workers.layers.linear import Linear
 from workers.model_runner import ModelRunner
 from workers.runner_builder import RunnerBuilder
 from workers.shape_coordination import CoordinatedStep
+from workers.vision.image_store import ImageStore
 
 _GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 _PROMPT_TOKENS = 128
 _DECODES = 2
+_IMAGE = b"warm up"
 
 
 def tune(builder: RunnerBuilder) -> None:
@@ -68,12 +72,15 @@ def warm_up(
 ) -> None:
     """Run a prompt and its decode steps: compiles kernels and touches memory before the first request.
 
-    The KV cache holds a sequence of `most_tokens`. Engines in lockstep run `idle_step` until all are done.
+    A model that reads images computes a prompt with one before, whose kernels may be others. The KV cache
+    holds a sequence of `most_tokens`. Engines in lockstep run `idle_step` until all are done.
     """
     tokens = min(most_tokens, _PROMPT_TOKENS + _DECODES)
     prompt = max(tokens - _DECODES, 1)
     decodes = tokens - prompt
     builder.progress("Warming up", 0, 1 + decodes)
+    if builder.images is not None:
+        _read_image(builder.images, runner, _prompt_step(builder, prompt, tokens))
     run_step(runner, _prompt_step(builder, prompt, tokens))
     for done in range(1, 1 + decodes):
         builder.progress("Warming up", done, 1 + decodes)
@@ -87,6 +94,16 @@ def run_step(runner: ModelRunner, batch: ScheduledBatch) -> None:
     """Run a step at start, where no row may fail: raises torch.OutOfMemoryError."""
     for failure in runner.launch(batch).result().failed:
         raise torch.OutOfMemoryError(failure.reason)
+
+
+def _read_image(images: ImageStore, runner: ModelRunner, batch: ScheduledBatch) -> None:
+    """Run the step of a prompt, whose tokens become those of one image of zeros, as far as it has so many."""
+    row = batch.new_rows[0]
+    count = min(row.num_known, images.settings.max_tokens)
+    images.load(LoadImage(_IMAGE, 1, count, bytes(count * images.settings.token_bytes)))
+    row = msgspec.structs.replace(row, images=[RowImage(_IMAGE, 0, 1, count)])
+    run_step(runner, msgspec.structs.replace(batch, new_rows=[row]))
+    images.drop(_IMAGE)
 
 
 def _prompt_step(builder: RunnerBuilder, prompt: int, reserved: int) -> ScheduledBatch:
