@@ -145,10 +145,7 @@ class EngineCore:
         """
         ready, failed = self._grammars.loaded(message)
         self._queue(ready)
-        if failed:
-            self._check = None
-            self._scheduler.abort([request.request_id for request in failed])
-        return self._refusals(
+        return self._fail(
             failed, message.error, FinishReason.REFUSED if message.is_refused else FinishReason.ERROR
         )
 
@@ -159,7 +156,7 @@ class EngineCore:
     def grammar_provided(self, message: GrammarBytes) -> dict[bytes, TokenDeltas]:
         """A frontend has sent a grammar for the workers; returns the deltas of failed requests."""
         failed = self._grammars.provided(message)
-        return self._refusals(failed, f"its grammar has {len(message.compiled)} bytes: too many")
+        return self._fail(failed, f"its grammar has {len(message.compiled)} bytes: too many")
 
     def abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
         """End sequences without a response; unknown ids are ignored."""
@@ -225,12 +222,8 @@ class EngineCore:
     def end_overdue(self) -> dict[bytes, TokenDeltas]:
         """End the requests that have waited for too long; returns the deltas for their frontends."""
         overdue = [request for request in self._queue_limit.overdue() if request.frontend != NO_FRONTEND]
-        if not overdue:
-            return {}
         message = "the request has waited in the queue for longer than --max-queue-time: try again later"
-        ends = self._refusals(overdue, message, FinishReason.OVERLOADED)
-        self.abort([request.request_id for request in overdue], FinishReason.OVERLOADED)
-        return ends
+        return self._fail(overdue, message, FinishReason.OVERLOADED)
 
     def end_stored(self) -> dict[bytes, TokenDeltas]:
         """The ends, by frontend, of requests whose blocks are stored for another engine."""
@@ -244,7 +237,7 @@ class EngineCore:
         """End the sequences that no client has resumed in time."""
         if ids := self._resumable.expired():
             self.abort(ids)
-            self._note_orphans()
+        self._note_orphans()
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when nothing can run now."""
@@ -390,7 +383,7 @@ class EngineCore:
 
     def _note_orphans(self) -> None:
         """Orphans are as a frontend to which nothing is sent."""
-        if self._resumable.num_orphans:
+        if self._resumable.num_orphaned:
             self._frontends.add(NO_FRONTEND)
         else:
             self._frontends.discard(NO_FRONTEND)
@@ -403,16 +396,20 @@ class EngineCore:
         for request in requests:
             self._scheduler.add(request)
 
-    def _refusals(
+    def _fail(
         self, requests: list[Request], message: str, reason: FinishReason = FinishReason.ERROR
     ) -> dict[bytes, TokenDeltas]:
-        """The ends of requests that cannot run, by frontend."""
-        return {
+        """End requests that cannot run, or not go on; returns the deltas for their frontends."""
+        if not requests:
+            return {}
+        ends = {
             frontend: self._refusal(
                 [r.request_id for r in requests if r.frontend == frontend], message, reason
             )
             for frontend in {request.frontend for request in requests}
         }
+        self.abort([request.request_id for request in requests], reason)
+        return ends
 
     def _refusal(
         self, request_ids: list[int], message: str, reason: FinishReason = FinishReason.ERROR

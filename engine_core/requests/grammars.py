@@ -135,7 +135,7 @@ class GrammarRegistry:
         )
 
     def provided(self, message: GrammarBytes) -> list[Request]:
-        """A frontend has sent a grammar. Returns requests that fail, as it is too large."""
+        """A frontend has sent a grammar. Returns requests that fail, as it is too large: the caller ends them."""
         held = self._held.get(message.key)
         if held is None or held.asked is None:
             return []  # another frontend was asked later, or no request is left
@@ -145,12 +145,12 @@ class GrammarRegistry:
             self._messages.append(LoadGrammar(message.key, message.compiled))
             return []
         del self._held[message.key]
-        return self._fail(held)
+        return held.requests
 
     def loaded(self, message: GrammarLoaded) -> tuple[list[Request], list[Request]]:
         """(requests that can be scheduled now, requests that fail with the message's error).
 
-        Those that fail have ended, or are scheduled: the caller ends them.
+        Those that fail wait, or are scheduled: the caller ends them.
         """
         held = self._held.get(message.key)
         if held is None:
@@ -162,7 +162,7 @@ class GrammarRegistry:
         del self._held[message.key]
         self._with_turns.pop(message.key, None)
         self._messages.append(DropGrammar(message.key))
-        return [], self._fail(held)
+        return [], held.requests
 
     def retry(self) -> list[Request]:
         """Requests that can be scheduled now: it is their turn, or there is room for their grammar."""
@@ -236,14 +236,6 @@ class GrammarRegistry:
         held.asked_at = self._clock()
         self._asked[held.asked.request_id] = key
         self._questions.append((held.asked.frontend, GetGrammar(key)))
-
-    def _fail(self, held: _Held) -> list[Request]:
-        """All requests with a grammar; those that waited have ended."""
-        failed = held.requests
-        for request in failed:
-            if self._waiting.pop(request.request_id, None) is not None:
-                request.state = State.ENDED
-        return failed
 
     def _make_room(self, memory: int) -> bool:
         """Drop idle grammars until one of this size fits."""

@@ -2,6 +2,13 @@ import pytest
 
 from atom.shared.messages.codec import Decoder
 from atom.shared.messages.engine import Abort, AddRequest, FinishReason, TokenDeltas, pack_ids
+from atom.shared.messages.grammar import (
+    MAX_COMPILED_BYTES,
+    Grammar,
+    GrammarBytes,
+    GrammarLoaded,
+    RowGrammar,
+)
 from atom.shared.messages.resume import Claim, Claimed, EndedSequence, Resumable
 from atom.shared.messages.worker import FullAttentionSpec
 from engine_core.requests import resumable
@@ -203,3 +210,32 @@ def test_another_server_takes_streams_with_their_tokens_and_they_end_here() -> N
     assert run.core.num_live == 0 and run.core.stats().orphans == 0
     assert run.core.take_streams() == ([], 0)
     run.core.check_integrity()
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_stream_whose_grammar_fails_is_forgotten(is_loaded: bool) -> None:
+    """Another server would run it again, and a client would wait for it."""
+    run = driver()
+    grammar = Grammar(RowGrammar(b"g", [1]), 1)
+    run.add(1, range(5), max_tokens=9, resumable=stream("k", 1), grammar=grammar)
+    run.core.grammar_messages()
+    assert [question.key for _, question in run.core.grammar_questions()] == [b"g"]
+    if is_loaded:
+        assert run.core.grammar_provided(GrammarBytes(b"g", b"x")) == {}
+        failed = run.core.grammar_loaded(GrammarLoaded(b"g", "no memory"))
+    else:
+        failed = run.core.grammar_provided(GrammarBytes(b"g", bytes(MAX_COMPILED_BYTES + 1)))
+    assert [end.reason for end in failed[b"a"].finished] == [FinishReason.ERROR]
+    assert claim(run, "k", b"b") == Claimed(7, "k")
+    assert run.core.take_streams() == ([], 0) and run.core.num_live == 0
+
+
+def test_results_are_not_divided_for_orphans_that_have_ended() -> None:
+    clock = Clock()
+    run = driver(clock)
+    run.add(1, range(5), max_tokens=1, resumable=stream("k", 1))
+    run.core.abort_frontend(b"a")
+    assert step(run) == {} and run.core.num_live == 0
+    clock.now += GRACE_S + 1
+    run.core.end_expired()
+    assert resumable.NO_FRONTEND not in run.core._frontends
