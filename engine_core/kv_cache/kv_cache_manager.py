@@ -366,6 +366,7 @@ class KVCacheManager:
     def cancel_saves(self) -> None:
         """There is no next batch after all."""
         if self._states is not None:
+            self.num_frees += self._states.holds_slots
             self._states.cancel()
 
     def restore_states(self, blocks: RequestBlocks, hits: int) -> None:
@@ -377,7 +378,10 @@ class KVCacheManager:
 
     def take_state_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
         """Saves and restores of the batch that is sent now."""
-        return ([], []) if self._states is None else self._states.take_copies()
+        if self._states is None:
+            return [], []
+        self.num_frees += self._states.holds_slots
+        return self._states.take_copies()
 
     def _save_state(self, blocks: RequestBlocks, position: int, states: StateCheckpoints) -> None:
         index = position // self.block_size

@@ -52,6 +52,11 @@ class StateCheckpoints:
         self._held: list[tuple[BlockPool, int]] = []
         """Slots in use until the copies are sent."""
 
+    @property
+    def holds_slots(self) -> bool:
+        """Whether slots are in use that `take_copies` and `cancel` free."""
+        return bool(self._held)
+
     def chunk_end(self, start: int, end: int, num_known: int) -> int:
         """Where a chunk of positions start .. end - 1 has to end, so that the state there can be saved.
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from atom.shared.messages.engine import FinishReason, pack_ids
-from atom.shared.messages.worker import FullAttentionSpec, ScheduledBatch
+from atom.shared.messages.worker import FullAttentionSpec, RecurrentStateSpec, ScheduledBatch
 from engine_core.scheduler import Limits
 from tests.helpers.engine.core_driver import GREEDY, VOCABULARY, CoreDriver
 from tests.helpers.engine.simulated_worker import undisturbed
@@ -405,3 +405,17 @@ def test_blocks_of_an_ended_request_whose_last_step_fails_are_not_cached() -> No
     run.add(2, [1, 1, 1, *stop, 5], 3)
     run.run()
     assert run.done[2].cached_tokens == 0
+
+
+def test_a_request_waits_one_step_for_a_slot_that_a_save_takes() -> None:
+    """The batch that saves a state frees the slot: no request has to end before."""
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64)
+    run = CoreDriver([RecurrentStateSpec(1), FULL], [2, 64], limits)
+    run.add(1, range(20), max_tokens=30)
+    assert step(run).counts == [16]  # the state is saved after these
+    run.add(2, range(40, 45), max_tokens=2)
+    batch = step(run)
+    assert batch.state_saves and len(batch.rows) == 1
+    run.deliver()
+    assert len(step(run).new_rows) == 1
+    run.run()
