@@ -229,10 +229,12 @@ class EngineClient:
         logprobs = max(request.sampling.logprobs for request in requests)
         ids = [i for request in requests for i in request.request_ids]
         stream = self._stream(ids, logprobs, every_step)
-        kept = self.resumption.begun(requests, stream)
+        begun = self.resumption.begun(requests, stream)
+        kept = None  # what was not sent whole cannot go on without its reader
         with timed(deadline, lambda timeout_s: self._time_out(stream, timeout_s)):
             try:
                 await self._submit_all(requests, text, stream, rank, slot)
+                kept = begun
                 yield stream
             finally:
                 self._leave(stream, kept)

@@ -14,6 +14,7 @@ from atom.shared.messages.resume import (
     Resumable,
 )
 from atom.shared.messages.supervisor import EngineEnded
+from frontend.engine_client import client as engine_client
 from frontend.errors import ResumedElsewhereError
 from frontend.text.output_processor import TextOptions
 from tests.helpers.servers.fake_engines import Start, connected, start, until
@@ -88,5 +89,37 @@ def test_what_an_engine_runs_is_handed_over_by_it(start: Start) -> None:
             async with client.open([asked], TextOptions()) as reading:
                 await anext(reading)
             assert len(client.resumption) == 1 and client.resumption.without_engine() == []
+
+    asyncio.run(run())
+
+
+def test_a_stream_whose_client_leaves_before_all_is_sent_is_not_kept(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was never sent has no sequence to go on with, at another frontend or server either."""
+    monkeypatch.setattr(engine_client, "YIELD_S", -1.0)
+    core = start(0, endless=True)
+
+    async def run() -> None:
+        async with connected([core], orphan_grace=30.0) as client:
+            numbers = client.new_ids(2)
+            stream = Resumable("k", b"form", numbers[0], 2)
+            sampling = Sampling(0.7, 0, 1.0, 0.0, 11)
+            asked = [
+                AddRequest([number], pack_ids([1, 2]), 10_000, sampling, resumable=stream)
+                for number in numbers
+            ]
+
+            async def read() -> None:
+                async with client.open(asked, TextOptions()):
+                    pytest.fail("not all was sent")
+
+            reading = asyncio.create_task(read())
+            while not len(client):
+                await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait([reading])
+            assert client.resumption.without_engine() == []
+            assert len(client.resumption) == len(client) == 0
 
     asyncio.run(run())
