@@ -40,6 +40,16 @@ _MAX_MEMORY = 1 << 30  # that a fork may allocate
 _NICE = 10  # preparing gives way to the steps of the engine
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats that clients send; Pillow's decoders of others are not offered to strangers."""
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""What makes an image upright, by the orientation that its camera has noted."""
 
 
 def main() -> None:
@@ -79,7 +89,8 @@ def prepared(content: bytes, prepare: Prepare) -> PreparedImage:
 
 def _decoded(content: bytes) -> "PilImage | PreparedImage":
     """The image, RGB and upright, or why it cannot be used. Raises what Pillow does for a damaged file."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
+    from PIL.ExifTags import Base
 
     Image.MAX_IMAGE_PIXELS = None  # checked here, with an error instead of a warning
     try:
@@ -89,7 +100,9 @@ def _decoded(content: bytes) -> "PilImage | PreparedImage":
                 return PreparedImage(
                     error=f"it has {width} x {height} pixels, and at most {MAX_FILE_PIXELS} are possible"
                 )
-            return ImageOps.exif_transpose(file).convert("RGB")
+            # ImageOps.exif_transpose writes the other tags again, and fails if one of them is damaged.
+            turn = _TURNS.get(file.getexif().get(Base.Orientation))
+            return (file if turn is None else file.transpose(Image.Transpose[turn])).convert("RGB")
     except UnidentifiedImageError:
         return PreparedImage(error=f"it is not an image of a known format ({', '.join(_FORMATS)})")
 

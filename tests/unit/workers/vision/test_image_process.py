@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import MAX_FILE_BYTES, PreparedImage
@@ -90,14 +90,25 @@ def test_a_large_image_is_scaled_and_padded(tmp_path: Path) -> None:
     assert found.pixels == processed(whole.getvalue(), "kimi_k25").pixels
 
 
-def test_a_photograph_is_turned_as_its_camera_says(directory: Path) -> None:
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photograph_is_turned_as_its_camera_says(orientation: int, directory: Path) -> None:
     image = Image.open(io.BytesIO(picture(64, 32)))
     exif = image.getexif()
-    exif[0x0112] = 6  # turn it by a quarter
-    file = io.BytesIO()
+    exif[0x0112] = orientation
+    file, upright = io.BytesIO(), io.BytesIO()
     image.save(file, "PNG", exif=exif)
+    ImageOps.exif_transpose(Image.open(file)).save(upright, "PNG")
+    assert prepare(file.getvalue(), directory) == prepare(upright.getvalue(), directory)
+
+
+def test_a_photograph_with_a_damaged_tag_is_turned(directory: Path) -> None:
+    """Its width is a text."""
+    tags = struct.pack("<HHIHxx HHI4s", 0x0112, 3, 1, 6, 0x0100, 2, 4, b"abc")
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags + bytes(4)
+    file = io.BytesIO()
+    Image.open(io.BytesIO(picture(64, 32))).save(file, "JPEG", exif=exif)
     found = prepare(file.getvalue(), directory)
-    assert (found.rows, found.columns) == (8, 4)
+    assert (found.rows, found.columns, found.error) == (8, 4, "")
 
 
 def bomb(width: int, height: int) -> bytes:
