@@ -73,7 +73,6 @@ class ResultProcessor:
         self._counters.generated_tokens += len(sampled.token_ids)
         first = _first_tokens(step, now)
         for request, _ in ends:
-            states.queue.charge(request, request.num_generated)
             states.end(request)
         states.free_ended()
         return StepOutcome(step.number, sampled, first, failed + ends, prompt_logprobs)

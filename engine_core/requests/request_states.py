@@ -121,6 +121,7 @@ class RequestStates:
     def end(self, request: Request) -> None:
         """No further token of the request is wanted; `free_ended` frees what it holds."""
         del self.requests[request.request_id]
+        self.queue.charge(request, request.num_generated)  # also where a frontend has found a stop string
         if request.state is State.WAITING:
             self.queue.remove(request)
         elif request.state is State.HELD:

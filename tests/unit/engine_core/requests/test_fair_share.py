@@ -77,6 +77,26 @@ def test_requests_that_return_come_first() -> None:
     assert found == [replayed, preempted, other] and len(queue) == 0
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_output_is_paid_for_however_it_ends(is_aborted: bool) -> None:
+    """A frontend aborts what a stop string ends."""
+    run = CoreDriver([FullAttentionSpec(4, 1)], [64], Limits(1, 16, fair_share=True))
+    run.add(1, range(4), max_tokens=8, tenant="a")
+    run.add(2, range(4), max_tokens=8, tenant="b")
+    while len(run.live[1].received) < 7:
+        run.send()
+        run.deliver()
+    queue = run.core._scheduler._queue
+    assert isinstance(queue, FairShareQueue)
+    before = queue._deficits["a"]
+    if is_aborted:
+        run.abort(1)
+    while 1 in run.live:
+        run.send()
+        run.deliver()
+    assert before - queue._deficits["a"] == (7 if is_aborted else 8)
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="scheduling policy"):
         FairShareQueue("lifo")
