@@ -284,7 +284,6 @@ class EngineClient:
         An earlier stream of this frontend that has it ends: its client has asked for it again.
         """
         if (earlier := self._sequences.get(adoption.sequence.request_id)) is not None:
-            earlier.stream.open.discard(earlier.id)
             self._end(earlier)
             earlier.stream.fail(ResumedElsewhereError())
         engine, request, stream = adoption.engine, adoption.request, adoption.stream
@@ -425,6 +424,7 @@ class EngineClient:
     def _end(self, sequence: RunningSequence) -> None:
         """A sequence has ended, for any reason; its caller counts it."""
         del self._sequences[sequence.id]
+        sequence.stream.open.discard(sequence.id)
         self._leave_engine(sequence)
         self._replays.ended(sequence)
 

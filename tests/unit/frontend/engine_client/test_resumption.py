@@ -123,3 +123,23 @@ def test_a_stream_whose_client_leaves_before_all_is_sent_is_not_kept(
             assert len(client.resumption) == len(client) == 0
 
     asyncio.run(run())
+
+
+def test_a_stream_that_fails_while_it_is_kept_is_not_handed_over(start: Start) -> None:
+    """Nor does what its reader finds afterwards, such as a stop string, end it again."""
+    core = start(0, endless=True)
+
+    async def run() -> None:
+        async with connected([core], orphan_grace=30.0) as client:
+            numbers = client.new_ids(2)
+            stream = Resumable("k", b"form", numbers[0], 2)
+            sampling = Sampling(0.7, 0, 1.0, 0.0, 11)
+            asked = AddRequest(numbers, pack_ids([1, 2]), 10_000, sampling, resumable=stream)
+            async with client.open([asked], TextOptions()) as reading:
+                await anext(reading)
+            client.set_engines([], [EngineEnded(0, 0, "killed by SIGKILL")])
+            assert reading.failed and len(client) == 0
+            assert client.resumption.without_engine() == []
+            client.finish(reading, numbers, FinishReason.STOP_STRING)
+
+    asyncio.run(run())
