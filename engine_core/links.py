@@ -1,5 +1,6 @@
 """The sockets of an engine core. Nothing here blocks; the caller polls."""
 
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -15,6 +16,8 @@ from atom.shared.utils.logger import get_logger
 _FRONTEND_QUEUE = 10_000
 _MAX_MESSAGES = 1024
 """Received between two steps, so that a flood of requests does not delay the running ones."""
+_RECEIVE_S = 0.01
+"""Frontends' messages are received and processed for no longer between two steps: they may be large."""
 
 
 class LinkError(RuntimeError):
@@ -30,10 +33,11 @@ class FrontendLink:
         self._logged: set[bytes] = set()  # frontends with a logged bad frame: a flood must not fill the log
 
     def receive(self) -> Iterator[tuple[bytes, ToCore]]:
-        """Received messages with their senders, up to a bound.
+        """Received messages with their senders, up to a bound, which counts what the caller does with them.
 
         Undecodable frames are dropped; the first of each frontend is logged.
         """
+        until = time.monotonic() + _RECEIVE_S
         for identity, frame in _pending(self.socket):
             try:
                 yield identity, self._decoder.decode(frame)
@@ -44,6 +48,8 @@ class FrontendLink:
                         "a frontend sent an %s; its further undecodable frames are not logged",
                         error,
                     )
+            if time.monotonic() > until:
+                return
 
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:
         """Returns False, without sending, when the frontend is gone or its queue is full."""

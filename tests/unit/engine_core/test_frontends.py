@@ -10,6 +10,7 @@ import zmq
 from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.engine import CoreDead, FromCore, GetStats, Hello
 from atom.shared.messages.worker import FullAttentionSpec
+from engine_core import links
 from engine_core.frontends import Frontends
 from engine_core.scheduler import Limits
 from tests.helpers.engine.core_driver import CoreDriver
@@ -63,6 +64,18 @@ def test_a_reconnected_frontend_replaces_its_old_connection(side: Side) -> None:
         if identity == b"a":
             side.run.add(1, [1], max_tokens=4, frontend=b"a")
     assert side.frontends.connected == [b"b"] and side.core.num_live == 0
+
+
+def test_large_messages_are_received_one_by_one_between_steps(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if each took longer than all of them may."""
+    monkeypatch.setattr(links, "_RECEIVE_S", -1.0)
+    socket = side.connect(b"a")
+    for _ in range(2):
+        socket.send(encode(GetStats()))
+    found = [side.receive() for _ in range(3)]
+    assert found == [[(b"a", Hello(0))], [(b"a", GetStats())], [(b"a", GetStats())]]
 
 
 def test_messages_after_lost_tokens_are_refused_until_the_next_hello(side: Side) -> None:
