@@ -15,11 +15,6 @@ _STATE_SHARE = 2
 """States take at most this fraction (1/n) of the memory: requests need blocks, too."""
 
 
-def holds_states(specs: Sequence[KVSpec]) -> bool:
-    """Whether a group has recurrent states, which requests cannot share."""
-    return any(isinstance(spec, RecurrentStateSpec) for spec in specs)
-
-
 def unit_bytes(spec: KVSpec) -> int:
     """Bytes of one block, or of one slot."""
     return spec.bytes_per_slot if isinstance(spec, RecurrentStateSpec) else spec.bytes_per_block

@@ -13,7 +13,7 @@ from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows
 from workers.layers.attention.cache_groups import CacheGroup
 from workers.spec_decode.proposer import Proposer
-from workers.spec_decode.text_history import TextGroup, TextMethod, TextProposer, row_text
+from workers.spec_decode.text_history import TextGroup, TextMethod, TextProposer, longest_match, row_text
 
 _NONE = np.empty(0, np.int32)
 _FEW_ROWS = 8
@@ -88,16 +88,7 @@ def row_drafts(row: int, state: RowState, history: TokenHistory, rule: NgramRule
     if last < 0 or most <= 0:
         return _NONE
     text = row_text(row, last, int(state.ids_N[row]), history)
-    end = len(text) - 1
-    found = np.flatnonzero(text[:end] == text[end])
-    length = min(len(found), 1)
-    while length and length < rule.longest and length <= end and text[end - length] >= 0:
-        longer = found[found >= length]
-        longer = longer[text[longer - length] == text[end - length]]
-        if not len(longer):
-            break
-        found = longer
-        length += 1
+    length, found = longest_match(text, rule.longest)
     if length < rule.shortest:
         return _NONE
     drafts = text[found[0] + 1 : found[0] + 1 + most]

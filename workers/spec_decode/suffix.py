@@ -25,7 +25,7 @@ from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows, Rows
 from workers.layers.attention.cache_groups import CacheGroup
 from workers.spec_decode.proposer import Proposer
-from workers.spec_decode.text_history import TextGroup, TextMethod, TextProposer, row_text
+from workers.spec_decode.text_history import TextGroup, TextMethod, TextProposer, longest_match, row_text
 
 LONGEST = 32
 """Tokens of the longest match."""
@@ -190,7 +190,7 @@ class SuffixProposer(TextProposer):
         if last < 0 or most <= 0:
             return []
         text = row_text(row, last, int(state.ids_N[row]), self._history)
-        length, places = longest_match(text, most)
+        length, places = own_places(text, most)
         if length < LONGEST and row in self._segments:
             elsewhere, others = self._recent.longest(text[-LONGEST:].tolist(), most)
             if elsewhere > length:
@@ -199,21 +199,12 @@ class SuffixProposer(TextProposer):
         return most_common(places, min(length, most))
 
 
-def longest_match(text: NDArray[np.int32], most: int) -> tuple[int, list[list[int]]]:
+def own_places(text: NDArray[np.int32], most: int) -> tuple[int, list[list[int]]]:
     """The longest earlier match of the end of `text`, and up to `most` tokens after each of its last places.
 
-    The match is shorter than `SHORTEST` tokens: (0, []). -1 in `text` matches nothing.
+    The match is shorter than `SHORTEST` tokens: (0, []).
     """
-    end = len(text) - 1
-    found = np.flatnonzero(text[:end] == text[end])
-    length = min(len(found), 1)
-    while length and length < LONGEST and length <= end and text[end - length] >= 0:
-        longer = found[found >= length]
-        longer = longer[text[longer - length] == text[end - length]]
-        if not len(longer):
-            break
-        found = longer
-        length += 1
+    length, found = longest_match(text, LONGEST)
     if length < SHORTEST:
         return 0, []
     return length, [text[at + 1 : at + 1 + most].tolist() for at in found[-MOST_PLACES:].tolist()]

@@ -118,3 +118,21 @@ def row_text(row: int, last: int, last_id: int, history: TokenHistory) -> NDArra
     predicted = history.predictions_NP.numpy()[row, : int(history.prediction_lens_N[row])]
     gap = np.full(int(begin > 0), -1, np.int32)
     return np.concatenate((predicted, gap, ids, np.array([last_id], np.int32)))
+
+
+def longest_match(text: NDArray[np.int32], longest: int) -> tuple[int, NDArray[np.int64]]:
+    """(length, where each ends) of the longest earlier matches of the end of `text`; without any (0, []).
+
+    They have at most `longest` tokens. -1 in `text` matches nothing.
+    """
+    end = len(text) - 1
+    found = np.flatnonzero(text[:end] == text[end])
+    length = min(len(found), 1)
+    while length and length < longest and length <= end and text[end - length] >= 0:
+        longer = found[found >= length]
+        longer = longer[text[longer - length] == text[end - length]]
+        if not len(longer):
+            break
+        found = longer
+        length += 1
+    return length, found

@@ -13,7 +13,7 @@ from tests.helpers.engine.drafting import PLAIN, check_few_blocks, drafting_engi
 from tests.helpers.engine.varied_requests import check, run
 from tests.helpers.engine.whole_engine import WholeEngine
 from workers.spec_decode import suffix
-from workers.spec_decode.suffix import LONGEST, MOST_PLACES, RecentOutputs, longest_match, most_common
+from workers.spec_decode.suffix import LONGEST, MOST_PLACES, RecentOutputs, most_common, own_places
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,13 +78,13 @@ def test_the_longest_match_of_a_text() -> None:
     lengths = set()
     for _ in range(300):
         text = [source.randrange(3) for _ in range(source.randrange(1, 60))]
-        found = longest_match(np.array(text, np.int32), 4)
+        found = own_places(np.array(text, np.int32), 4)
         length, places = places_of(text, text, 4)
         assert found == (length, places[-MOST_PLACES:])
         lengths.add(length)
     assert lengths >= {0, 2, 5}
     gap = np.array([5, 6, -1, 7, 5, 6], np.int32)
-    assert longest_match(gap, 3) == (2, [[-1, 7, 5]])
+    assert own_places(gap, 3) == (2, [[-1, 7, 5]])
 
 
 def test_the_longest_match_of_recent_outputs() -> None:
