@@ -135,7 +135,7 @@ class GrammarRegistry:
         )
 
     def provided(self, message: GrammarBytes) -> list[Request]:
-        """A frontend has sent a grammar. Returns the requests of one that is too large: the caller ends them."""
+        """A frontend has sent a grammar. Returns the requests to end, as theirs is too large."""
         held = self._held.get(message.key)
         if held is None or held.asked is None:
             return []  # another frontend was asked later, or no request is left
