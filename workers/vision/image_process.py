@@ -101,7 +101,7 @@ def _decoded(content: bytes) -> "PilImage | PreparedImage":
                     error=f"it has {width} x {height} pixels, and at most {MAX_FILE_PIXELS} are possible"
                 )
             # ImageOps.exif_transpose writes the other tags again, and fails if one of them is damaged.
-            turn = _TURNS.get(file.getexif().get(Base.Orientation))
+            turn = _TURNS.get(file.getexif().get(Base.Orientation, 1))
             return (file if turn is None else file.transpose(Image.Transpose[turn])).convert("RGB")
     except UnidentifiedImageError:
         return PreparedImage(error=f"it is not an image of a known format ({', '.join(_FORMATS)})")
