@@ -119,13 +119,15 @@ class StreamFiles:
             return None
         path = self._directory / claimed.key
         made = path.with_name(f"{claimed.key}.{os.getpid()}")
+        file = StreamFile(made, -1)
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
-            file = StreamFile(made, os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600))
+            file._descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
             fcntl.flock(file._descriptor, fcntl.LOCK_EX)
             file.write(claimed)
             made.rename(path)
         except OSError as error:
+            file.remove()
             get_logger().error("a stream gets no file in the run directory: %s", error)
             return None
         file._path = path

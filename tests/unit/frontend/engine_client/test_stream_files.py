@@ -1,6 +1,7 @@
 """What a dead frontend leaves of its streams, and who may take it."""
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -168,6 +169,18 @@ def test_a_disk_without_room_costs_the_file_alone(
 
     assert len(asyncio.run(run())) == 40
     assert "the disk is full" in caplog.text and list((tmp_path / "streams").iterdir()) == []
+
+
+def test_a_directory_without_locks_costs_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(stream_files.fcntl, "flock", no_locks)
+    before = os.listdir("/proc/self/fd")
+    assert StreamFiles(tmp_path).begin(begun()) is None
+    assert os.listdir("/proc/self/fd") == before and not list(tmp_path.iterdir())
 
 
 def test_a_stream_with_a_large_request_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
