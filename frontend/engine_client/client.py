@@ -133,8 +133,7 @@ class EngineClient:
 
     def oldest_requests(self, count: int) -> list[RunningRequest]:
         """The oldest `count` sequences in progress, the oldest first."""
-        oldest = itertools.islice(self._sequences.values(), count)
-        return [sequence.running_request() for sequence in oldest]
+        return [each.running_request() for each in itertools.islice(self._sequences.values(), count)]
 
     async def __aenter__(self) -> "EngineClient":
         self.set_engines(self._initial)
@@ -294,8 +293,7 @@ class EngineClient:
         if engine is None:
             self._replays.wait([sequence], stream)
             return
-        num_left = request.max_tokens - len(state.emitted)
-        routed = RoutedPrompt(request.prompt_ids, num_left, 1, request.cache_salt)
+        routed = RoutedPrompt(request.prompt_ids, sequence.num_left, 1, request.cache_salt)
         sequence.charge = self._router.route(routed, [engine.rank])
         sequence.engine = engine
         sequence.rank = engine.rank

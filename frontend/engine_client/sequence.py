@@ -69,9 +69,14 @@ class RunningSequence:
         return self.state.request.name
 
     @property
+    def num_left(self) -> int:
+        """The most tokens that it still gets."""
+        return self.state.request.max_tokens - len(self.state.emitted)
+
+    @property
     def is_complete(self) -> bool:
         """Whether it has all of its tokens, and only its end is missing: blocks were still being stored."""
-        return len(self.state.emitted) >= self.state.request.max_tokens
+        return self.num_left <= 0
 
     def running_request(self) -> RunningRequest:
         """Its figures for the status page."""
