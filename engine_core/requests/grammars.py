@@ -153,8 +153,8 @@ class GrammarRegistry:
         Those that fail wait, or are scheduled: the caller ends them.
         """
         held = self._held.get(message.key)
-        if held is None:
-            return [], []
+        if held is None or (message.error and held.asked is not None):
+            return [], []  # it is about a load before the grammar was dropped
         if not message.error:
             held.is_loaded = True
             return self._turns(message.key, held), []

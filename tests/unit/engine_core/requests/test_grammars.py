@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+import pytest
 from msgspec.structs import replace
 
 from atom.shared.messages.admin import RequestStatus
@@ -23,6 +24,7 @@ from atom.shared.messages.grammar import (
 from atom.shared.messages.worker import BatchResult, FullAttentionSpec
 from engine_core.core import EngineCore
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from engine_core.requests import grammars
 from engine_core.requests.grammars import MAX_MEMORY
 from engine_core.scheduler import Limits
 
@@ -274,6 +276,21 @@ def test_idle_grammars_give_way_and_used_ones_do_not() -> None:
     assert core.num_live == 1
     finish(core)
     assert core.num_live == 0
+
+
+def test_the_end_of_a_dropped_grammar_fails_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may have ended just before it was dropped."""
+    monkeypatch.setattr(grammars, "MAX_MEMORY", 1)
+    core = new_core()
+    for number, key in enumerate((b"a", b"b")):
+        core.add(request(number, key), FRONTEND)
+        messages(core)
+        core.grammar_loaded(GrammarLoaded(key))
+        finish(core)
+    core.add(request(2, b"a"), FRONTEND)
+    assert core.grammar_messages() == [DropGrammar(b"b")]
+    assert core.grammar_loaded(GrammarLoaded(b"a", "its process has ended")) == {}
+    assert messages(core) == [LoadGrammar(b"a", b"x")] and core.num_live == 1
 
 
 def test_grammars_out_of_bounds_are_refused() -> None:
