@@ -56,11 +56,11 @@ def main() -> None:
     """Serve until the parent closes the control socket."""
     launch = read_launch(ImageProcessLaunch)
     setup_logging("images")
-    os.nice(_NICE)
     settings = launch.checkpoint.images
     assert settings is not None, "only models that take images have this process"
 
     def serve(connection: socket.socket, _: list[int], prepare: Prepare) -> None:
+        os.nice(_NICE)
         signal.setitimer(signal.ITIMER_PROF, launch.cpu_s)
         signal.alarm(launch.deadline_s)
         with connection.makefile("rwb") as stream:
