@@ -196,11 +196,19 @@ class AttentionPlan:
         )
 
     def derived(self, make: "Callable[[AttentionPlan], M]") -> "M":
-        """`make(self)`, computed for the first layer of a step that needs it."""
-        if make not in self._derived:
-            self._derived[make] = make(self)
-        found: M = self._derived[make]
-        return found
+        """`make(self)`, computed for the first layer of a step that needs it.
+
+        What it makes must not reference this plan; it may be the plan.
+        """
+        if make in self._derived:
+            found: M = self._derived[make]
+            return found
+        made = make(self)
+        # A plan that references itself is freed by the garbage collector alone, and a worker's collects old
+        # objects once in thousands of steps.
+        if made is not self:
+            self._derived[make] = made
+        return made
 
     @cached_property
     def _derived(self) -> dict[Callable[..., Any], Any]:

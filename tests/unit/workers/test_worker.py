@@ -1,5 +1,7 @@
 """A worker without its sockets: start-up, memory, sampling, results."""
 
+import gc
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
-from atom.shared.messages.engine import Sampling, unpack_ids
+from atom.shared.messages.engine import LogitsProcessors, Sampling, unpack_ids
 from atom.shared.messages.worker import AllocateKV, FullAttentionSpec, ScheduledBatch
 from tests.helpers.checkpoints.tiny_models import (
     MAX_MODEL_LEN,
@@ -136,6 +138,37 @@ def test_dummy_weights_start_without_files(checkpoint: Checkpoint, tmp_path: Pat
     worker.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
     assert all(0 <= token < VOCAB for ids in run(worker, Sampling(0.0, 0, 1.0, 0.0, 0)) for token in ids)
     assert {phase for phase, *_ in progress_calls} == {"Filling weights", "Warming up"}
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt-oss", "deepseek-v2-lite", "qwen3-next"])
+def test_steps_leave_nothing_to_the_garbage_collector(name: str, tmp_path: Path) -> None:
+    """Its collections of old objects are rare: cycles keep their tensors for thousands of steps."""
+    saved = save_tiny(tiny(name), tmp_path)[1]
+    worker = worker_of(engine_config(), saved)
+    specs = worker.load().kv_specs
+    worker.allocate(AllocateKV([BLOCKS] * len(specs), MAX_MODEL_LEN))
+    processors = LogitsProcessors(repetition_penalty=1.2, bad_words=[[5, 6], [3]])
+    samplings = (Sampling(0.0, 0, 1.0, 0.0, 0), Sampling(1.5, 4, 0.9, 0.1, 7, 0, processors, 2))
+
+    def serve() -> None:
+        for sampling in samplings:
+            core = CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE)
+            prompts = [prompt_of(10 + 7 * row, row) for row in range(3)]
+            generate(core, lambda batch: worker.execute(batch).token_ids(), prompts, 16, 7, 0, sampling)
+
+    serve()
+    gc.collect()
+    gc.disable()
+    try:
+        serve()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = Counter(type(each).__name__ for each in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not found
 
 
 def test_a_config_without_a_needed_field_is_named(checkpoint: Checkpoint) -> None:
