@@ -86,7 +86,7 @@ class ItemReader:
         if kind not in ITEMS:
             field = where.rstrip(".")
             raise RequestError(
-                f"'{field}' has type {kind!r:.60}; this server takes {', '.join(ITEMS)}",
+                f"'{field}' has type {kind!r:.60}; this server takes {', '.join(ITEMS)}, item_reference",
                 param=field,
                 code="unsupported_parameter",
             )

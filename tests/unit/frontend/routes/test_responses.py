@@ -303,8 +303,8 @@ def test_where_nothing_is_stored(model: ToolModel, server: ServerConfig, process
         ({"input": None}, "input"),
         ({"color": 1}, "color"),
         ({"input": [{"type": "web_search_call"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "user"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": ["x"]}, "input[0]"),
         ({"input": [{"type": "reasoning", "encrypted_content": "%"}]}, "input[0].encrypted_content"),
         ({"input": [{"role": "bot", "content": "x"}]}, "input[0].role"),
@@ -321,6 +321,7 @@ def test_where_nothing_is_stored(model: ToolModel, server: ServerConfig, process
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         (
             {"stream_options": {"include_obfuscation": True}, "stream": True},
             "stream_options.include_obfuscation",
