@@ -21,7 +21,8 @@ __all__ = [
 _ANTHROPIC = "/v1/messages"
 _REQUEST_ID = "X-Request-Id"
 _VERSION = "/v1"
-# Longer paths are not compared with the routes.
+_OPENAPI = "/openapi.json"
+# Longer paths are not compared with the routes, and cut in messages.
 _MAX_PATH = 256
 
 
@@ -71,8 +72,11 @@ async def _unknown_path(request: web.Request) -> RequestError:
     """Names the path that was meant: clients have base URLs with a slash at the end, or without /v1."""
     path = "/" + "/".join(filter(None, request.path.split("/")))
     found = [each for each in (path, _VERSION + path) if await _is_served(request, each)]
-    hint = f": use {found[0]}" if found else ""
-    return RequestError(f"unknown path {request.path}{hint}", status=404)
+    if found:
+        hint = f": use {found[0]}"
+    else:
+        hint = f"; GET {_OPENAPI} lists the routes" if await _is_served(request, _OPENAPI) else ""
+    return RequestError(f"unknown path {request.path:.{_MAX_PATH}}{hint}", status=404)
 
 
 async def _is_served(request: web.Request, path: str) -> bool:
