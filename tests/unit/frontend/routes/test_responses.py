@@ -303,7 +303,10 @@ def test_where_nothing_is_stored(model: ToolModel, server: ServerConfig, process
         ({"input": None}, "input"),
         ({"color": 1}, "color"),
         ({"input": [{"type": "web_search_call"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": ["x"]}, "input[0]"),
         ({"input": [{"type": "reasoning", "encrypted_content": "%"}]}, "input[0].encrypted_content"),
