@@ -296,6 +296,15 @@ def test_where_nothing_is_stored(model: ToolModel, server: ServerConfig, process
             assert status == 400 and text in response["error"]["message"]
 
 
+def test_a_refused_item_or_part_names_those_that_are_taken(client: Client) -> None:
+    for given, taken in (
+        ({"type": "web_search_call"}, "item_reference"),
+        ({"role": "user", "content": [{"type": "input_file"}]}, "input_image"),
+    ):
+        status, response = client.post(PATH, **(ASKED | {"input": [given]}))
+        assert status == 400 and taken in response["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
