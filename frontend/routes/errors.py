@@ -13,6 +13,7 @@ from frontend.errors import ApiError, DeadlineError, InternalError, RequestError
 __all__ = [
     "add_request_id",
     "client_request_id",
+    "encoding_error",
     "error_middleware",
     "error_response",
     "http_exception_response",
@@ -66,6 +67,14 @@ def http_exception_response(error: web.HTTPException, path: str) -> web.Response
             response.headers["Allow"] = allowed
             return response
     return error_response(RequestError(error.reason, status=error.status), path)
+
+
+def encoding_error() -> RequestError:
+    """For a body in an encoding that this server does not decode."""
+    return RequestError(
+        "the Content-Encoding of the request body is not supported: send it plain, or in gzip or deflate",
+        param="Content-Encoding",
+    )
 
 
 async def _unknown_path(request: web.Request) -> RequestError:
