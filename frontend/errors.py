@@ -73,16 +73,22 @@ class RequestError(ApiError, ValueError):
     kind = "invalid_request_error"
 
     def rename_field(self, names: Mapping[str, str]) -> None:
-        """Name the field at fault as its endpoint does, where that has another name for it.
+        """Name the field at fault as its endpoint does, where that has another name for it or what it is in.
 
         The message has names of one word in quotes only; those with an underscore may stand without.
         """
         field = self.param
-        if field is None or field not in names:
+        if field is None:
             return
+        outer = field
+        while outer not in names:
+            outer, dot, _ = outer.rpartition(".")
+            if not dot:
+                return
+        name = names[outer] + field.removeprefix(outer)
         quote = "" if "_" in field else "'"
-        self.message = self.message.replace(f"{quote}{field}{quote}", f"{quote}{names[field]}{quote}")
-        self.param = names[field]
+        self.message = self.message.replace(f"{quote}{field}{quote}", f"{quote}{name}{quote}")
+        self.param = name
 
 
 class ResumedElsewhereError(RequestError):

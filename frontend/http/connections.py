@@ -14,7 +14,7 @@ from frontend.http.event_stream import PROBE, unbuffered, with_deadline
 from frontend.http.expect import EXPECT, without_expect
 from frontend.http.limits import HttpLimits
 from frontend.metrics.metrics import Metrics
-from frontend.routes.errors import add_request_id, error_response, http_exception_response
+from frontend.routes.errors import add_request_id, encoding_error, error_response, http_exception_response
 
 __all__ = ["Listener", "check_aiohttp"]
 
@@ -297,6 +297,8 @@ def check_aiohttp() -> None:
 def _broken_request(exc: BaseException | None) -> RequestError:
     if isinstance(exc, http_exceptions.LineTooLong):
         return RequestError("a line of the request's head is too long", status=431)
+    if isinstance(exc, http_exceptions.ContentEncodingError):
+        return encoding_error()
     # The parser quotes the offending bytes below the first line.
     problem = str(getattr(exc, "message", "")).partition("\n")[0].rstrip(": ")
     return RequestError(f"this is not a valid HTTP/1.1 request: {problem or 'it cannot be parsed'}")

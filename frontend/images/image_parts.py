@@ -113,10 +113,11 @@ def _url(part: Mapping[str, Any], field: str) -> str:
 def _content(url: str, field: str) -> bytes:
     match = _DATA.match(url)
     if match is None:
-        kind = url.partition(":")[0][:20] if ":" in url[:20] else "no"
+        scheme, place, _ = url[:20].partition("://")
+        fetches = "without --allowed-media-domains this server fetches nothing; "
+        problem = f"a URL of {scheme!r} scheme: {fetches}" if place else "no image: "
         raise RequestError(
-            f"'{field}' has a URL of {kind!r} scheme: without --allowed-media-domains this server fetches "
-            "nothing; send the image itself, as data:image/png;base64,…",
+            f"'{field}' has {problem}send the image itself, as data:image/png;base64,…",
             param=field,
             code="unsupported_parameter",
         )

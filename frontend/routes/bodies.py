@@ -8,10 +8,13 @@ from aiohttp import http_exceptions, web
 
 from frontend.errors import RequestError
 from frontend.keys import BODY_MEMORY, LIMITS
+from frontend.routes.errors import encoding_error
 
 __all__ = ["open_body"]
 
 _LARGE_CHUNK_BYTES = 1 << 16
+# aiohttp decodes the last two where their packages are installed, and else refuses them itself.
+_ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})
 
 
 @contextlib.asynccontextmanager
@@ -24,6 +27,8 @@ async def open_body(request: web.Request) -> AsyncIterator[bytes]:
     memory = request.app[BODY_MEMORY]
     if (request.content_length or 0) > limits.max_body_bytes:
         raise _too_large(limits.max_body_bytes)
+    if request.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
+        raise encoding_error()
     body = bytearray()
     try:
         try:

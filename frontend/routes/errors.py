@@ -13,6 +13,7 @@ from frontend.errors import ApiError, DeadlineError, InternalError, RequestError
 __all__ = [
     "add_request_id",
     "client_request_id",
+    "encoding_error",
     "error_middleware",
     "error_response",
     "http_exception_response",
@@ -21,7 +22,8 @@ __all__ = [
 _ANTHROPIC = "/v1/messages"
 _REQUEST_ID = "X-Request-Id"
 _VERSION = "/v1"
-# Longer paths are not compared with the routes.
+_OPENAPI = "/openapi.json"
+# Longer paths are not compared with the routes, and cut in messages.
 _MAX_PATH = 256
 
 
@@ -67,12 +69,23 @@ def http_exception_response(error: web.HTTPException, path: str) -> web.Response
     return error_response(RequestError(error.reason, status=error.status), path)
 
 
+def encoding_error() -> RequestError:
+    """For a body in an encoding that this server does not decode."""
+    return RequestError(
+        "the Content-Encoding of the request body is not supported: send it plain, or in gzip or deflate",
+        param="Content-Encoding",
+    )
+
+
 async def _unknown_path(request: web.Request) -> RequestError:
     """Names the path that was meant: clients have base URLs with a slash at the end, or without /v1."""
     path = "/" + "/".join(filter(None, request.path.split("/")))
     found = [each for each in (path, _VERSION + path) if await _is_served(request, each)]
-    hint = f": use {found[0]}" if found else ""
-    return RequestError(f"unknown path {request.path}{hint}", status=404)
+    if found:
+        hint = f": use {found[0]}"
+    else:
+        hint = f"; GET {_OPENAPI} lists the routes" if await _is_served(request, _OPENAPI) else ""
+    return RequestError(f"unknown path {request.path:.{_MAX_PATH}}{hint}", status=404)
 
 
 async def _is_served(request: web.Request, path: str) -> bool:

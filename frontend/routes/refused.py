@@ -1,4 +1,4 @@
-"""Routes of OpenAI and vLLM that need another kind of model: refused by name, with what to use instead."""
+"""Routes of other APIs and engines that this server has not: refused by name, with what to use instead."""
 
 from aiohttp import web
 
@@ -7,10 +7,15 @@ from frontend.errors import RequestError
 __all__ = ["routes"]
 
 _POOLING = "this server generates text and computes no embeddings or scores"
-_AUDIO = "this server takes and generates text only, no audio"
-_IMAGES = "this server takes and generates text only, no images"
+_AUDIO = "this server generates text, and takes no audio"
+_IMAGES = "this server generates text, no images or videos"
 _STORAGE = "this server keeps no files or jobs: send requests one by one, many at a time"
 _AGENTS = "this server keeps no assistants or conversations: use /v1/responses with previous_response_id"
+_LORA = "LoRA adapters are not supported: merge them into the checkpoint"
+_SLEEP = "this server has no sleep mode: stop it, converted models are kept for the next start"
+_ADMIN = "an administration route: start the server with --admin-socket or --admin-port, and use that"
+_CHAT = "use /v1/chat/completions"
+_COMPLETIONS = "use /v1/completions"
 _REASONS = {
     "/v1/embeddings": _POOLING,
     "/v1/rerank": _POOLING,
@@ -31,6 +36,40 @@ _REASONS = {
     "/v1/assistants{rest:.*}": _AGENTS,
     "/v1/threads{rest:.*}": _AGENTS,
     "/v1/conversations{rest:.*}": _AGENTS,
+    "/v1/responses/compact": "this server compacts no conversations: send a shorter one as 'input'",
+    "/v1/responses/input_tokens": "use /tokenize with 'messages', which also counts their tokens",
+    "/v1/responses/{id}/input_items": "stored conversations are not listed: keep what was sent as 'input'",
+    "/v1/messages/batches{rest:.*}": _STORAGE,
+    # vLLM and SGLang
+    "/v1/load_lora_adapter": _LORA,
+    "/v1/unload_lora_adapter": _LORA,
+    "/sleep": _SLEEP,
+    "/wake_up": _SLEEP,
+    "/is_sleeping": _SLEEP,
+    "/reset_prefix_cache": _ADMIN,
+    "/load": "use /metrics, which has the load",
+    "/ping": "use /health",
+    "/invocations": _CHAT,
+    "/generate": _COMPLETIONS,
+    "/docs": "use /openapi.json",
+    # llama.cpp and Ollama
+    "/completion": _COMPLETIONS,
+    "/infill": "use /v1/completions with 'suffix'",
+    "/apply-template": "use /tokenize with 'messages'",
+    "/embedding": _POOLING,
+    "/embeddings": _POOLING,
+    "/reranking": _POOLING,
+    "/props": "use /server_info",
+    "/slots": "there are no slots: use /metrics, or /status",
+    "/lora-adapters": _LORA,
+    "/api/{rest:.+}": _CHAT,
+    # of this server, on another socket
+    "/requests": _ADMIN,
+    "/abort_requests": _ADMIN,
+    "/log_level": _ADMIN,
+    "/restart_engines": _ADMIN,
+    "/drain": _ADMIN,
+    "/resume": _ADMIN,
 }
 
 routes = web.RouteTableDef()

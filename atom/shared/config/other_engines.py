@@ -48,7 +48,7 @@ _LORA = "LoRA adapters are not supported: merge them into the checkpoint"
 _ONE_NODE_EACH = "use --data-parallel-size, and for several nodes --nnodes, --node-rank and --master-addr"
 _GRAPHS = "use --cudagraph-capture-sizes"
 _IMAGES = "images are read as the checkpoint says, and come with requests: leave it out"
-_TEXT_ONLY = "models take texts alone: leave it out"
+_MMPROJ = "a vision tower is read from a checkpoint's directory: use --model, and see docs/use/images.md"
 _REQUEST = "each request sets its own; --override-generation-config has the defaults"
 _DEVICE = "a model is on one kind of device as a whole: use --device"
 _DTYPE = "use --kv-cache-dtype, which holds for keys and values"
@@ -71,7 +71,7 @@ SAME = (
     *("--max-num-seqs", "--max-num-batched-tokens", "--long-prefill-token-threshold", "--scheduling-policy"),
     *("--block-size", "--gpu-memory-utilization", "--kv-cache-memory-bytes", "--kv-cache-dtype"),
     *("--enable-prefix-caching", "--kv-events-config", "--enforce-eager", "--cudagraph-capture-sizes"),
-    *("--otlp-traces-endpoint", "--shutdown-timeout"),
+    *("--otlp-traces-endpoint", "--shutdown-timeout", "--limit-mm-per-prompt", "--allowed-media-domains"),
 )
 """Flags of vLLM that mean the same here."""
 
@@ -211,7 +211,7 @@ LLAMA_CPP = (
     OtherFlag("--path --api-prefix", "let a proxy serve files, and remove the prefix of the path"),
     OtherFlag("--no-webui --no-ui", "use --disable-status-page"),
     OtherFlag("--embedding --embeddings --rerank --reranking --pooling", "models generate texts alone"),
-    OtherFlag("-mm --mmproj --mmproj-url", _TEXT_ONLY),
+    OtherFlag("-mm --mmproj --mmproj-url", _MMPROJ),
     OtherFlag("--lora --lora-scaled", _LORA),
     OtherFlag("-md --model-draft", _DRAFTS),
     OtherFlag("--draft --draft-n --draft-max", "use --num-speculative-tokens with --method"),

@@ -88,6 +88,8 @@ class CommandLineParser(argparse.ArgumentParser):
         """As argparse; the error for an unknown flag names the nearest known one."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
+            if getattr(parsed, "model", None) == "serve":  # as `vllm serve MODEL`
+                self.error(f"unexpected argument {unknown[0]!r}: give the model without 'serve' before it")
             self.error(self._unknown(unknown[0]))
         return parsed
 

@@ -26,7 +26,7 @@ class ChatEndpoint:
 
     id_prefix: ClassVar[str] = "chatcmpl-"
     operation: ClassVar[str] = "chat"
-    field_names: ClassVar[Mapping[str, str]] = {}
+    field_names: ClassVar[Mapping[str, str]] = {"prompt": "messages"}
 
     def __init__(self, inputs: InputProcessor, encoder: PromptEncoder, prompts: ChatPrompts, lenient: bool):
         self._inputs = inputs
@@ -65,7 +65,7 @@ class ChatEndpoint:
                 param="continue_final_message",
             )
         if request.messages is not None and request.prompt is not None:
-            raise RequestError("'prompt' is an alias of 'messages': send only one of them", param="prompt")
+            raise RequestError("'prompt' is an alias of 'messages': send only one of them", param="messages")
         messages = request.messages or request.prompt or []
         check_message_count(len(messages), self._inputs.max_model_len, "messages")
         return Conversation(

@@ -74,6 +74,7 @@ class ResponsesEndpoint:
         "max_tokens": "max_output_tokens",
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
+        "response_format.json_schema": "text.format",
     }
 
     def __init__(

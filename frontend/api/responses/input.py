@@ -31,8 +31,9 @@ __all__ = ["ItemReader", "tool_choice"]
 
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-_MESSAGE_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text")
 _IMAGE = "input_image"
+_CONTENT_PARTS = (*_TEXT_PARTS, _IMAGE)
 
 
 class ItemReader:
@@ -86,7 +87,7 @@ class ItemReader:
         if kind not in ITEMS:
             field = where.rstrip(".")
             raise RequestError(
-                f"'{field}' has type {kind!r:.60}; this server takes {', '.join(ITEMS)}",
+                f"'{field}' has type {kind!r:.60}; this server takes {', '.join(ITEMS)}, item_reference",
                 param=field,
                 code="unsupported_parameter",
             )
@@ -116,20 +117,22 @@ class ItemReader:
                 content = self._content(item.output, where + "output")
                 turns.append((where, Message(role="tool", content=content, tool_call_id=call_id)))
 
-    def _text(self, content: str | Sequence[msgspec.Raw], field: str) -> str:
+    def _text(
+        self, content: str | Sequence[msgspec.Raw], field: str, kinds: tuple[str, ...] = _TEXT_PARTS
+    ) -> str:
         if isinstance(content, str):
             return content
-        return "\n".join(self._part(raw, f"{field}[{i}].", _MESSAGE_PARTS) for i, raw in enumerate(content))
+        return "\n".join(self._part(raw, f"{field}[{i}].", kinds) for i, raw in enumerate(content))
 
     def _content(self, content: str | Sequence[msgspec.Raw], field: str) -> str | list[dict[str, Any]]:
         """Text, or parts in the form of chat completions if there are images."""
         if isinstance(content, str) or not any(_is_image(raw, field) for raw in content):
-            return self._text(content, field)
+            return self._text(content, field, _CONTENT_PARTS)
         return [self._chat_part(raw, f"{field}[{index}].") for index, raw in enumerate(content)]
 
     def _chat_part(self, raw: msgspec.Raw, where: str) -> dict[str, Any]:
         if not _is_image(raw, where):
-            return {"type": "text", "text": self._part(raw, where, (*_MESSAGE_PARTS, _IMAGE))}
+            return {"type": "text", "text": self._part(raw, where, _CONTENT_PARTS)}
         part, left_out = IMAGE_PART.decode(bytes(raw), self._lenient, where)
         self._warnings += left_out
         return image_part(part.image_url, part.detail)

@@ -41,6 +41,7 @@ _one_large_body = threading.Lock()
 _INTEGRAL = re.compile(rb"(-?\d{1,20})\.0{1,20}")
 _NAME = re.compile(rb'[\s{,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+')
 _END = re.compile(rb"[\s{]*+\}")
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,9 @@ def _type_error(error: msgspec.ValidationError, where: str) -> RequestError:
     path = path.removeprefix("`key` in ")
     field = path.strip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
     name = (where + field).rstrip(".")
+    if missing := _MISSING.fullmatch(text):
+        name = f"{name}.{missing[1]}".lstrip(".")
+        return RequestError(f"'{name}' is missing", param=name)
     if not name:
         return RequestError(f"the body must be a JSON object: {text}")
     return RequestError(f"'{name}': {text[0].lower()}{text[1:]}", param=name)

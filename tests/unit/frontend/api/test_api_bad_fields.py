@@ -158,7 +158,7 @@ BAD_MESSAGES: list[tuple[str, Any]] = [
     ("messages[0]", ["hi"]),
     ("messages[0].content", [{"role": "user", "content": 5}]),
     ("messages[0].content", [{"role": "user"}]),
-    ("messages[0]", [{"content": "hi"}]),
+    ("messages[0].role", [{"content": "hi"}]),
     ("messages[1].colour", [USER, USER | {"colour": 1}]),
     ("messages[0].content[1]", [USER | {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]),
     ("messages", [{"role": "forbidden", "content": "hi"}]),
@@ -189,9 +189,14 @@ def test_prompts_beyond_the_context_are_refused_with_both_numbers(rig: Rig) -> N
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
     assert "10000" in error["message"]
     assert "10001" in error["message"]
-    assert (
-        rig.refused("chat", messages=[USER | {"content": "q" * 20_000}])["code"] == "context_length_exceeded"
-    )
+    error = rig.refused("chat", messages=[USER | {"content": "q" * 20_000}])
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_a_field_that_is_missing_is_named(rig: Rig) -> None:
+    status, response = rig.client.call("POST", "/detokenize", raw=b"{}")
+    assert status == 400
+    assert (response["error"]["param"], response["error"]["message"]) == ("tokens", "'tokens' is missing")
 
 
 BAD_BODIES = [

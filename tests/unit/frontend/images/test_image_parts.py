@@ -32,9 +32,10 @@ def test_a_data_url(url: str) -> None:
     ("given", "why"),
     [
         ({"url": "https://example.org/a.png"}, "'https'.*fetches nothing"),
+        ({"url": ""}, "has no image: send .* as data:image/png;base64"),
         ({"url": "file:///etc/passwd"}, "fetches nothing"),
-        ({"url": ENCODED}, "fetches nothing"),
-        ({"url": f"data:image/png,{ENCODED}"}, "fetches nothing"),
+        ({"url": ENCODED}, "has no image"),
+        ({"url": f"data:image/png,{ENCODED}"}, "has no image"),
         ({"url": "data:image/png;base64,é"}, "not valid base64"),
         ({"url": "data:image/png;base64,QU JD"}, "not valid base64"),
         ({"url": f"data:image/png;base64,{ENCODED}", "detail": "low"}, "detail"),

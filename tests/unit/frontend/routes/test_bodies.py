@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from aiohttp.compression_utils import HAS_BROTLI
 
 from frontend.api.chat.schema import CHAT
 from frontend.api.completions.schema import COMPLETIONS
@@ -225,6 +226,15 @@ def test_a_malformed_compressed_body_writes_no_traceback(
         assert client.call("GET", "/health")[0] == 200
     assert (status, error_of(data)["type"]) == (400, "invalid_request_error")
     assert [record for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("encoding", ["lzma", "gzip, gzip"] + ["br"] * (not HAS_BROTLI))
+def test_an_encoding_that_is_not_decoded_is_named(client: Client, encoding: str) -> None:
+    raw = b'{"prompt": "x"}'
+    headers = {"Content-Encoding": encoding}
+    status, data, _ = client.exchange("POST", "/v1/completions", raw=raw, headers=headers)
+    assert (status, error_of(data)["param"]) == (400, "Content-Encoding")
+    assert "gzip or deflate" in error_of(data)["message"]
 
 
 def test_body_memory_is_exact() -> None:

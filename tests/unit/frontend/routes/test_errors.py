@@ -43,3 +43,23 @@ def test_the_path_that_was_meant_is_named(client: Client, method: str, path: str
     message = response["error"]["message"]
     assert status == 404 and message.startswith("unknown path /")
     assert message.partition(": use ")[2] == (meant or "")
+    assert ("/openapi.json lists" in message) == (meant is None)
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/v1/responses/compact", "'input'"),
+        ("/v1/responses/resp_1/input_items", "'input'"),
+        ("/v1/images/generations", "no images"),
+        ("/apply-template", "/tokenize"),
+        ("/api/chat", "/v1/chat/completions"),
+        ("/v1/load_lora_adapter", "merge"),
+        ("/drain", "--admin-socket"),
+    ],
+)
+def test_routes_of_other_servers_say_what_to_use(client: Client, path: str, advice: str) -> None:
+    for method in ("GET", "POST"):
+        status, response = client.call(method, path, {} if method == "POST" else None)
+        assert (status, response["error"]["code"]) == (404, "unsupported_route")
+        assert advice in response["error"]["message"]

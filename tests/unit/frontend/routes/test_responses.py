@@ -296,6 +296,15 @@ def test_where_nothing_is_stored(model: ToolModel, server: ServerConfig, process
             assert status == 400 and text in response["error"]["message"]
 
 
+def test_a_refused_item_or_part_names_those_that_are_taken(client: Client) -> None:
+    for given, taken in (
+        ({"type": "web_search_call"}, "item_reference"),
+        ({"role": "user", "content": [{"type": "input_file"}]}, "input_image"),
+    ):
+        status, response = client.post(PATH, **(ASKED | {"input": [given]}))
+        assert status == 400 and taken in response["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -303,8 +312,11 @@ def test_where_nothing_is_stored(model: ToolModel, server: ServerConfig, process
         ({"input": None}, "input"),
         ({"color": 1}, "color"),
         ({"input": [{"type": "web_search_call"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "user"}]}, "input[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": ["x"]}, "input[0]"),
         ({"input": [{"type": "reasoning", "encrypted_content": "%"}]}, "input[0].encrypted_content"),
         ({"input": [{"role": "bot", "content": "x"}]}, "input[0].role"),
@@ -321,6 +333,7 @@ def test_where_nothing_is_stored(model: ToolModel, server: ServerConfig, process
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         (
             {"stream_options": {"include_obfuscation": True}, "stream": True},
             "stream_options.include_obfuscation",

@@ -126,6 +126,7 @@ def test_short_name_and_equals_sign() -> None:
         (["--bock-size", "16"], "did you mean --block-size?"),
         (["--max-model", "16"], "unknown flag --max-model"),
         (["two", "models"], "unexpected argument 'models': all settings are flags"),
+        (["serve", "org/model"], "unexpected argument 'org/model': give the model without 'serve'"),
         (["two", "--model", "models"], "two models are given, 'two' and 'models'"),
         (["--kv-cache-memory-bytes", "4 apples"], "is not a size in bytes, such as 4G"),
     ],

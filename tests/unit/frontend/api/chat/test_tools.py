@@ -250,7 +250,7 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
             "tools[0].function.parameters",
             "object",
         ),
-        ({"tools": [{"type": "function"}]}, "tools[0]", "missing"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
         ({"tools": ["f"]}, "tools[0]", "object"),
         ({"tools": [WEATHER] * 1025}, "tools", "1024"),
         ({"tools": [{"function": {"name": "f", "description": "x" * (2 << 20)}}]}, "tools", "bytes"),

@@ -456,7 +456,7 @@ def test_the_parts_of_a_prediction_are_one_text(rig: Rig) -> None:
     ("prediction", "param"),
     [
         ("fox", "prediction"),
-        ({"type": "content"}, "prediction"),
+        ({"type": "content"}, "prediction.content"),
         ({"type": "text", "content": "fox"}, "prediction.type"),
         ({"type": "content", "content": 7}, "prediction.content"),
         ({"type": "content", "content": "fox", "mood": 1}, "prediction.mood"),
