@@ -38,8 +38,12 @@ class ToolChoice:
     """`tool_choice`."""
 
     mode: str
-    name: str = ""
-    """Name of the only function that may be called, if the choice names one."""
+    names: tuple[str, ...] = ()
+    """The functions that may be called; empty: all."""
+
+    def allows(self, function: Function) -> bool:
+        """Whether this function may be called."""
+        return not self.names or function.name in self.names
 
 
 def read_choice(tool_choice: str | dict[str, Any] | None) -> ToolChoice:
@@ -50,12 +54,39 @@ def read_choice(tool_choice: str | dict[str, Any] | None) -> ToolChoice:
         case "auto" | "none" | "required" as mode:
             return ToolChoice(str(mode))
         case {"type": "function", "function": {"name": str() as name}}:
-            return ToolChoice(NAMED, name)
+            return ToolChoice(NAMED, (name,))
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": tools},
+        }:
+            return ToolChoice(str(mode), _names(tools))
     raise RequestError(
-        "'tool_choice' must be 'auto', 'none', 'required' or "
-        '{"type": "function", "function": {"name": …}}',
+        "'tool_choice' must be 'auto', 'none', 'required', "
+        '{"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": […]}}',
         param="tool_choice",
     )
+
+
+def _names(tools: Any) -> tuple[str, ...]:
+    """Of the functions in a list of tools, of which only names are read. Raises RequestError."""
+    names = []
+    for tool in tools if isinstance(tools, list) else ():
+        match tool:
+            case {"type": "function", "function": {"name": str() as name}}:
+                names.append(name)
+            case _:
+                raise RequestError(
+                    "'tool_choice.allowed_tools.tools' must have entries of the form "
+                    '{"type": "function", "function": {"name": …}}',
+                    param="tool_choice.allowed_tools.tools",
+                )
+    if not names:
+        raise RequestError(
+            "'tool_choice.allowed_tools.tools' must name at least one tool: use 'none' to allow none",
+            param="tool_choice.allowed_tools.tools",
+        )
+    return tuple(dict.fromkeys(names))
 
 
 def call_constraint(
@@ -67,12 +98,13 @@ def call_constraint(
 ) -> Constraint | None:
     """What the reply must be; None where it is free, or the format of calls cannot be enforced.
 
-    With `auto`, strict functions alone constrain it: its text is free up to the beginning of a call.
+    With `auto`, strict functions and a choice of some alone constrain it: its text is free up to the
+    beginning of a call.
     """
-    is_strict = any(function.strict for function in functions)
-    if text is None or choice.mode == NONE or (choice.mode == AUTO and not is_strict):
+    named = [function for function in functions if choice.allows(function)]
+    is_free = not choice.names and not any(function.strict for function in named)
+    if text is None or choice.mode == NONE or (choice.mode == AUTO and is_free):
         return None
-    named = [function for function in functions if choice.mode != NAMED or function.name == choice.name]
     is_single = choice.mode == NAMED or not parallel or frame is not None
     if choice.mode != AUTO:
         reply = _calls(_any_call(named, text, strict=True), text, is_single)
@@ -97,7 +129,8 @@ def optional_calls(
     """At least one call, for a reply that is either calls or structured output; None with another choice."""
     if text is None or choice.mode != AUTO:
         return None
-    return _calls(_any_call(functions, text), text, is_single=not parallel or frame is not None)
+    named = [function for function in functions if choice.allows(function)]
+    return _calls(_any_call(named, text), text, is_single=not parallel or frame is not None)
 
 
 def _any_content(functions: Sequence[Function], text: CallText, is_single: bool) -> Format:

@@ -72,7 +72,7 @@ def read_tools(
     assert reply_format is not None, "calls of its format are parsed"
     offered = functions, reply_format.call_text, conversation.parallel, reply_format.frame
     constraint = call_constraint(choice, *offered)
-    if constraint is None and choice.mode in (REQUIRED, NAMED):
+    if constraint is None and (choice.mode in (REQUIRED, NAMED) or choice.names):
         problem = f"{choice.mode} calls cannot be enforced in the format of this model: use 'auto'"
         _left_out("tool_choice", problem, lenient, warnings)
     if constraint is None and choice.mode != NONE and any(function.strict for function in functions):
@@ -101,13 +101,14 @@ def decode_functions(
 
 def _check_offered(choice: ToolChoice, functions: Sequence[Function]) -> None:
     """Raises RequestError for a choice that needs a function that is not offered."""
-    names = [function.name for function in functions]
+    names = {function.name for function in functions}
     if choice.mode == REQUIRED and not names:
         raise RequestError("'tool_choice' is 'required', and there are no 'tools'", param="tool_choice")
-    if choice.mode == NAMED and choice.name not in names:
-        raise RequestError(
-            f"'tool_choice' names {choice.name[:80]!r}, which is not among the tools", param="tool_choice"
-        )
+    for name in choice.names:
+        if name not in names:
+            raise RequestError(
+                f"'tool_choice' names {name[:80]!r}, which is not among the tools", param="tool_choice"
+            )
 
 
 def _left_out(name: str, problem: str, lenient: bool, warnings: list[str]) -> Tools:

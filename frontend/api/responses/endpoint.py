@@ -75,6 +75,7 @@ class ResponsesEndpoint:
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
         "response_format.json_schema": "text.format",
+        "tool_choice.allowed_tools": "tool_choice",
     }
 
     def __init__(

@@ -168,11 +168,19 @@ def tool_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | No
     match given:
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": list() as tools}:
+            chosen = [
+                {"type": "function", "function": tool}
+                if isinstance(tool, dict) and tool.get("type") in ("function", "custom")
+                else tool
+                for tool in tools
+            ]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": chosen}}
         case dict():
             kind = given.get("type")
             raise RequestError(
-                f"'tool_choice' has type {kind!r:.60}; this server takes 'auto', 'none', 'required' or "
-                '{"type": "function", "name": …}',
+                f"'tool_choice' has type {kind!r:.60}; this server takes 'auto', 'none', 'required', "
+                '{"type": "function", "name": …} and {"type": "allowed_tools", "mode": …, "tools": […]}',
                 param="tool_choice",
                 code="unsupported_parameter",
             )

@@ -244,6 +244,15 @@ CUSTOM: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_of_the_tools_are_allowed(client: Client, model: ToolModel, mode: str) -> None:
+    tools = [WEATHER, WEATHER | {"name": "get_rain"}]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "get_weather"}]}
+    status, response = client.post(PATH, **ASKED | {"tools": tools, "tool_choice": choice})
+    assert status == 200 and response["tool_choice"] == choice
+    assert "get_rain" in model.prompt() and model.core.requests[-1].grammar is not None
+
+
 def test_custom_tools_have_a_text_as_input(client: Client, model: ToolModel) -> None:
     asked = ASKED | {"tools": [CUSTOM], "store": False}
     _, whole = client.post(PATH, **asked)
@@ -322,6 +331,12 @@ def test_a_refused_item_or_part_names_those_that_are_taken(client: Client) -> No
         ({"input": [{"role": "bot", "content": "x"}]}, "input[0].role"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": [WEATHER]}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+            "tool_choice.tools",
+        ),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"truncation": "auto"}, "truncation"),
         ({"background": True}, "background"),

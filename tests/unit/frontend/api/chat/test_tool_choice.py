@@ -192,10 +192,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     [
         (ToolChoice("required"), True),
         (ToolChoice("required"), False),
-        (ToolChoice("named", "look"), True),
+        (ToolChoice("named", ("look",)), True),
         (ToolChoice("auto"), True),
+        (ToolChoice("required", ("look", "wait")), True),
+        (ToolChoice("auto", ("wait",)), True),
     ],
-    ids=["required", "single", "named", "auto"],
+    ids=["required", "single", "named", "auto", "required of two", "auto of one"],
 )
 def test_random_replies_are_valid_calls(model: Model, choice: ToolChoice, parallel: bool) -> None:
     constraint = call_constraint(choice, FUNCTIONS, model.format.call_text, parallel, model.format.frame)
@@ -212,7 +214,7 @@ def test_random_replies_are_valid_calls(model: Model, choice: ToolChoice, parall
             assert reply.calls and not reply.text, text
         if not parallel or choice.mode == "named":
             assert len(reply.calls) == 1, text
-        assert {call.name for call in reply.calls} <= ({choice.name} if choice.name else set(SCHEMAS)), text
+        assert {call.name for call in reply.calls} <= set(choice.names or SCHEMAS), text
     assert called
 
 

@@ -230,6 +230,10 @@ NAMED = {"type": "function", "function": {"name": "get_rain"}}
 STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
 
 
+def allowed(*tools: Any, mode: str = "auto") -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "text"),
     [
@@ -237,6 +241,10 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
         ({"tool_choice": NAMED}, "tool_choice", "not among the tools"),
         ({"tool_choice": "any"}, "tool_choice", "must be"),
         ({"tool_choice": {"type": "f"}}, "tool_choice", "must be"),
+        ({"tool_choice": allowed(NAMED)}, "tool_choice", "not among the tools"),
+        ({"tool_choice": allowed(STRICT, mode="any")}, "tool_choice", "must be"),
+        ({"tool_choice": allowed()}, "tool_choice.allowed_tools.tools", "at least one"),
+        ({"tool_choice": allowed({"name": "f"})}, "tool_choice.allowed_tools.tools", "form"),
         ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools[0].type", "function"),
         ({"tools": [{"function": {"name": "f"}, "color": 1}]}, "tools[0].color", "not a field"),
         ({"tools": [{"function": {"name": "f", "x": 1}}]}, "tools[0].function.x", "not a field"),
@@ -288,16 +296,17 @@ def test_calls_that_cannot_be_enforced(core: FakeCore, checkpoint: Checkpoint) -
     with running_frontend(core, checkpoint, ServerConfig(tool_call_parser="openai")) as client:
         status, response = client.post(PATH, messages=[USER], tools=[STRICT])
         assert status == 200 and any("strict" in warning for warning in response["warnings"])
-        status, response = client.post(PATH, messages=[USER], tools=[STRICT], tool_choice="required")
-        assert (status, response["error"]["param"]) == (400, "tool_choice")
+        for choice in ("required", allowed(STRICT)):
+            status, response = client.post(PATH, messages=[USER], tools=[STRICT], tool_choice=choice)
+            assert (status, response["error"]["param"]) == (400, "tool_choice")
 
 
 def test_what_a_reply_with_calls_must_be() -> None:
     functions = [Function(name="f", parameters={"type": "object"}), Function(name="g", strict=True)]
     text = CallText("<", ":", ">", ", ", "<")
 
-    def content(mode: str, name: str = "", parallel: bool = True) -> dict[str, Any]:
-        constraint = call_constraint(ToolChoice(mode, name), functions, text, parallel)
+    def content(mode: str, *names: str, parallel: bool = True) -> dict[str, Any]:
+        constraint = call_constraint(ToolChoice(mode, names), functions, text, parallel)
         assert constraint is not None
         made: dict[str, Any] = json.loads(constraint.source.text)["format"]
         return made
