@@ -45,11 +45,12 @@ def main() -> None:
     parser.add_argument("prompt")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none")
+    parser.add_argument("--max-tokens", type=int, default=1000)
     args = parser.parse_args()
     with openai.OpenAI(base_url=args.base_url, api_key=args.api_key) as client:
         model = client.models.list().data[0].id
         messages = [{"role": "user", "content": args.prompt}]
-        for chunk in chunks(client, model=model, messages=messages):
+        for chunk in chunks(client, model=model, messages=messages, max_tokens=args.max_tokens):
             if chunk.choices:
                 print(chunk.choices[0].delta.content or "", end="", flush=True)
     print()
