@@ -361,7 +361,7 @@ def test_a_dead_rank_is_shown_and_its_next_life(server: Server) -> None:
     async def check(page: Page) -> None:
         await page.open(server.url, dark=True)
         await page.until("document.querySelectorAll('.rank[data-state=ready]').length === 2")
-        victim = max(pid for pid, line in server.children().items() if "workers.main" in line)
+        *_, victim = (pid for pid, line in server.children().items() if "workers.main" in line)
         os.kill(victim, signal.SIGKILL)
         dead = ".rank:not([data-state=ready])"
         await page.until(f"document.querySelector('{dead}')")

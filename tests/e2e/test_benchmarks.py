@@ -149,14 +149,14 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_writes_the_document(
     assert other.returncode == 1 and "was measured with other options" in other.stderr
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_gpu_benchmark_keeps_its_time_limit(config_alone: Path, tmp_path: Path) -> None:
     flags = ["--models", str(config_alone), "--device", "cpu", "--max-model-len", "512"]
     done = run_gpu_benchmark(tmp_path, *flags, "--time-limit", "0.5", "--rows", "ready")
     assert done.returncode == 1 and "out of time" in done.stderr
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_random_weights_need_a_config_alone_and_serve_ids_alone(config_alone: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with LLMEngine(model=str(config_alone), load_dummy=True, device="cpu") as engine:

@@ -11,11 +11,25 @@ from atom.integrations.dynamo.engine import DynamoEngine
 from atom.shared.config.cli import engine_config_from_kwargs
 from frontend.errors import EngineLostError, UnavailableError
 
+pytestmark = pytest.mark.timeout(300)
+
 DEADLINE_S = 60.0
+MAX_LEN = 60_000
+ENDLESS = MAX_LEN - 10
 
 
 def request(**stops: Any) -> dict[str, Any]:
     return {"token_ids": [5, 6, 7], "sampling_options": {"temperature": 0.0}, "stop_conditions": stops}
+
+
+async def until_begun(engine: DynamoEngine) -> None:
+    """Returns once the only request has tokens."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := await engine.stats()):
+            continue
+        before = found[0].generated_tokens
+        while not (found := await engine.stats()) or found[0].generated_tokens <= before:
+            await asyncio.sleep(0.01)
 
 
 async def chunks_of(engine: DynamoEngine, name: str, **stops: Any) -> list[dict[str, Any]]:
@@ -24,7 +38,7 @@ async def chunks_of(engine: DynamoEngine, name: str, **stops: Any) -> list[dict[
 
 def test_requests_and_the_death_of_the_engine(model: str) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "load_dummy": True}
-    options |= {"max_model_len": 1024, "num_kv_blocks": 300, "max_restarts": 0}
+    options |= {"max_model_len": MAX_LEN, "num_kv_blocks": MAX_LEN // 16, "max_restarts": 0}
     deaths: list[str] = []
 
     async def run() -> None:
@@ -33,13 +47,13 @@ def test_requests_and_the_death_of_the_engine(model: str) -> None:
         try:
             assert (engine.prepare() / "tokenizer.json").exists()
             await engine.start()
-            assert engine.limits.max_model_len == 1024 and engine.kv_events is not None
+            assert engine.limits.max_model_len == MAX_LEN and engine.kv_events is not None
             chunks = await chunks_of(engine, "short", max_tokens=5, ignore_eos=True)
             assert sum(len(chunk["token_ids"]) for chunk in chunks) == 5
             assert chunks[-1]["finish_reason"] == "length"
             assert (await engine.stats())[0].generated_tokens >= 5
-            aborted = asyncio.create_task(chunks_of(engine, "long", max_tokens=900, ignore_eos=True))
-            await asyncio.sleep(0.05)
+            aborted = asyncio.create_task(chunks_of(engine, "long", max_tokens=ENDLESS, ignore_eos=True))
+            await until_begun(engine)
             await engine.abort("long")
             assert (await aborted)[-1]["finish_reason"] == "cancelled"
             await killed(engine)
@@ -48,8 +62,8 @@ def test_requests_and_the_death_of_the_engine(model: str) -> None:
             await engine.close()
 
     async def killed(engine: DynamoEngine) -> None:
-        lost = asyncio.create_task(chunks_of(engine, "lost", max_tokens=900, ignore_eos=True))
-        await asyncio.sleep(0.05)
+        lost = asyncio.create_task(chunks_of(engine, "lost", max_tokens=ENDLESS, ignore_eos=True))
+        await until_begun(engine)
         os.kill(engine._service._supervisor.pids()["worker 0"], signal.SIGKILL)
         with pytest.raises(EngineLostError, match="worker 0: killed by SIGKILL"):
             await lost

@@ -39,7 +39,7 @@ async def watch(server: Server, victim: str) -> list[tuple[int, int]]:
         asyncio.timeout(_DEADLINE_S),
     ):
         before = server.text().count("is ready after")
-        pid = next(pid for pid, line in sorted(server.children().items()) if victim in line)
+        pid = next(pid for pid, line in server.children().items() if victim in line)
         os.kill(pid, signal.SIGKILL)
         while server.text().count(", has ended: ") <= before:  # noticed
             await asyncio.sleep(0.01)

@@ -13,20 +13,23 @@ from atom.engine.llm_engine import EngineDeadError
 from atom.shared.outputs import RequestOutput
 from tests.helpers.checkpoints.tiny_models import prompt_of
 
+pytestmark = pytest.mark.timeout(300)
+
+MAX_LEN = 60_000
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "cpu_threads": 1,
     "load_dummy": True,
-    "max_model_len": 1024,
-    "num_kv_blocks": 300,
+    "max_model_len": MAX_LEN,
+    "num_kv_blocks": MAX_LEN // 16,
 }
 PROMPTS = [prompt_of(5 + number % 30, number) for number in range(24)]
 PARAMS = [
     SamplingParams(max_tokens=16, temperature=1.2 * (number % 2), seed=number, ignore_eos=True)
     for number in range(len(PROMPTS))
 ]
-ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=MAX_LEN - 100, ignore_eos=True)
 DEADLINE_S = 60.0
 
 
@@ -40,7 +43,7 @@ async def read_ids(engine: AsyncLLMEngine, *request: Any) -> list[int]:
 
 async def until_idle(engine: AsyncLLMEngine) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while (await engine._service.client.control.stats(1.0))[0].running:
+        while (await engine._service.client.control.stats(DEADLINE_S))[0].running:
             await asyncio.sleep(0.01)
 
 
@@ -54,7 +57,7 @@ def test_outputs_are_those_of_the_offline_engine(model: str) -> None:
 
     async def run() -> None:
         async with AsyncLLMEngine(model, **OPTIONS) as engine:
-            assert engine.max_model_len == 1024 and engine.config.scheduler.max_num_seqs is not None
+            assert engine.max_model_len == MAX_LEN and engine.config.scheduler.max_num_seqs is not None
             ids = await asyncio.gather(*map(read_ids, [engine] * len(PROMPTS), PROMPTS, PARAMS))
             assert ids == expected
             await both_sequences(engine)
@@ -83,7 +86,7 @@ async def refusals(engine: AsyncLLMEngine) -> None:
     with pytest.raises(TypeError, match="the prompt is neither"):
         await read(engine, ["one", "two"])
     with pytest.raises(ValueError, match="maximum context length"):
-        await read(engine, PROMPTS[0], SamplingParams(max_tokens=1024))
+        await read(engine, PROMPTS[0], SamplingParams(max_tokens=MAX_LEN))
 
 
 async def aborted_by_name(engine: AsyncLLMEngine) -> None:
@@ -108,7 +111,7 @@ async def aborted_by_its_reader(engine: AsyncLLMEngine) -> None:
 
 
 def test_requests_go_on_after_the_death_of_a_worker(model: str) -> None:
-    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)
 
     async def run() -> None:
         async with AsyncLLMEngine(model, **OPTIONS) as engine:
@@ -133,8 +136,9 @@ def test_a_dead_engine_says_so(model: str) -> None:
                 async with asyncio.timeout(DEADLINE_S):
                     while True:
                         await anext(outputs)
-            while not engine._service.death:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(DEADLINE_S):
+                while not engine._service.death:
+                    await asyncio.sleep(0.01)
             with pytest.raises(EngineDeadError, match="worker 0: killed by SIGKILL"):
                 await read(engine, PROMPTS[0])
 

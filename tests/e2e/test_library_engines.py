@@ -12,6 +12,8 @@ from atom.engine.errors import EngineDeadError
 from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
 from tests.helpers.servers.random_server import write_checkpoint
 
+pytestmark = pytest.mark.timeout(300)
+
 PROMPTS = [prompt_of(5 + number % 30, number) for number in range(60)]
 PARAMS = [
     SamplingParams(

@@ -11,7 +11,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.helpers.servers.random_server import ARGS, MODEL_NAME, Crowd, write_checkpoint
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, Crowd, abort_all, write_checkpoint
 from tests.helpers.servers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(240)
@@ -26,8 +26,9 @@ MOE = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
-ENDS_WITHIN_S = 10.0
-DEADLINE_S = 60.0
+ENDS_WITHIN_S = 30.0
+"""Half of the time after which a worker that shares nothing counts as hung."""
+DEADLINE_S = 100.0
 _IDLE_S = 3.0
 
 
@@ -61,7 +62,7 @@ async def until_ready(server: Server) -> None:
 
 
 def workers(server: Server) -> list[int]:
-    return [pid for pid, line in sorted(server.children().items()) if "workers.main" in line]
+    return [pid for pid, line in server.children().items() if "workers.main" in line]
 
 
 def busy_seconds(pids: list[int]) -> list[float]:
@@ -77,7 +78,9 @@ def until_logged(server: Server, text: str) -> float:
     return time.monotonic() - begun
 
 
-def test_engines_that_share_experts_are_one_domain(moe_model: Path) -> None:
+def test_engines_that_share_experts_are_one_domain(moe_model: Path, tmp_path: Path) -> None:
+    admin = tmp_path / "admin"
+
     async def drive(server: Server) -> None:
         await until_ready(server)
         alone = [await completion(server, rank) for rank in (0, 1)]  # the other engine is idle
@@ -87,10 +90,12 @@ def test_engines_that_share_experts_are_one_domain(moe_model: Path) -> None:
         await asyncio.sleep(_IDLE_S)
         used = [after - begun for after, begun in zip(busy_seconds(pids), before, strict=True)]
         assert max(used) < 0.02 * _IDLE_S, "idle workers sleep"
-        crowd = Crowd(2, max_tokens=200)
+        crowd = Crowd(2)
         async with crowd.streaming(server):
             os.kill(pids[1], signal.SIGSTOP)
             ended_s = await asyncio.to_thread(until_logged, server, "engines 0 to 1, life 0, has ended")
+            await crowd.go_on()
+            await abort_all(admin)
         assert ended_s < ENDS_WITHIN_S
         assert crowd.ends == {"finished": 2}
         await until_ready(server)
@@ -100,9 +105,11 @@ def test_engines_that_share_experts_are_one_domain(moe_model: Path) -> None:
         assert ended_s < ENDS_WITHIN_S
 
     arguments = ("--model", str(moe_model), *ARGS, "-dp", "2", "--enable-expert-parallel")
+    arguments += ("--admin-socket", str(admin))
     with running_server(*arguments) as server:
         asyncio.run(drive(server))
         assert "2 engines of 1 x cpu, experts spread over 2 workers" in server.text()
-        assert re.search(r"engine \d core: worker 0 has not responded for 7 s; life 1 starts", server.text())
+        stopped = r"engine \d core: worker 0 has not responded for [78] s; life 1 starts"
+        assert re.search(stopped, server.text())
         assert "engine 0 worker 0: killed by SIGKILL" in server.text()
         assert server.terminate() == 0

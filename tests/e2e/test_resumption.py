@@ -22,12 +22,15 @@ pytestmark = pytest.mark.timeout(240)
 
 _USER = {"role": "user", "content": "one two"}
 _TEXT = {"model": "random", "stream": True, "seed": 3, "temperature": 0.8}
-_CHAT = {**_TEXT, "messages": [_USER], "max_tokens": 150}
-_SCHEMA = {"type": "array", "minItems": 20, "maxItems": 24, "items": {"enum": ["x", "yz"]}}
+_CHAT = {**_TEXT, "messages": [_USER], "max_tokens": 1000}
+_SCHEMA = {"type": "array", "minItems": 150, "maxItems": 160, "items": {"enum": ["x", "yz"]}}
 _WEATHER = {"type": "object", "properties": {"cities": _SCHEMA}, "required": ["cities"]}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {**_TEXT, "prompt": "one two", "max_tokens": 200, "ignore_eos": True}),
-    ("/v1/completions", {**_TEXT, "prompt": ["one", "two"], "n": 2, "max_tokens": 150, "stop": ["qz"]}),
+    ("/v1/completions", {**_TEXT, "prompt": "one two", "max_tokens": 1000, "ignore_eos": True}),
+    (
+        "/v1/completions",
+        {**_TEXT, "prompt": ["one", "two"], "n": 2, "max_tokens": 1000, "ignore_eos": True, "stop": ["qz"]},
+    ),
     ("/v1/chat/completions", {**_CHAT, "ignore_eos": True, "stream_options": {"include_usage": True}}),
     (
         "/v1/chat/completions",
@@ -44,10 +47,10 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
             "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}},
         },
     ),
-    ("/v1/responses", {**_TEXT, "input": "one two", "max_output_tokens": 150, "ignore_eos": True}),
+    ("/v1/responses", {**_TEXT, "input": "one two", "max_output_tokens": 1000, "ignore_eos": True}),
     (
         "/v1/messages",
-        {"model": "random", "stream": True, "max_tokens": 150, "temperature": 0, "messages": [_USER]},
+        {"model": "random", "stream": True, "max_tokens": 1000, "temperature": 0, "messages": [_USER]},
     ),
 ]
 
@@ -66,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def kill_frontends(server: Server, place: int | None = None) -> None:
     """Kill all, or the one at this place in their order."""
-    pids = sorted(pid for pid, line in server.children().items() if "frontend.main" in line)
+    pids = [pid for pid, line in server.children().items() if "frontend.main" in line]
     for pid in pids if place is None else pids[place : place + 1]:
         os.kill(pid, signal.SIGKILL)
 
@@ -258,7 +261,7 @@ LONG_REQUESTS: list[tuple[str, dict[str, Any]]] = [
             "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _LONG_LIST}},
         },
     ),
-    ("/v1/completions", {**REQUESTS[1][1], "max_tokens": 300, "ignore_eos": True}),
+    ("/v1/completions", {**REQUESTS[1][1], "max_tokens": 300}),
 ]
 
 

@@ -5,7 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiohttp
@@ -15,7 +15,7 @@ import pytest
 
 from frontend.text.tokenizer import Tokenizer
 from tests.helpers.checkpoints.smollm2 import NEW_TOKENS, NUM_LONG, PROMPTS, gguf_path, prepared, references
-from tests.helpers.servers.server import Server, is_alive, running_server
+from tests.helpers.servers.server import STOP_DEADLINE_S, Server, is_alive, running_server
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -48,10 +48,14 @@ def body(prompt: str, **more: Any) -> dict[str, Any]:
     }
 
 
-async def stream_text(session: aiohttp.ClientSession, request: dict[str, Any]) -> str:
+async def stream_text(
+    session: aiohttp.ClientSession, request: dict[str, Any], begun: Callable[[], None] = lambda: None
+) -> str:
+    """`begun` is called when the response has begun."""
     text = ""
     async with session.post("/v1/completions", json={**request, "stream": True}) as answer:
         assert answer.status == 200, await answer.text()
+        begun()
         lines = [line.decode().strip() async for line in answer.content]
     events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
@@ -165,14 +169,12 @@ def test_sigterm_finishes_running_requests(server: Server) -> None:
 
     async def drive() -> str:
         async with aiohttp.ClientSession(server.url) as session:
-            task = asyncio.create_task(stream_text(session, body("Hello", max_tokens=64)))
-            await asyncio.sleep(0.5)
-            server.process.send_signal(signal.SIGTERM)
-            return await task
+            request = body("Hello", max_tokens=64)
+            return await stream_text(session, request, lambda: server.process.send_signal(signal.SIGTERM))
 
     children = server.children()
     assert len(asyncio.run(drive())) > 0
-    assert server.process.wait(30) == 0
+    assert server.process.wait(STOP_DEADLINE_S) == 0
     assert not [pid for pid in children if is_alive(pid)]
 
 

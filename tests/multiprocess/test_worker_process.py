@@ -212,8 +212,8 @@ def test_a_failure_reaches_core_and_supervisor_in_one_line(checkpoint: Checkpoin
         failed = workers.receive()
         assert isinstance(failed, WorkerFailed)
         assert failed.reason.startswith("architecture MambaForCausalLM is not supported; supported are: ")
-        assert Dead("worker 0", failed.reason, ExitStatus.MODEL) in workers.supervisor_messages()
         assert workers.exit_statuses() == [1]
+        assert Dead("worker 0", failed.reason, ExitStatus.MODEL) in workers.supervisor_messages()
 
 
 def test_a_batch_that_breaks_the_contract_ends_the_worker(checkpoint: Checkpoint, tmp_path: Path) -> None:

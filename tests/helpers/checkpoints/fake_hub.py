@@ -11,7 +11,7 @@ from aiohttp import web
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secret"
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),

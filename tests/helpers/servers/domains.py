@@ -43,7 +43,7 @@ def send(life: Life, *messages: ToSupervisor) -> None:
         socket.connect(life.endpoint("supervisor"))
         for message in messages:
             socket.send(encode(message))
-        assert life.socket.poll(5000)
+        assert life.socket.poll(60_000)
 
 
 def settings_in(

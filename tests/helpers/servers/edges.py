@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from tests.helpers.servers.server import Server
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def metrics_text(server: Server) -> str:

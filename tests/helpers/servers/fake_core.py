@@ -36,7 +36,7 @@ from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.profile import Profile, ProfileResult
 from atom.shared.messages.resume import Claim, Claimed, ClaimedRequest, ClaimedSequence, EndedSequence
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 VOCABULARY = 360
 
 
@@ -120,6 +120,7 @@ class FakeCore:
         self._death: str | None = None
         self.frozen = threading.Event()
         """While set, the core neither receives nor sends: as after SIGSTOP."""
+        self._is_frozen = threading.Event()
         self._dropped = ""
         self.steps = 0
         self._thread = threading.Thread(target=self._run, name="fake-core")
@@ -132,6 +133,11 @@ class FakeCore:
         self._stop.set()
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
+
+    def freeze(self) -> None:
+        """Returns once the core has stopped; `frozen.clear()` lets it go on."""
+        self.frozen.set()
+        self.wait_for(self._is_frozen.is_set)
 
     def drop_frontends(self, reason: str) -> None:
         """Send CoreDead and stay, as a core does whose frontend did not read its tokens."""
@@ -156,7 +162,9 @@ class FakeCore:
             decoder = Decoder[ToCore](ToCore)
             while not self._stop.is_set():
                 while self.frozen.is_set() and not self._stop.is_set():
+                    self._is_frozen.set()
                     time.sleep(0.002)
+                self._is_frozen.clear()
                 while socket.poll(1):
                     peer, frame = socket.recv_multipart()
                     self._process(socket, peer, decoder.decode(frame))

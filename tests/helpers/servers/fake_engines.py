@@ -17,7 +17,7 @@ from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import OutputProcessor, TextOptions
 from tests.helpers.servers.fake_core import FakeCore, Script
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 IDS = list(range(40))
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 Start = Callable[..., FakeCore]

@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ ARGS = (
     *("--load-dummy", "--dtype", "float32", "--device", "cpu", "--served-model-name", MODEL_NAME),
     *("--kv-cache-memory-bytes", str(1 << 27), "--cpu-threads", "1"),
 )
-_ENDLESS = 6000
-_CLIENT_DEADLINE_S = 60.0
+ENDLESS = 60_000
+"""Tokens that no test waits for: a request may have 65,536."""
+_CLIENT_DEADLINE_S = 120.0
 
 
 def write_checkpoint(directory: Path, **changes: Any) -> Path:
@@ -36,7 +37,7 @@ def write_checkpoint(directory: Path, **changes: Any) -> Path:
         "num_hidden_layers": 4,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 1 << 16,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "eos_token_id": 1,
@@ -56,9 +57,13 @@ def write_tools_checkpoint(directory: Path, **changes: Any) -> Path:
 
 
 class Crowd:
-    """Clients that stream responses that would take far longer than any test."""
+    """Clients that stream responses, which take far longer than any test unless `max_tokens` is given.
 
-    def __init__(self, size: int, max_tokens: int = _ENDLESS, **fields: Any):
+    However fast the machine is, such a response has not ended when a process is killed, and however slow it
+    is, nobody waits for its last token: `go_on` and `abort_all` end a test.
+    """
+
+    def __init__(self, size: int, max_tokens: int = ENDLESS, **fields: Any):
         """`fields` are further ones of the requests."""
         self.ends: Counter[str] = Counter()
         """How the streams ended: finished, error event, cut off, refused, hung."""
@@ -68,7 +73,8 @@ class Crowd:
         self._size = size
         self._max_tokens = max_tokens
         self._fields = fields
-        self._streaming = 0
+        self._events: Counter[int] = Counter()
+        self._open: set[int] = set()
         self._flowing = asyncio.Event()
 
     @contextlib.asynccontextmanager
@@ -81,8 +87,23 @@ class Crowd:
                 await self._flowing.wait()
             try:
                 yield
+            except BaseException:
+                for task in tasks:
+                    task.cancel()
+                raise
             finally:
-                await asyncio.gather(*tasks)
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def go_on(self, events: int = 20) -> None:
+        """Returns once each stream that is open has got so many events more, or has ended."""
+        wanted = {number: self._events[number] + events for number in self._open}
+        await self.until(lambda: all(self._events[number] >= wanted[number] for number in self._open))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns once `condition` holds."""
+        async with asyncio.timeout(_CLIENT_DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
 
     async def _follow(self, session: aiohttp.ClientSession, number: int) -> None:
         try:
@@ -91,6 +112,8 @@ class Crowd:
             self.ends["hung"] += 1
         except aiohttp.ClientError:
             self.ends["cut off"] += 1
+        finally:
+            self._open.discard(number)
 
     async def _read_to_end(self, session: aiohttp.ClientSession, number: int) -> str:
         body = {
@@ -101,7 +124,7 @@ class Crowd:
             "stream": True,
             **self._fields,
         }
-        end, begun = "cut off", False
+        end = "cut off"
         async with session.post("/v1/completions", json=body) as response:
             if response.status != 200:
                 return "refused"
@@ -116,15 +139,29 @@ class Crowd:
                     end = "error event"
                     continue
                 self.texts[number] = self.texts.get(number, "") + event["choices"][0]["text"]
-                if not begun:
-                    begun = True
-                    self._count_one()
+                self._events[number] += 1
+                self._open.add(number)
+                if len(self._events) == self._size:
+                    self._flowing.set()
         return end
 
-    def _count_one(self) -> None:
-        self._streaming += 1
-        if self._streaming == self._size:
-            self._flowing.set()
+
+async def abort_all(admin: Path) -> None:
+    """End all requests of the server with this administration socket; streams end as finished ones do.
+
+    A frontend that has just started knows no engine yet, and is asked again.
+    """
+    connector = aiohttp.UnixConnector(str(admin))
+    async with (
+        aiohttp.ClientSession("http://localhost", connector=connector) as session,
+        asyncio.timeout(_CLIENT_DEADLINE_S),
+    ):
+        while True:
+            async with session.post("/abort_requests", json={"abort_all": True}) as response:
+                if response.status == 200:
+                    return
+                assert response.status == 503, await response.text()
+            await asyncio.sleep(0.1)
 
 
 async def seconds_until_unready(server: Server, limit_s: float) -> float:

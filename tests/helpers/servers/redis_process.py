@@ -12,7 +12,7 @@ __all__ = ["PROGRAM", "RedisProcess", "redis_process"]
 
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 """None if neither is installed."""
-_DEADLINE_S = 20.0
+_DEADLINE_S = 60.0
 
 
 class RedisProcess:

@@ -96,23 +96,25 @@ def script(request: AddRequest) -> Script:
     prompt = TOKENIZER.decode(unpack_ids(request.prompt_ids).tolist())
     output = CALLS if '"look"' in prompt else THOUGHT if "ponder" in prompt else OUTPUT
     ids = [*TOKENIZER.encode(output, add_special_tokens=False), EOS]
-    if request.max_tokens == ENDLESS:
-        return Script(ids[:-1], reason=None)
     if request.max_tokens < len(ids):
         return Script(ids[: request.max_tokens], FinishReason.MAX_TOKENS)
     return Script(ids, FinishReason.EOS, EOS)
 
 
-ENDLESS = 9000
-"""With this max_tokens the output never ends."""
-
-
 @contextmanager
-def running_rig(directory: Path, **checkpoint: Any) -> Iterator[Rig]:
-    """A rig whose checkpoint has these fields."""
+def running_rig(directory: Path, endless: int = -1, **checkpoint: Any) -> Iterator[Rig]:
+    """A rig whose checkpoint has these fields; with max_tokens `endless` the output never ends.
+
+    A rig whose bodies are drawn at random must have none: any constant of the sources is drawn some time.
+    """
+
+    def script_of(request: AddRequest) -> Script:
+        made = script(request)
+        return Script(made.ids[:-1], reason=None) if request.max_tokens == endless else made
+
     made = tiny_tokenizer.checkpoint(directory, max_model_len=10_000, **checkpoint)
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    with FakeCore(directory, script, max_model_len=10_000) as core, running_frontend(core, made) as client:
+    with FakeCore(directory, script_of, max_model_len=10_000) as core, running_frontend(core, made) as client:
         yield Rig(client, core)
 
 

@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 START_DEADLINE_S = 180.0
-STOP_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 60.0
 _REPLACED_DEADLINE_S = 90.0
 _PROGRAM = ("-m", "atom.entrypoints.openai_server")
+_START_TIME = 17
+"""Its place in /proc/PID/stat after the parent, in ticks."""
 
 
 class Server:
@@ -76,7 +78,7 @@ class Server:
             self._may_read.set()
 
     def children(self) -> dict[int, str]:
-        """Process ids and command lines of the server's child processes."""
+        """Process ids and command lines of the server's child processes, in the order of their starts."""
         return child_processes(self.process.pid)
 
     def _read_log(self) -> None:
@@ -113,18 +115,22 @@ async def replaced(old: Server, *args: str) -> Server:
 
 
 def child_processes(parent: int) -> dict[int, str]:
-    """Living children of `parent`: pid and command line."""
-    found = {}
+    """Living children of `parent`: pid and command line.
+
+    In the order of their starts. Process ids are not always: they begin again at the largest.
+    """
+    found = []
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if not entry.isdigit():
                 continue
             with open(f"/proc/{entry}/stat") as file:
-                state, ppid = file.read().rpartition(")")[2].split()[:2]
+                state, ppid, *others = file.read().rpartition(")")[2].split()
             if int(ppid) == parent and state != "Z":
                 with open(f"/proc/{entry}/cmdline") as file:
-                    found[int(entry)] = file.read().replace("\0", " ").strip()
-    return found
+                    line = file.read().replace("\0", " ").strip()
+                found.append((int(others[_START_TIME]), int(entry), line))
+    return {pid: line for _, pid, line in sorted(found)}
 
 
 def is_alive(pid: int) -> bool:

@@ -17,6 +17,8 @@ from tests.helpers.servers.wire import error_of
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 STEP_S = 0.01
+SOME_S = 1.5
+"""Time for some tokens, also on a busy machine, and for few of 10,000."""
 
 
 def script(request: AddRequest) -> Script:
@@ -51,7 +53,7 @@ def test_a_request_without_a_token_is_a_408(client: Client, core: FakeCore, head
         body, headers = {"prompt": "queue"}, {"X-Request-Timeout": "0.1"}
     begun = time.monotonic()
     status, data, received = client.exchange("POST", "/v1/completions", body, headers=headers)
-    assert 0.1 <= time.monotonic() - begun < 5
+    assert 0.1 <= time.monotonic() - begun < DEADLINE_S
     error = error_of(data)
     assert (status, error["code"], error["param"]) == (408, "timeout", "timeout")
     assert received["x-should-retry"] == "false"
@@ -61,7 +63,7 @@ def test_a_request_without_a_token_is_a_408(client: Client, core: FakeCore, head
 
 
 def test_what_was_generated_is_returned(client: Client, core: FakeCore) -> None:
-    status, response = client.post("/v1/completions", prompt="x", max_tokens=10_000, timeout=0.3)
+    status, response = client.post("/v1/completions", prompt="x", max_tokens=10_000, timeout=SOME_S)
     (choice,) = response["choices"]
     assert (status, choice["finish_reason"], choice["raw_finish_reason"]) == (200, "length", "timeout")
     tokens = response["usage"]["completion_tokens"]
@@ -93,34 +95,34 @@ def test_a_grammar_that_is_being_compiled(client: Client, monkeypatch: pytest.Mo
 def test_held_back_text_is_part_of_it(client: Client) -> None:
     text = TOKENIZER.decode([70])
     stop = text * 20 + "x"
-    _, response = client.post("/v1/completions", prompt="x", max_tokens=10_000, timeout=0.2, stop=stop)
+    _, response = client.post("/v1/completions", prompt="x", max_tokens=10_000, timeout=SOME_S, stop=stop)
     assert len(response["choices"][0]["text"]) == response["usage"]["completion_tokens"] > 1
 
 
 def test_choices_without_tokens_end_too(client: Client) -> None:
-    _, response = client.post("/v1/completions", prompt="half", n=2, max_tokens=10_000, timeout=0.2)
+    _, response = client.post("/v1/completions", prompt="half", n=2, max_tokens=10_000, timeout=SOME_S)
     first, second = response["choices"]
     assert first["text"] and not second["text"]
     assert first["raw_finish_reason"] == second["raw_finish_reason"] == "timeout"
 
 
 def test_streams(client: Client) -> None:
-    events = client.events("/v1/completions", prompt="x", max_tokens=10_000, timeout=0.2)
+    events = client.events("/v1/completions", prompt="x", max_tokens=10_000, timeout=SOME_S)
     assert len(events) > 2
     assert events[-1]["choices"][0]["raw_finish_reason"] == "timeout"
     (event,) = client.events("/v1/completions", prompt="queue", timeout=0.1)
     assert event["error"]["code"] == "timeout"
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 10_000}
-    events = client.events("/v1/chat/completions", **chat, timeout=0.2)
+    events = client.events("/v1/chat/completions", **chat, timeout=SOME_S)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_request_that_ends_in_time_is_not_affected(client: Client, core: FakeCore) -> None:
     core.requests.clear()
     for _ in range(3):
-        status, response = client.post("/v1/completions", prompt="short", timeout=0.5)
+        status, response = client.post("/v1/completions", prompt="short", timeout=3.0)
         assert (status, response["choices"][0]["raw_finish_reason"]) == (200, "max_tokens")
-    time.sleep(0.6)
+    time.sleep(3.1)
     assert not {request.request_ids[0] for request in core.requests} & set(core.aborted)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def test_a_phase_that_fails_stops_none_and_the_exit_status_is_of_all(tmp_path: P
     assert running.returncode == 1
     said, _, summary = output.partition("\n== summary\n")
     assert "no compiler" in said
+    summary = re.sub(r" \d+ s ", " 0 s ", summary)
     assert [line.split(maxsplit=4) for line in summary.splitlines()[:1]] == [
         ["bad", "failed", "0", "s", "1 failed, 2 passed"]
     ]

@@ -36,7 +36,7 @@ from workers.profiler import TraceRecorder
 from workers.worker import Worker
 
 CPU = torch.device("cpu")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 NAME = re.compile(r"a_tiny_model_ts_\d{8}_\d{6}_\d{3}\.pt\.trace\.json\.gz")
 
 

@@ -124,7 +124,7 @@ def waves_of(tmp_path: Path) -> Iterator[MakeWaves]:
 def test_a_start_of_an_earlier_wave_has_no_effect(waves_of: MakeWaves) -> None:
     first, second = waves_of(2)
     first.begin()
-    assert first.is_awake and not second.is_awake and second.socket.poll(5000)
+    assert first.is_awake and not second.is_awake and second.socket.poll(60_000)
     second.receive()
     assert second.is_awake
     second.begin()
@@ -136,7 +136,7 @@ def test_a_start_of_an_earlier_wave_has_no_effect(waves_of: MakeWaves) -> None:
     second.begin()  # both had a batch: the message of the other is not read before the wave is over
     for waves in (first, second):
         waves.end()
-        assert waves.socket.poll(5000)
+        assert waves.socket.poll(60_000)
         waves.receive()
         assert not waves.is_awake
 
@@ -252,7 +252,10 @@ def messages_of(engine: int, source: random.Random) -> list[ToWorker]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_ranks_stay_in_step_whenever_their_batches_come(waves_of: MakeWaves, seed: int) -> None:
+def test_ranks_stay_in_step_whenever_their_batches_come(
+    waves_of: MakeWaves, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.step_loop._LEAVE_S", 60.0)
     tp, dp, source = (2, 2, random.Random(seed)) if seed % 2 else (1, 3, random.Random(seed))
     group, waves = ThreadGroup(tp * dp), waves_of(tp * dp)
     sent = [messages_of(engine, source) for engine in range(dp)]
@@ -274,7 +277,7 @@ def test_ranks_stay_in_step_whenever_their_batches_come(waves_of: MakeWaves, see
     with ThreadPoolExecutor(len(ranks)) as pool:
         began = time.monotonic()
         list(pool.map(run, ranks))
-    assert time.monotonic() - began < 4, "no rank left by its deadline"
+    assert time.monotonic() - began < 50, "no rank left by its deadline"
     assert all(dispatch.planned == dispatches[0].planned for dispatch in dispatches)
     for engine in range(dp):
         own = [rank.steps for rank in ranks[engine * tp : (engine + 1) * tp]]

@@ -39,7 +39,9 @@ TENSORRT = [{"text_output": "a"}, {"text_output": ""}, {"text_output": "b"}]
 OPENAI_BACKENDS = ("vllm", "openai", "sglang", "lmdeploy", "scalellm")
 
 
-def ask(backend: str, handler: Handler, **changes: Any) -> tuple[RequestFuncOutput, dict[str, Any]]:
+def ask(
+    backend: str, handler: Handler, deadline_s: float = 60.0, **changes: Any
+) -> tuple[RequestFuncOutput, dict[str, Any]]:
     """The output, and the body and headers that the server received."""
     seen: dict[str, Any] = {}
 
@@ -58,7 +60,8 @@ def ask(backend: str, handler: Handler, **changes: Any) -> tuple[RequestFuncOutp
         fields = {"prompt": "hello", "prompt_len": 4, "output_len": 3, "model": "dir/m"} | changes
         request = RequestFuncInput(api_url=f"http://127.0.0.1:{port}/go", **fields)
         try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1)) as session:
+            limit = aiohttp.ClientTimeout(total=deadline_s)
+            async with aiohttp.ClientSession(timeout=limit) as session:
                 return await ASYNC_REQUEST_FUNCS[backend](request, session)
         finally:
             await runner.cleanup()
@@ -171,13 +174,17 @@ def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         (streaming([COMPLETIONS[0], {"error": {"message": "out of memory"}}]), "out of memory"),
         (streaming([]), "the stream ended without a token"),
         (streaming([COMPLETIONS[3]]), "the stream ended without a token"),
-        (streaming([COMPLETIONS[0]], pause=5), "the response did not end in time"),
         (streaming([{"choices": "none"}]), "the response is invalid"),
     ],
 )
 def test_failures_are_texts(handler: Handler, error: str) -> None:
     output, _ = ask("vllm", handler)
     assert not output.success and error in output.error
+
+
+def test_a_response_that_does_not_end_in_time_is_a_failure() -> None:
+    output, _ = ask("vllm", streaming([COMPLETIONS[0]], pause=5), deadline_s=1.0)
+    assert not output.success and "the response did not end in time" in output.error
 
 
 def test_a_connection_that_breaks_is_a_failure() -> None:

@@ -31,7 +31,7 @@ def wait_until_due(domain: ScriptDomain) -> float:
     """Seconds."""
     begun = time.monotonic()
     while not domain.is_due:
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 60
         time.sleep(0.001)
     return time.monotonic() - begun
 
@@ -130,7 +130,7 @@ def test_a_start_without_a_process_is_a_failure(
 def test_its_process_may_end_by_itself(settings: DomainSettings) -> None:
     domain = ScriptDomain("engine", settings, ["raise SystemExit(5)", SLEEP])
     domain.start()
-    for _ in range(100):
+    for _ in range(1200):
         if failure := domain.failure():
             break
         time.sleep(0.05)

@@ -15,7 +15,7 @@ from atom.supervisor.hangs import save_stacks
 from atom.supervisor.life import Life
 from tests.helpers.servers.domains import SLEEP, add_child, zmq_context
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 HANGS = """
 import threading, time
 from atom.shared.utils.stack_dump import dump_stacks_on_signal

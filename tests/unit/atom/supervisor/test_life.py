@@ -23,7 +23,7 @@ def life(tmp_path: Path) -> Iterator[Life]:
 
 
 def failure_of(life: Life) -> Failure:
-    for _ in range(100):
+    for _ in range(600):
         life.receive(0.1)
         if failure := life.failure():
             return failure
@@ -32,7 +32,7 @@ def failure_of(life: Life) -> Failure:
 
 def wait_for_ends(life: Life) -> None:
     for child in life.children.values():
-        child.process.wait(10)
+        child.process.wait(60)
 
 
 def test_an_exit_without_a_report_names_process_and_status(life: Life) -> None:
@@ -104,14 +104,14 @@ def test_close_kills_children_and_removes_the_directory(life: Life) -> None:
 def test_the_end_of_a_child_that_is_being_stopped_is_no_failure(life: Life) -> None:
     child = add_child(life, "frontend", SLEEP)
     life.terminate()
-    child.process.wait(10)
+    child.process.wait(60)
     assert life.failure() is None and not life.is_alive
 
 
 def test_terminate_leaves_workers_to_their_core(life: Life) -> None:
     core, worker = add_child(life, "core", SLEEP), add_child(life, "worker 0", SLEEP)
     life.terminate()
-    life.wait(1)
+    core.process.wait(60)
     assert not core.is_alive and worker.is_alive
 
 

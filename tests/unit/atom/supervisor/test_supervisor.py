@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import zmq
@@ -44,7 +45,7 @@ SHARED_EXPERTS = EngineConfig(
     reliability=ReliabilityConfig(max_restarts=5),
 )
 CRASH = "raise SystemExit(3)"
-STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+STUBBORN = f"import signal; signal.signal(15, signal.SIG_IGN); open({{begun!r}}, 'w').close(); {SLEEP}"
 
 
 class ScriptEngine(EngineGroup):
@@ -81,7 +82,7 @@ def add_engines(
 
 
 def check_until(supervisor: Supervisor, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         supervisor.check()
@@ -353,7 +354,7 @@ def test_a_frontend_that_is_gone_does_not_disturb(supervisor: Supervisor) -> Non
         frontend.connect(f"ipc://{supervisor.run_dir}/control")
         frontend.send(encode(GetEngines(0)))
         check_until(supervisor, lambda: frontend.poll(0))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while control._frontends:
         assert time.monotonic() < deadline
         supervisor._publish()
@@ -368,14 +369,14 @@ def test_a_core_receives_why_its_worker_died(supervisor: Supervisor) -> None:
         workers.bind(life.endpoint("workers"))
         dead = Child("worker 3", Role.WORKER, life.children["core"].process, worker=3)
         engine.end(Failure("killed by SIGKILL", "worker 3: killed by SIGKILL", child=dead))
-        assert workers.poll(5000)
+        assert workers.poll(60_000)
         _, frame = workers.recv_multipart()
     assert Decoder[FromWorker](FromWorker).decode(frame) == WorkerFailed(3, "killed by SIGKILL")
     assert not life.is_alive and engine.life is None
 
 
-def test_close_ends_all_and_removes_the_directory(supervisor: Supervisor) -> None:
-    (engine,) = add_engines(supervisor, (STUBBORN,))
+def test_close_ends_all_and_removes_the_directory(supervisor: Supervisor, tmp_path: Path) -> None:
+    (engine,) = add_engines(supervisor, (STUBBORN.format(begun=str(tmp_path / "begun")),))
     assert supervisor.run_dir.stat().st_mode & 0o777 == 0o700
     assert engine.life is not None
     process = engine.life.children["core"].process
@@ -392,13 +393,14 @@ def test_a_missing_model_is_one_line(supervisor: Supervisor) -> None:
 
 
 def test_an_engine_that_does_not_stop_is_killed_and_named(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("atom.supervisor.supervisor.ENGINE_STOP_S", 0.3)
-    (engine,) = add_engines(supervisor, (STUBBORN,))
+    begun = tmp_path / "begun"
+    (engine,) = add_engines(supervisor, (STUBBORN.format(begun=str(begun)),))
     assert engine.life is not None
     process = engine.life.children["core"].process
-    time.sleep(0.5)  # until it ignores SIGTERM
+    check_until(supervisor, begun.exists)  # it ignores SIGTERM from then on
     send(engine.life, Ready("core"))
     supervisor.check()
     supervisor.close()

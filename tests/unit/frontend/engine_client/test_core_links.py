@@ -23,7 +23,7 @@ from frontend.engine_client.dp_router import DPRouter
 from tests.helpers.servers.fake_core import FakeCore, Script
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @contextmanager

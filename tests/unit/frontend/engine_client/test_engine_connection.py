@@ -1,8 +1,9 @@
 """The client's connection to the core: silence, loss, errors in processing; each ends well."""
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,19 @@ def script(_: AddRequest) -> Script:
     return Script(IDS, FinishReason.MAX_TOKENS)
 
 
+def first_endless() -> Callable[[AddRequest], Script]:
+    """The first request never ends."""
+    first = iter([Script(IDS * 1000, None)])
+    return lambda request: next(first, script(request))
+
+
+def hold(core: FakeCore) -> threading.Event:
+    """The core generates a few tokens, and goes on once the event is set."""
+    may_go_on = threading.Event()
+    core.waits = lambda: core.steps >= 5 and not may_go_on.is_set()
+    return may_go_on
+
+
 @asynccontextmanager
 async def connected(core: FakeCore, hang_timeout: float = 600.0) -> AsyncIterator[EngineClient]:
     output = OutputProcessor(None)
@@ -44,6 +58,7 @@ async def connected(core: FakeCore, hang_timeout: float = 600.0) -> AsyncIterato
 
 def test_streams_wait_while_the_core_is_silent_and_continue_afterwards(tmp_path: Path) -> None:
     async def run(core: FakeCore) -> None:
+        may_go_on = hold(core)
         async with connected(core, 6 * HANG_TIMEOUT_S) as client:
             async with client.open([request(client)], TextOptions()) as stream:
                 reader = asyncio.create_task(read(stream))
@@ -55,6 +70,7 @@ def test_streams_wait_while_the_core_is_silent_and_continue_afterwards(tmp_path:
                 assert not reader.done()
                 core.frozen.clear()
                 await until(lambda: client.engines.is_ready)
+                may_go_on.set()
                 assert await reader == IDS
             assert await generate(client) == IDS
 
@@ -77,7 +93,7 @@ def test_streams_of_a_hung_core_fail_and_the_link_heals(tmp_path: Path) -> None:
             await until(lambda: client.engines.is_ready)
             assert await generate(client) == IDS
 
-    with FakeCore(tmp_path, script, step_s=0.02) as core:
+    with FakeCore(tmp_path, first_endless(), step_s=0.02) as core:
         asyncio.run(run(core))
 
 
@@ -97,7 +113,7 @@ def test_after_the_end_of_the_core_the_link_reconnects_to_a_new_one(tmp_path: Pa
                 await until(lambda: client.engines.is_ready)
                 assert await generate(client) == IDS
 
-    core = FakeCore(tmp_path, script, step_s=0.02)
+    core = FakeCore(tmp_path, first_endless(), step_s=0.02)
     core.__enter__()
     asyncio.run(run(core))
 
@@ -113,7 +129,7 @@ def test_a_frontend_that_the_core_dropped_connects_again(tmp_path: Path) -> None
             await until(lambda: client.engines.is_ready)
             assert await generate(client) == IDS
 
-    with FakeCore(tmp_path, script, step_s=0.02) as core:
+    with FakeCore(tmp_path, first_endless(), step_s=0.02) as core:
         asyncio.run(run(core))
 
 
@@ -134,7 +150,7 @@ def test_a_panic_while_tokens_are_processed_fails_the_streams_and_heals(
             await until(lambda: client.engines.is_ready)
             assert await generate(client) == IDS
 
-    with FakeCore(tmp_path, script, step_s=0.005) as core:
+    with FakeCore(tmp_path, first_endless(), step_s=0.005) as core:
         asyncio.run(run(core))
 
 
@@ -173,11 +189,12 @@ def test_a_backlog_of_messages_does_not_hold_the_event_loop(
                 return original(*given)
 
             turns_at: list[int] = []
-            original = client.output.process
+            may_go_on, original = hold(core), client.output.process
             async with client.open([request(client)], TextOptions()) as stream:
                 await until(lambda: stream.first_token_at)
                 monkeypatch.setattr(client.output, "process", process)
                 counter = asyncio.create_task(count_turns())
+                may_go_on.set()
                 assert await read(stream) == IDS
                 done.set()
                 await counter

@@ -9,7 +9,7 @@ import zmq
 
 from frontend.engine_client.frame_reader import FrameReader
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

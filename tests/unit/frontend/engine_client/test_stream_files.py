@@ -218,8 +218,8 @@ def test_a_stream_goes_on_where_its_dead_frontend_was(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its engine has died, too; another frontend asks the next life to go on."""
-    script = Script(list(range(200)), FinishReason.MAX_TOKENS)
-    old, new = start(0, script=lambda _: script), start(0, life=1, script=lambda _: script)
+    part, script = Script(list(range(100)), None), Script(list(range(200)), FinishReason.MAX_TOKENS)
+    old, new = start(0, script=lambda _: part), start(0, life=1, script=lambda _: script)
     directory = tmp_path / "streams"
     settings: dict[str, Any] = {"orphan_grace": 30.0, "stream_dir": str(directory), "max_replays": 3}
 

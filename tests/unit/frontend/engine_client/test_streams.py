@@ -38,7 +38,7 @@ def run(test: Callable[[Stream, Seen], Coroutine[Any, Any, None]]) -> Seen:
         reader = asyncio.create_task(read())
         await asyncio.sleep(0)
         await test(stream, seen)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await reader
         return seen
 

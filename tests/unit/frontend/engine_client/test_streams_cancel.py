@@ -21,7 +21,7 @@ def made(request_ids: list[int], every_step: bool) -> Stream:
 
 
 async def read(stream: Stream) -> list[tuple[int, str, bool]]:
-    updates = await asyncio.wait_for(anext(stream), 1)
+    updates = await asyncio.wait_for(anext(stream), 60)
     return [(item.request_id, item.text, item.finished) for item in updates]
 
 

@@ -1,6 +1,7 @@
 """Streams whose engine ends while they wait for their client."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,8 @@ class Engines:
 
     def __init__(self, directory: Path):
         self.checkpoint = tiny_tokenizer.checkpoint(directory)
-        self.paused = False
+        self.last_step = sys.maxsize
+        """They wait after it."""
         encode = tiny_tokenizer.tokenizer().encode
         texts = ["Hello world, 你好. " * 4, "Hi"]
         ids = [encode(text, add_special_tokens=False) for text in texts]
@@ -29,7 +31,14 @@ class Engines:
         def script(request: AddRequest) -> Script:
             return Script([*ids[request.sampling.sequence], 1], FinishReason.EOS, 1)
 
-        self.cores = [FakeCore(directory, script, rank=rank, waits=lambda: self.paused) for rank in range(2)]
+        self.cores = [FakeCore(directory, script, rank=rank, waits=self._wait) for rank in range(2)]
+
+    @property
+    def steps(self) -> int:
+        return sum(core.steps for core in self.cores)
+
+    def _wait(self) -> bool:
+        return self.steps >= self.last_step
 
 
 @pytest.fixture
@@ -45,14 +54,14 @@ def data_of(lines: bytes) -> list[str]:
 
 
 def read_until(client: Client, engines: Engines, count: int) -> tuple[list[str], str]:
-    """(the data of the first events, the id of the last one); then the client is gone."""
+    """(the data of the first events, the id of the last one); then the client is gone, the engines wait."""
+    engines.last_step = engines.steps + 30
     connection = client.connection()
     connection.request("POST", "/v1/completions", json.dumps(BODY), HEADERS)
     response = connection.getresponse()
     lines: list[bytes] = []
     while lines.count(b"\n") < count:
         lines.append(response.readline())
-    engines.paused = True
     response.close()
     connection.close()
     last = next(line for line in reversed(lines) if line.startswith(b"id: "))
@@ -70,7 +79,7 @@ def test_the_sequences_go_on_at_another_engine(engines: Engines) -> None:
         (other,) = (core for core in engines.cores if core is not first)
         first.die("a test ends it")
         other.wait_for(lambda: other.requests)
-        engines.paused = False
+        engines.last_step = sys.maxsize
         path = f"/v1/streams/{last.partition('/')[0]}"
         status, rest, _ = client.exchange("GET", path, headers={"Last-Event-ID": last})
         assert status == 200, rest

@@ -14,7 +14,7 @@ from frontend.status import memory
 from frontend.status.memory import MemoryWatch, gpu_memory, host_memory
 from frontend.status.records import Gpu, Memory
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 GIB = 1 << 30
 
 

@@ -11,7 +11,7 @@ from frontend.text.constraint import Constraint
 from frontend.text.grammar_compiler import GrammarCompiler
 from frontend.text.grammar_process import BusyError, Compilation, CompileError
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class FakeProcess:

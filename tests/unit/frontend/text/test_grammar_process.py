@@ -19,7 +19,7 @@ QUICK = GrammarSource("regex", "(yes|no)")
 LONG = GrammarSource(
     "json_schema",
     json.dumps(
-        {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}
+        {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(6000)}}
     ),
 )
 """Takes seconds."""

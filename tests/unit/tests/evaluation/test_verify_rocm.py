@@ -31,23 +31,23 @@ def test_no_part_stops_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[
     begun = time.monotonic()
     passed = verify(
         [
-            Part("speaks", ("-c", "print('gfx942', '`' * 3)"), 20),
-            Part("fails", ("-c", "import sys; sys.exit('no GPU')"), 20),
-            Part("crashes", ("-c", "import os; os.abort()"), 20),
-            Part("hangs", ("-c", "import time; print('begun', flush=True); time.sleep(100)"), 1.5),
-            Part("hidden", ("-c", "import os; print(os.environ['PROBE'])"), 20, {"PROBE": "seen by it"}),
+            Part("speaks", ("-c", "print('gfx942', '`' * 3)"), 100),
+            Part("fails", ("-c", "import sys; sys.exit('no GPU')"), 100),
+            Part("crashes", ("-c", "import os; os.abort()"), 100),
+            Part("hangs", ("-c", "import time; print('begun', flush=True); time.sleep(300)"), 4),
+            Part("hidden", ("-c", "import os; print(os.environ['PROBE'])"), 100, {"PROBE": "seen by it"}),
             isolated,
         ],
         options,
     )
-    assert not passed and time.monotonic() - begun < 60
+    assert not passed and time.monotonic() - begun < 200
     report = options.output.read_text()
     for line in (
         "6 of 6 parts: 2 passed, 4 failed",
         "| speaks | ok |",
         "| fails | status 1 |",
         "| crashes | killed by SIGABRT |",
-        "| hangs | did not end within 2 s |",
+        "| hangs | did not end within 4 s |",
         "| tests: some | status 1, 2 passed, 2 failed, 1 skipped |",
         "gfx942 '''",
         "no GPU",

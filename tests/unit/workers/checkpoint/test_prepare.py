@@ -464,7 +464,7 @@ def test_progress_reaches_the_supervisor(tmp_path: Path) -> None:
         socket.bind(endpoint)
         with progress_reports(endpoint) as report:
             report("Converting", 1, 2)
-        assert socket.poll(5000)
+        assert socket.poll(60_000)
         assert Decoder[Progress](Progress).decode(socket.recv()) == Progress("prepare", "Converting", 1, 2)
 
 

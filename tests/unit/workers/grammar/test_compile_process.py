@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 FORK = """
 import socket, sys, time
 from workers.grammar.compile_process import _ended_by_its_peer

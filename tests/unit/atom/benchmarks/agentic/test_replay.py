@@ -103,5 +103,5 @@ def test_the_number_of_sessions_is_bounded(most: int | None) -> None:
 
 def test_no_turn_begins_after_the_duration() -> None:
     server = Server()
-    slow = [Session("a", [Turn(4, 3), Turn(4, 3, pause_s=0.2)], 1), Session("f", turns(1), 1, "a", 2)]
-    assert len(run(slow, server, duration=0.1)) == 1
+    slow = [Session("a", [Turn(4, 3), Turn(4, 3, pause_s=0.6)], 1), Session("f", turns(1), 1, "a", 2)]
+    assert len(run(slow, server, duration=0.5)) == 1

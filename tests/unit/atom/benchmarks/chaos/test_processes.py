@@ -18,7 +18,7 @@ def worker() -> Iterator[int]:
     process = subprocess.Popen([sys.executable, "-c", _SLEEP, "workers.main"])
     yield process.pid
     process.kill()
-    process.wait(10)
+    process.wait(60)
 
 
 def test_processes_are_found_by_their_module(worker: int) -> None:

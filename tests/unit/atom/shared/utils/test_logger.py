@@ -69,7 +69,7 @@ def _check_lost_lines(reader: int, writer: int) -> None:
     begun = time.monotonic()
     for _ in range(20_000):
         stream.write(_LINE)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
     whole = _read(reader).count(_LINE)
     stream.write("the reader is back\n")
     *_, lost, last = _read(reader).splitlines()

@@ -12,7 +12,7 @@ LOCAL = "127.0.0.1"
 
 
 def connect(port: ListenPort) -> socket.socket:
-    return socket.create_connection((LOCAL, port.port), timeout=5)
+    return socket.create_connection((LOCAL, port.port), timeout=60)
 
 
 def accepted(port: ListenPort, count: int) -> list[int]:

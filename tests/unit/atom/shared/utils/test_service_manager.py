@@ -24,7 +24,7 @@ class Clock:
 def manager_socket(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
         one.bind(str(tmp_path / "notify"))
-        one.settimeout(5)
+        one.settimeout(60)
         yield one
 
 

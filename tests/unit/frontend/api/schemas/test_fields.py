@@ -28,13 +28,14 @@ from frontend.text.input_processor import InputProcessor
 from tests.helpers.checkpoints import tiny_tokenizer
 from tests.helpers.servers.fake_core import FakeCore, Script
 from tests.helpers.servers.http_server import MODEL, running_frontend
-from tests.helpers.servers.rig import CALLS, ENDLESS, MINIMAL, TOKENIZER, TOOL, Ran, Rig, body_of, running_rig
+from tests.helpers.servers.rig import CALLS, MINIMAL, TOKENIZER, TOOL, Ran, Rig, body_of, running_rig
 
 SCHEMAS: dict[str, Schema[Any]] = {"chat": CHAT, "completions": COMPLETIONS}
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]
 NULL = ("json_schema", '{"type":"null"}')
 DRAFTS = SpeculativeConfig("ngram", 2)
 FOX = TOKENIZER.encode("fox", add_special_tokens=False)
+ENDLESS = 9000
 
 
 class Row(NamedTuple):
@@ -62,7 +63,7 @@ BOTH: dict[str, Row] = {
     "ignore_eos": Row(True, lambda ran: ran.sent.eos_token_ids == [], neutral=(False,)),
     "priority": Row(-5, lambda ran: ran.sent.priority == -5, neutral=(0,)),
     "data_parallel_rank": Row(0, lambda ran: len(ran.requests) == 1),
-    "timeout": Row(0.2, lambda ran: ran.choice["raw_finish_reason"] == "timeout", {"max_tokens": ENDLESS}),
+    "timeout": Row(1.0, lambda ran: ran.choice["raw_finish_reason"] == "timeout", {"max_tokens": ENDLESS}),
     "stream": Row(True, lambda ran: len(ran.events) > 2, neutral=(False,)),
     "stream_options": Row(
         {"include_usage": True}, lambda ran: "usage" in ran.events[-1], {"stream": True}, ({},)
@@ -296,7 +297,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     directory = tmp_path_factory.mktemp("rig")
     with (
         pytest.MonkeyPatch.context() as patch,
-        running_rig(directory, default_sampling=sampling, add_bos_token=True) as rig,
+        running_rig(directory, ENDLESS, default_sampling=sampling, add_bos_token=True) as rig,
     ):
         patch.setattr(GrammarProcess, "compile", _not_compiled)
         yield rig
