@@ -69,7 +69,7 @@ def read_choice(tool_choice: str | dict[str, Any] | None) -> ToolChoice:
 
 
 def _names(tools: Any) -> tuple[str, ...]:
-    """Of the functions in a list of tools, of which only names are read. Raises RequestError."""
+    """The names of the functions in a list of tools. Raises RequestError."""
     names = []
     for tool in tools if isinstance(tools, list) else ():
         match tool:
