@@ -52,10 +52,25 @@ class Served:
                 if line.startswith(b"data: {"):
                     yield json.loads(line[6:])
 
+    def resumed(self, after: int, *content: Any) -> list[Any]:
+        """The chunks of a stream whose client leaves after so many of them, and asks for the rest."""
+        path, body = "/v1/chat/completions", _chat(content, stream=True)
+        found = []
+        with self._response(path, body, {"X-Resumable-Stream": "true"}) as response:
+            key = response.headers["X-Stream-Id"]
+            while len(found) < after:
+                if (line := response.readline()).startswith(b"data: "):
+                    found.append(json.loads(line[6:]))
+        with self._response(path, body, {"Last-Event-ID": f"{key}/{after}"}) as response:
+            lines = response.read().splitlines()
+        return found + [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
     @contextlib.contextmanager
-    def _response(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+    def _response(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
         with contextlib.closing(http.client.HTTPConnection(self._address, timeout=180)) as connection:
-            headers = {"Content-Type": "application/json"}
+            headers = {"Content-Type": "application/json", **(headers or {})}
             connection.request("POST", path, json.dumps({"model": "m", **body}), headers)
             yield connection.getresponse()
 
@@ -129,6 +144,14 @@ def test_two_choices_of_one_image(served: Served) -> None:
     assert status == 200, found
     for choice in found["choices"]:
         assert choice["token_ids"] == served.follows(choice["token_ids"], processed(TALL))
+
+
+def test_a_client_that_comes_again(served: Served) -> None:
+    parts = "Look: ", processed(WIDE)
+    chunks = served.resumed(4, text("Look: "), image(WIDE))
+    output = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids") or []]
+    assert output == served.follows(output, *parts)
+    assert chunks[0]["prompt_token_ids"] == served.ids(*parts)
 
 
 def test_responses_and_messages(served: Served) -> None:

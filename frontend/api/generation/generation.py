@@ -27,7 +27,7 @@ from frontend.api.generation.endpoint import Endpoint, ParsedRequest
 from frontend.api.generation.field_checks import check_stream_options, checked_timeout, prompt_logprobs
 from frontend.api.generation.generate_request import GenerateRequest, ResponseOptions
 from frontend.api.generation.logprobs import TokenFormatter
-from frontend.api.generation.prompt_images import PromptImages
+from frontend.api.generation.prompt_images import Grids, PromptImages
 from frontend.api.generation.prompts import Prompt, given_id, salt, text_offsets
 from frontend.api.generation.renderer import Renderer
 from frontend.api.generation.resumption import (
@@ -177,18 +177,20 @@ class Generation:
         request = self._generate_request(endpoint, parsed, checked, requests, caller, started)
         if not caller.is_resumable:
             return request
-        form = ResumeForm(endpoint.id_prefix, body, checked.name, checked.created, started, checked.timeout_s)
-        key = stream_key(request.id, given_id(parsed.fields, caller))
-        return dataclasses.replace(
-            request, requests=resumable_requests(request.requests, key, form.encoded())
+        form = ResumeForm(
+            *(endpoint.id_prefix, body, checked.name, checked.created, started, checked.timeout_s),
+            checked.prompts[0].grids,
         )
+        key = stream_key(request.id, given_id(parsed.fields, caller))
+        own = resumable_requests(request.requests, key, form.encoded())
+        return dataclasses.replace(request, requests=own)
 
     async def restore(self, endpoint: Endpoint, resumable: Resumable, caller: Caller) -> GenerateRequest:
         """The request of a stream that is resumed, as it was prepared first. Raises ApiError."""
         form = read_form(resumable.form)
         size = len(form.body)
         parsed = await self._executor.run(size, lambda: endpoint.read(form.body, caller))
-        checked = await self._checked(size, parsed, caller)
+        checked = await self._checked(size, parsed, caller, form.started, form.grids)
         checked = dataclasses.replace(checked, name=form.name, created=form.created, timeout_s=form.timeout_s)
         grammar = None
         if checked.constraint is not None:
@@ -310,15 +312,14 @@ class Generation:
         yield rendered.end(stream)
 
     async def _checked(
-        self, size: int, parsed: ParsedRequest, caller: Caller, started: float | None = None
+        self, size: int, parsed: ParsedRequest, caller: Caller, started: float, grids: Grids | None = None
     ) -> _Checked:
-        """Check a request of so many bytes, and prepare its images; `started`: within its timeout."""
+        """Check a request of so many bytes, and prepare its images, unless their `grids` are known."""
         checked = await self._executor.run(size, lambda: self._check(parsed, caller))
         if self._images is None or not any(prompt.sources for prompt in checked.prompts):
             return checked
-        timeout_s = None if started is None else checked.timeout_s
-        prompts = await self._images.prompts(checked.prompts, parsed.fields, timeout_s, started or 0.0)
-        again = dataclasses.replace(parsed, prompts=lambda: prompts)
+        made = await self._images.prompts(checked.prompts, parsed.fields, checked.timeout_s, started, grids)
+        again = dataclasses.replace(parsed, prompts=lambda: made)
         return await self._executor.run(size, lambda: self._check(again, caller))
 
     def _check(self, parsed: ParsedRequest, caller: Caller) -> _Checked:

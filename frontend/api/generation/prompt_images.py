@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
+from atom.shared.messages.images import PreparedImage
 from frontend.api.generation.prompts import Prompt
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.errors import DeadlineError, OverloadedError, RequestError
@@ -13,7 +14,10 @@ from frontend.images.image_preparer import ImagePreparer, expanded
 from frontend.text.input_processor import InputProcessor
 from frontend.text.text_executor import TextExecutor
 
-__all__ = ["PromptImages"]
+__all__ = ["Grids", "PromptImages"]
+
+Grids = Sequence[tuple[int, int]]
+"""Rows and columns of the tokens of each image."""
 
 _RETRY_AFTER_S = 5
 
@@ -30,14 +34,24 @@ class PromptImages:
         self._used = 0
 
     async def prompts(
-        self, given: Sequence[Prompt], fields: GenerationRequest, timeout_s: float | None, started: float
+        self,
+        given: Sequence[Prompt],
+        fields: GenerationRequest,
+        timeout_s: float | None,
+        started: float,
+        grids: Grids | None = None,
     ) -> list[Prompt]:
-        """The prompts with their images. Raises ApiError; DeadlineError `timeout_s` after `started`."""
+        """The prompts with their images. Raises ApiError; DeadlineError `timeout_s` after `started`.
+
+        `grids` are those of the images of a single prompt, which engines have: no file is read then.
+        """
         if fields.truncate_prompt_tokens is not None:
             raise RequestError(
                 "'truncate_prompt_tokens' cannot be set for messages with images: leave it out",
                 param="truncate_prompt_tokens",
             )
+        if grids is not None:
+            return [await self._placed(given[0], [PreparedImage(b"", *grid) for grid in grids])]
         left_s = None if timeout_s is None else started + timeout_s - time.monotonic()
         try:
             async with asyncio.timeout(left_s):
@@ -50,7 +64,9 @@ class PromptImages:
         """The prompt with its images; `excess` as in `InputProcessor.encode`. Raises ApiError."""
         if not given.sources:
             return given
-        images = await self._preparer.prepare(given.sources)
+        return await self._placed(given, await self._preparer.prepare(given.sources), excess)
+
+    async def _placed(self, given: Prompt, images: Sequence[PreparedImage], excess: int = 0) -> Prompt:
         most = self._inputs.max_model_len + excess
         ids, placed = await self._executor.run(
             len(given.ids) + sum(len(image.pixels) for image in images) // 64,

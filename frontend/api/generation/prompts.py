@@ -46,6 +46,11 @@ class Prompt:
     images: Sequence[PromptImage] = ()
     """The same images once they are prepared; each has as many placeholders as tokens."""
 
+    @property
+    def grids(self) -> list[tuple[int, int]]:
+        """Rows and columns of the tokens of each prepared image."""
+        return [(image.rows, image.columns) for image in self.images]
+
 
 class PromptEncoder:
     """Encodes the prompts of an endpoint whose max_tokens defaults to `default_max_tokens`."""

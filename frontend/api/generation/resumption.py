@@ -64,6 +64,8 @@ class ResumeForm(msgspec.Struct, array_like=True, frozen=True):
     """Arrival, on the monotonic clock, which all processes of a host share."""
     timeout_s: float | None
     """As in GenerateRequest."""
+    grids: list[tuple[int, int]]
+    """Rows and columns of the tokens of each image, whose file may be gone when the stream is resumed."""
 
     def encoded(self) -> bytes:
         """As in Resumable."""
