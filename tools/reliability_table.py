@@ -75,6 +75,7 @@ REQUIREMENTS = (
             _EVERY_TOKEN,
             "tests/unit/engine_core/requests/test_resumable.py",
             "tests/unit/frontend/engine_client/test_resumption.py",
+            "tests/unit/frontend/engine_client/test_stream_files.py",
             "tests/unit/frontend/http/test_other_sockets.py",
         ),
     ),

@@ -60,7 +60,7 @@ class Crowd:
     """Clients that stream responses, which take far longer than any test unless `max_tokens` is given.
 
     However fast the machine is, such a response has not ended when a process is killed, and however slow it
-    is, nobody waits for its last token: `go_on` and `abort_all` end a test.
+    is, no test waits for its last token: `go_on` and `abort_all` end one.
     """
 
     def __init__(self, size: int, max_tokens: int = ENDLESS, **fields: Any):
