@@ -46,6 +46,7 @@ inline void configure_tiles(int rows, int pairs) {
         config.bytes[tile] = tile == 4 || tile == 5 ? pairs * 4 : 64;
         config.rows[tile] = uint8_t(tile < 6 ? rows : pairs);
     }
+    asm volatile("" : : "r"(&config) : "memory");  // compilers know of the first 8 bytes alone that are read
     _tile_loadconfig(&config);
 }
 
