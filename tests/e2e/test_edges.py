@@ -23,7 +23,7 @@ STORM = 1000
 AT_ONCE = 30  # with two choices each they have room
 RUNNING, QUEUED = 8, 56
 LONG = 60_000
-"""Tokens that nobody waits for."""
+"""More tokens than a test waits for."""
 CROWD = 10 * (RUNNING + QUEUED)
 LONG_PROMPT = "one two three four five six seven eight nine ten " * 40
 

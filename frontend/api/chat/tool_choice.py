@@ -41,9 +41,10 @@ class ToolChoice:
     names: tuple[str, ...] = ()
     """The functions that may be called; empty: all."""
 
-    def allows(self, function: Function) -> bool:
-        """Whether this function may be called."""
-        return not self.names or function.name in self.names
+    def allowed(self, functions: Sequence[Function]) -> Sequence[Function]:
+        """Those of `functions` that may be called."""
+        names = set(self.names)
+        return [each for each in functions if each.name in names] if names else functions
 
 
 def read_choice(tool_choice: str | dict[str, Any] | None) -> ToolChoice:
@@ -101,7 +102,7 @@ def call_constraint(
     With `auto`, strict functions and a choice of some alone constrain it: its text is free up to the
     beginning of a call.
     """
-    named = [function for function in functions if choice.allows(function)]
+    named = choice.allowed(functions)
     is_free = not choice.names and not any(function.strict for function in named)
     if text is None or choice.mode == NONE or (choice.mode == AUTO and is_free):
         return None
@@ -129,8 +130,8 @@ def optional_calls(
     """At least one call, for a reply that is either calls or structured output; None with another choice."""
     if text is None or choice.mode != AUTO:
         return None
-    named = [function for function in functions if choice.allows(function)]
-    return _calls(_any_call(named, text), text, is_single=not parallel or frame is not None)
+    call = _any_call(choice.allowed(functions), text)
+    return _calls(call, text, is_single=not parallel or frame is not None)
 
 
 def _any_content(functions: Sequence[Function], text: CallText, is_single: bool) -> Format:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from atom.shared.messages.codec import encode
@@ -24,13 +25,17 @@ __all__ = ["start"]
 _NUMBER = 7
 
 
+def request_of(numbers: list[int]) -> AddRequest:
+    """A request of the stream k, with a sequence for each number."""
+    sampling = Sampling(0.7, 0, 1.0, 0.0, 11)
+    stream = Resumable("k", b"form", numbers[0], len(numbers))
+    return AddRequest(numbers, pack_ids([1, 2]), 10_000, sampling, resumable=stream)
+
+
 def test_a_stream_that_is_taken_away_before_its_reader_begins_ends_with_an_error(start: Start) -> None:
     """Two frontends claim it one after the other: it must not seem complete at the first one."""
     core = start(0)
-    sampling = Sampling(0.7, 0, 1.0, 0.0, 11)
-    asked = AddRequest(
-        [_NUMBER], pack_ids([1, 2]), 50, sampling, resumable=Resumable("k", b"form", _NUMBER, 1)
-    )
+    asked = request_of([_NUMBER])
     found = [ClaimedRequest(encode(asked), [ClaimedSequence(_NUMBER, pack_ids([5, 6]))])]
     end = Finished(_NUMBER, FinishReason.REFUSED, message=RESUMED_ELSEWHERE)
 
@@ -56,10 +61,7 @@ def test_what_waits_for_an_engine_can_be_handed_over(start: Start) -> None:
 
     async def run() -> None:
         async with connected([core], orphan_grace=30.0, max_replays=3) as client:
-            numbers = client.new_ids(2)
-            stream = Resumable("k", b"form", numbers[0], 2)
-            sampling = Sampling(0.7, 0, 1.0, 0.0, 11)
-            asked = AddRequest(numbers, pack_ids([1, 2]), 10_000, sampling, resumable=stream)
+            asked = request_of(numbers := client.new_ids(2))
             async with client.open([asked], TextOptions()) as reading:
                 await until(lambda: len(client._sequences[numbers[0]].state.emitted) > 3)
                 client.set_engines([], [EngineEnded(0, 0, "killed by SIGKILL")])
@@ -82,10 +84,7 @@ def test_what_an_engine_runs_is_handed_over_by_it(start: Start) -> None:
 
     async def run() -> None:
         async with connected([core], orphan_grace=30.0) as client:
-            numbers = client.new_ids(1)
-            sampling = Sampling(0.7, 0, 1.0, 0.0, 11)
-            stream = Resumable("k", b"form", numbers[0], 1)
-            asked = AddRequest(numbers, pack_ids([1, 2]), 10_000, sampling, resumable=stream)
+            asked = request_of(client.new_ids(1))
             async with client.open([asked], TextOptions()) as reading:
                 await anext(reading)
             assert len(client.resumption) == 1 and client.resumption.without_engine() == []
@@ -102,13 +101,8 @@ def test_a_stream_whose_client_leaves_before_all_is_sent_is_not_kept(
 
     async def run() -> None:
         async with connected([core], orphan_grace=30.0) as client:
-            numbers = client.new_ids(2)
-            stream = Resumable("k", b"form", numbers[0], 2)
-            sampling = Sampling(0.7, 0, 1.0, 0.0, 11)
-            asked = [
-                AddRequest([number], pack_ids([1, 2]), 10_000, sampling, resumable=stream)
-                for number in numbers
-            ]
+            whole = request_of(client.new_ids(2))
+            asked = [msgspec.structs.replace(whole, request_ids=[number]) for number in whole.request_ids]
 
             async def read() -> None:
                 async with client.open(asked, TextOptions()):
@@ -131,10 +125,7 @@ def test_a_stream_that_fails_while_it_is_kept_is_not_handed_over(start: Start) -
 
     async def run() -> None:
         async with connected([core], orphan_grace=30.0) as client:
-            numbers = client.new_ids(2)
-            stream = Resumable("k", b"form", numbers[0], 2)
-            sampling = Sampling(0.7, 0, 1.0, 0.0, 11)
-            asked = AddRequest(numbers, pack_ids([1, 2]), 10_000, sampling, resumable=stream)
+            asked = request_of(numbers := client.new_ids(2))
             async with client.open([asked], TextOptions()) as reading:
                 await anext(reading)
             client.set_engines([], [EngineEnded(0, 0, "killed by SIGKILL")])
