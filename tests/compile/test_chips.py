@@ -105,7 +105,7 @@ def attention(heads: int, kv_heads: int, width: int, rule: AttentionRule, split_
 
 
 def prompts(heads: int, kv_heads: int, width: int, rule: AttentionRule) -> None:
-    """By the kernel for Hopper, from the cache, and gathered from a float8 one."""
+    """By the kernel for Hopper, from both caches, and gathered from a float8 one."""
     from atom_ops.triton_impl.attention import hopper_attention
     from atom_ops.triton_impl.attention.gathered_prompts import gather_prompts
     from atom_ops.triton_impl.attention.query_tiles import ListTiles
@@ -113,10 +113,10 @@ def prompts(heads: int, kv_heads: int, width: int, rule: AttentionRule) -> None:
     plan = AttentionPlan(ints(2, 64), ints(2), ints(3), 2048, 1024, 1024, 1024)
     listed = plan.derived(ListTiles(hopper_attention.tile_length(heads, kv_heads), 2))
     q_THE = tensor(2048, heads, width)
-    cache = make_kv_layer(64, 16, kv_heads, width, BF16, META)
-    gathered = gather_prompts(make_kv_layer(64, 16, kv_heads, width, FP8, META), plan, listed, BF16)
-    for kv in (cache.kv, gathered):
-        hopper_attention.attend(torch.empty_like(q_THE), q_THE, kv, plan, listed, rule, 132)
+    caches = [make_kv_layer(64, 16, kv_heads, width, dtype, META) for dtype in (BF16, FP8)]
+    sources = [cache for cache in caches if hopper_attention.reads(q_THE, cache)]
+    for source in (*sources, gather_prompts(caches[1], plan, listed, BF16)):
+        hopper_attention.attend(torch.empty_like(q_THE), q_THE, source, plan, listed, rule, 132)
 
 
 def latent_attention(heads: int, split_tokens: int) -> None:

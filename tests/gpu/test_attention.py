@@ -214,8 +214,6 @@ PROMPTS = {
     "chunks": ([128, 40, 300, 129], [3000, 1017, 428, 130]),
     "more items than programs": ([50] * 60 + [700], [*range(60, 1260, 20), 900]),
 }
-WHOLE = [name for name, (query_lens, _) in PROMPTS.items() if max(query_lens) >= 512 and len(query_lens) < 16]
-"""Steps with prompts that are gathered from a float8 cache."""
 
 
 def by_other_kernels(step: Step) -> torch.Tensor:
@@ -296,14 +294,12 @@ def test_prompts_in_other_blocks() -> None:
 @pytest.mark.usefixtures("prompt_kernel")
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("cache_dtype", [BF16, FP8])
-@pytest.mark.parametrize(("query_lens", "context_lens"), [PROMPTS[name] for name in WHOLE], ids=WHOLE)
-def test_prompts_of_a_padded_step_without_host_rows(
-    query_lens: list[int], context_lens: list[int], cache_dtype: torch.dtype, window: int
-) -> None:
+@pytest.mark.parametrize("name", [name for name, (query_lens, _) in PROMPTS.items() if len(query_lens) < 16])
+def test_prompts_of_a_padded_step_without_host_rows(name: str, cache_dtype: torch.dtype, window: int) -> None:
     """As a captured step: the kernels find the prompts, among padding tokens and rows."""
-    step = Step(query_lens, context_lens, 16, 8, dtype=BF16, cache_dtype=cache_dtype, width=128, device=GPU,
+    step = Step(*PROMPTS[name], 16, 8, dtype=BF16, cache_dtype=cache_dtype, width=128, device=GPU,
                 window=window)  # fmt: skip
-    tokens = sum(query_lens)
+    tokens = len(step.q)
     plan = step.plan().padded(tokens + 90, 16)
     q = torch.cat((step.q, torch.full_like(step.q[:90], torch.nan)))
     out = atom_ops.paged_attention(q, step.cache, dataclasses.replace(plan, host=None), step.rule)
@@ -312,15 +308,16 @@ def test_prompts_of_a_padded_step_without_host_rows(
 
 
 @pytest.mark.usefixtures("prompt_kernel")
-def test_one_graph_runs_other_prompts() -> None:
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8])
+def test_one_graph_runs_other_prompts(cache_dtype: torch.dtype) -> None:
     """A captured step fixes the numbers alone; one replay has no prompts."""
     rows, tokens, width = 8, 1600, 300
     table = torch.zeros(rows, width, dtype=torch.int32, device=GPU)
     contexts = torch.zeros(rows, dtype=torch.int32, device=GPU)
     starts = torch.zeros(rows + 1, dtype=torch.int32, device=GPU)
     lens = PROMPTS["chunks"], PROMPTS["short ones"], ([1, 1], [70, 900]), PROMPTS["after decodes"]
-    steps = [Step(*each, 16, 8, dtype=BF16, cache_dtype=BF16, width=128, device=GPU) for each in lens]
-    cache = atom_ops.make_kv_layer(max(len(step.cache.kv) for step in steps), 16, 8, 128, BF16, GPU)
+    steps = [Step(*each, 16, 8, dtype=BF16, cache_dtype=cache_dtype, width=128, device=GPU) for each in lens]
+    cache = atom_ops.make_kv_layer(max(len(step.cache.kv) for step in steps), 16, 8, 128, cache_dtype, GPU)
     q = torch.zeros(tokens, 16, 128, dtype=BF16, device=GPU)
 
     def run() -> torch.Tensor:
@@ -335,6 +332,8 @@ def test_one_graph_runs_other_prompts() -> None:
         count, used = len(step.q), len(step.table)
         q[:count], q[count:] = step.q, torch.nan
         cache.kv[: len(step.cache.kv)] = step.cache.kv
+        if cache.scale is not None and step.cache.scale is not None:
+            cache.scale[: len(step.cache.kv)] = step.cache.scale
         table[:used, : step.table.shape[1]] = torch.from_numpy(step.table)
         contexts.zero_()[:used] = torch.from_numpy(step.context_lens)
         starts.fill_(count)[: used + 1] = step.plan().query_starts_R1
@@ -349,7 +348,7 @@ def test_prompts_follow_the_definition(name: str) -> None:
 
 
 @pytest.mark.usefixtures("prompt_kernel")
-@pytest.mark.parametrize("block_size", [16, 7])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("window", "sinks"), [(0, False), (100, True)])
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 def test_prompts_of_a_float8_cache(dtype: torch.dtype, window: int, sinks: bool, block_size: int) -> None:
@@ -357,9 +356,48 @@ def test_prompts_of_a_float8_cache(dtype: torch.dtype, window: int, sinks: bool,
 
 
 @pytest.mark.usefixtures("prompt_kernel")
-def test_prompts_do_not_depend_on_their_step() -> None:
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("heads", [(16, 8), (8, 1), (40, 8)])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_of_a_float8_cache_with_other_heads(
+    name: str, heads: tuple[int, int], gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole prompts are gathered, or converted as other rows are."""
+    from atom_ops.triton_impl.attention import attention
+
+    if not gathered:
+        monkeypatch.setattr(attention, "WORTH_GATHERING", 1 << 30)
+    check_prompts(Step(*PROMPTS[name], *heads, dtype=BF16, cache_dtype=FP8, width=128, device=GPU))
+
+
+@pytest.mark.usefixtures("prompt_kernel")
+@pytest.mark.parametrize("heads", [(9, 3), (64, 8)])
+def test_whole_prompts_of_a_float8_cache_with_narrow_heads(heads: tuple[int, int]) -> None:
+    check_prompts(Step(*PROMPTS["among others"], *heads, dtype=BF16, cache_dtype=FP8, width=64, device=GPU))
+
+
+@pytest.mark.usefixtures("prompt_kernel")
+@pytest.mark.parametrize("window", [0, 100])
+def test_prompts_ignore_what_a_float8_cache_holds_after_them(window: int) -> None:
+    """Codes and scales of tokens that no query sees are NaN."""
+    step = Step(*PROMPTS["among others"], 8, 2, 16, FP8, BF16, 128, GPU, window)
+    expected = step.run()
+    assert step.cache.scale is not None
+    seen = torch.zeros(step.cache.kv.shape[:2], dtype=torch.bool)
+    for row, context in enumerate(step.context_lens.tolist()):
+        first = max(0, context - step.query_lens[row] - window + 1) if window else 0
+        place = np.arange(first, context)
+        seen[step.table[row][place // 16], place % 16] = True
+    step.cache.kv.view(torch.uint8)[~seen.to(GPU)] = 0x7F
+    step.cache.scale[~seen.to(GPU)] = torch.nan
+    assert torch.equal(step.run(), expected)
+
+
+@pytest.mark.usefixtures("prompt_kernel")
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8])
+def test_prompts_do_not_depend_on_their_step(cache_dtype: torch.dtype) -> None:
     """And repeat bit for bit, whatever the timing of the warps and the program that computes a tile."""
-    together = Step([900, 1500, 640], [900, 1500, 640], 16, 8, dtype=BF16, cache_dtype=BF16, width=128,
+    together = Step([900, 1500, 640], [900, 1500, 640], 16, 8, dtype=BF16, cache_dtype=cache_dtype, width=128,
                     device=GPU)  # fmt: skip
     first = together.run()
     assert all(torch.equal(together.run(), first) for _ in range(20))

@@ -6,8 +6,8 @@
 
 A step launches either or both; each kernel skips the other's rows. Launches depend only on the
 numbers in the plan, never on its tensors, so that a captured graph can be replayed with other values. On
-Hopper `hopper_attention` takes the prompts instead; with a float8 cache only long prompts that a step
-prefills as a whole, which are gathered first.
+Hopper `hopper_attention` takes the prompts instead. From a float8 cache it gathers long prompts that a
+step prefills as a whole, and converts what other rows read if heads have 128 features.
 
 With `split_tokens` both kernels split every context at the same positions, use the same block
 sizes and merge in the same order: a token's bits depend on neither its batch nor its phase.
@@ -24,7 +24,7 @@ from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.triton_impl.attention.attention_kernels import LOG2_E, decode_attention, prefill_attention
 from atom_ops.triton_impl.attention.gathered_prompts import gather_prompts
-from atom_ops.triton_impl.attention.query_tiles import ListTiles
+from atom_ops.triton_impl.attention.query_tiles import NO_PROMPT, ListTiles
 from atom_ops.triton_impl.hardware.device_state import kept
 from atom_ops.triton_impl.hardware.pdl import launch_options
 from atom_ops.triton_impl.hardware.persistent import num_sms
@@ -64,8 +64,6 @@ WORTH_GATHERING = 4096
 """Fewest tokens of such prompts in a step: the launches take 100 us more on the host."""
 FEW_ROWS = 16
 """Most rows of a captured step whose prompts are gathered: it launches programs for all of them."""
-_NO_PROMPT = (1 << 31) - 1
-"""Longer than any prompt: the prefill kernel then skips no whole prompt."""
 
 
 def _decode_config(
@@ -190,7 +188,7 @@ def _attend_prompts(
 
     Returns the most tokens of any row that is left, and the fewest tokens of the whole prompts computed.
     """
-    left = plan.max_query_len, _NO_PROMPT
+    left = plan.max_query_len, NO_PROMPT
     if plan.max_query_len < min_tokens or plan.split_tokens or not is_hopper(q_THE.device):
         return left
     if plan.ahead_T is not None:
@@ -201,19 +199,18 @@ def _attend_prompts(
     if not hopper_attention.supports(q_THE, cache, rule):
         return left
     length = hopper_attention.tile_length(q_THE.shape[1], cache.kv.shape[3])
-    kv = cache.kv
-    if cache.scale is None:
-        listed = plan.derived(ListTiles(length, min_tokens))
-        left = 0, _NO_PROMPT
-    else:
-        longest = _longest_not_gathered(plan)
-        if longest is None:
-            return left
-        listed = plan.derived(ListTiles(length, _WHOLE_PROMPT, whole=True))
+    whole_prompt = NO_PROMPT
+    if cache.scale is not None and (longest := _longest_not_gathered(plan)) is not None:
+        whole_prompt = _WHOLE_PROMPT
+        listed = plan.derived(ListTiles(length, min_tokens, whole_prompt, whole=True))
         kv = gather_prompts(cache, plan, listed, q_THE.dtype)
-        left = longest, _WHOLE_PROMPT
-    hopper_attention.attend(out_THE, q_THE, kv, plan, listed, rule, num_sms(q_THE.device))
-    return left
+        hopper_attention.attend(out_THE, q_THE, kv, plan, listed, rule, num_sms(q_THE.device))
+        left = longest, whole_prompt
+    if left[0] < min_tokens or not hopper_attention.reads(q_THE, cache):
+        return left
+    listed = plan.derived(ListTiles(length, min_tokens, whole_prompt))
+    hopper_attention.attend(out_THE, q_THE, cache, plan, listed, rule, num_sms(q_THE.device))
+    return 0, NO_PROMPT
 
 
 def _longest_not_gathered(plan: AttentionPlan) -> int | None:

@@ -3,8 +3,8 @@
 One program runs on each SM and computes one item after the other: the query heads of one tile of tokens
 that share keys and values, as many as a power of two divides. It is warp-specialized:
 
-    keys        1 warp     takes the next item, announces it, loads its queries and keys (TMA)
-    values      1 warp     loads its values, and zeroes those that no query sees
+    keys        1 or 2     takes the next item, announces it, loads its queries and keys (TMA)
+    values      1 or 2     loads its values, and zeroes those that no query sees
     consumers   2 x 4      64 queries each; the scores of a tile overlap with the product of the
                            previous tile's weights and values
 
@@ -13,9 +13,10 @@ features, as wide as shared memory is swizzled:
 
     keys, values    [stages, pieces of a head, blocks of a tile, tokens of a block, 64]
 
-The same kernel reads prompts that were gathered from a float8 cache (`gathered_prompts`): blocks of a whole
-tile, without a block table. Written in Gluon, which has no interpreter. Other devices run these rows in
-`attention_kernels`.
+From a float8 cache two warps each convert keys and values on their way (`hopper_float8`), which takes nearly
+twice as long. So long whole prompts are gathered from it (`gathered_prompts`), and the same kernel reads what
+was gathered: blocks of a whole tile, without a block table. Written in Gluon, which has no interpreter. Other
+devices run these rows in `attention_kernels`.
 """
 
 import torch
@@ -33,6 +34,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atom_ops.ops.attention.attention import AttentionRule
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.kv_cache import KVLayer
+from atom_ops.triton_impl.attention.hopper_float8 import (
+    CODE_ROWS,
+    CODES,
+    PIECE,
+    copy_float8,
+    make_float8,
+    slots_of,
+)
 from atom_ops.triton_impl.attention.query_tiles import QueryTiles
 from atom_ops.triton_impl.hardware.device_state import kept
 from atom_ops.triton_impl.hardware.hopper_pipeline import load_tile, make_barriers, release
@@ -49,8 +58,6 @@ _BLOCK_SIZES = (16, 32, 64, 128)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 # The running maximum before any score: finite, because inf - inf would be NaN.
 _LOWEST = gl.constexpr(-1.0e30)
-_PIECE = gl.constexpr(64)
-"""Features as wide as the swizzle of shared memory."""
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _HEADS_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 _ROWS = gl.constexpr(8)
@@ -76,6 +83,14 @@ def supports(q_THE: Tensor, cache: KVLayer, rule: AttentionRule) -> bool:
     )
 
 
+def reads(q_THE: Tensor, cache: KVLayer) -> bool:
+    """Whether `attend` reads a cache that it supports itself, not only what was gathered from it.
+
+    With 64 features converting takes three times as long as the products of queries, keys and values.
+    """
+    return cache.scale is None or (q_THE.shape[2] == 128 and cache.kv.shape[1] in _BLOCK_SIZES)
+
+
 def tile_length(heads: int, kv_heads: int) -> int:
     """Tokens of an item."""
     return _TILE // _heads_together(heads, kv_heads)
@@ -94,7 +109,7 @@ def _announce(items, barriers, number, fields, ITEMS: gl.constexpr):
     slot = number % ITEMS
     mbarrier.wait(free.index(slot), (number // ITEMS % 2) ^ 1)
     for i in gl.static_range(_FIELDS):
-        field = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        field = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         items.index(slot * _FIELDS + i).store(field)
     release(ready.index(slot))
 
@@ -135,27 +150,6 @@ def _keys_of(queries, position, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WI
 
 
 @gluon.jit
-def _slots(
-    table, origin, start, stop, num_slots,
-    PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """The first slot of each block of the tile at `start`.
-
-    For blocks from `stop` on it is the slot just past the cache, where TMA reads zeros.
-    """
-    slots = ()
-    for i in gl.static_range(TILE // BLOCK_SIZE):
-        token = start + i * BLOCK_SIZE
-        exists = (token >= 0) & (token < stop)
-        if PAGED:
-            slot = gl.load(table + token // BLOCK_SIZE, mask=exists, other=0) * BLOCK_SIZE
-        else:
-            slot = origin + token
-        slots = slots + (gl.where(exists, slot, num_slots),)  # type: ignore[assignment]  # noqa: RUF005
-    return slots
-
-
-@gluon.jit
 def _load_kv(
     kv_desc, tiles, stage, barrier, slots, column,
     PIECES: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
@@ -166,16 +160,16 @@ def _load_kv(
     for piece in gl.static_range(PIECES):
         for i in gl.static_range(BLOCKS):
             at = (stage * PIECES + piece) * BLOCKS + i
-            load_tile(kv_desc, [slots[i], column + piece * _PIECE], barrier, tiles.index(at))
+            load_tile(kv_desc, [slots[i], column + piece * PIECE], barrier, tiles.index(at))
 
 
 @gluon.jit
 def _copy_keys(
-    q_desc, kv_desc, q, keys, items, item_barriers, q_barriers, key_barriers,
+    q_desc, kv_desc, q, keys, items, item_barriers, q_barriers, key_barriers, float8,
     counter, tiles, count, table, table_stride, num_slots,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, TOGETHER: gl.constexpr, WIDTH: gl.constexpr,
     PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    ITEMS: gl.constexpr, WINDOW: gl.constexpr,
+    ITEMS: gl.constexpr, WINDOW: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Take items until there are none, and load their queries and keys.
 
@@ -183,7 +177,7 @@ def _copy_keys(
     """
     q_ready, q_free = q_barriers
     keys_ready, keys_free = key_barriers
-    PIECES: gl.constexpr = WIDTH // _PIECE
+    PIECES: gl.constexpr = WIDTH // PIECE
     SETS: gl.constexpr = HEADS // TOGETHER
     HALF: gl.constexpr = TILE // 2 // TOGETHER
     all_items = gl.load(count) * SETS
@@ -202,23 +196,33 @@ def _copy_keys(
         _announce(items, item_barriers, number, (head, row, token, queries, position), ITEMS)
         start, stop, num_tiles = _keys_of(queries, position, BLOCK_SIZE, TILE, WINDOW)
         own_table = table + row.to(gl.int64) * table_stride
-        at = start + (num_tiles - 1) * TILE
-        slots = _slots(own_table, token - position, at, stop, num_slots, PAGED, BLOCK_SIZE, TILE)
 
         mbarrier.wait(q_free, (number % 2) ^ 1)
         mbarrier.expect(q_ready, 2 * PIECES * q_desc.block_type.nbytes)
         for half in gl.static_range(2):
             for piece in gl.static_range(PIECES):
-                where = [token + half * HALF, head, piece * _PIECE]
+                where = [token + half * HALF, head, piece * PIECE]
                 load_tile(q_desc, where, q_ready, q.index(half * PIECES + piece))
         column = head // (HEADS // KV_HEADS) * WIDTH
-        for _tile in range(num_tiles):
-            stage = loaded % STAGES
-            mbarrier.wait(keys_free.index(stage), (loaded // STAGES % 2) ^ 1)
-            _load_kv(kv_desc, keys, stage, keys_ready.index(stage), slots, column, PIECES, BLOCK_SIZE, TILE)
-            at -= TILE
-            slots = _slots(own_table, token - position, at, stop, num_slots, PAGED, BLOCK_SIZE, TILE)
-            loaded += 1
+        if SCALED:
+            loaded = copy_float8(
+                kv_desc, float8, keys, key_barriers, own_table, loaded, column, start, stop,
+                _oldest(position, WINDOW), num_tiles, num_slots,
+                2 * KV_HEADS, WIDTH, BLOCK_SIZE, TILE, STAGES,
+            )  # fmt: skip
+        else:
+            origin = token - position
+            at = start + (num_tiles - 1) * TILE
+            slots = slots_of(own_table, origin, at, stop, num_slots, PAGED, BLOCK_SIZE, BLOCK_SIZE, TILE)
+            for _tile in range(num_tiles):
+                stage = loaded % STAGES
+                mbarrier.wait(keys_free.index(stage), (loaded // STAGES % 2) ^ 1)
+                _load_kv(
+                    kv_desc, keys, stage, keys_ready.index(stage), slots, column, PIECES, BLOCK_SIZE, TILE
+                )
+                at -= TILE
+                slots = slots_of(own_table, origin, at, stop, num_slots, PAGED, BLOCK_SIZE, BLOCK_SIZE, TILE)
+                loaded += 1
         number += 1
     _announce(items, item_barriers, number, (0, 0, 0, 0, 0), ITEMS)
     # Each program takes one item too many, and the last to do so leaves the counter as it was.
@@ -240,56 +244,76 @@ def _zero(rows, first, end, start, oldest, stop, stage_row, PIECES: gl.constexpr
 
 
 @gluon.jit
+def _load_values(
+    kv_desc, values, barriers, table, origin, loaded, mended, column, start, stop, oldest, num_tiles,
+    num_slots,
+    WIDTH: gl.constexpr, PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Load the values of one item, the last tile first; returns `loaded` and `mended` after it.
+
+    Where a block also has tokens that no query sees, they may be NaN, and 0 * NaN would be NaN: they are
+    zeroed before the consumers are told of the tile.
+    """
+    values_ready, values_free = barriers
+    PIECES: gl.constexpr = WIDTH // PIECE
+    rows = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // _ROWS), _ROWS, PIECE], _SWIZZLED)
+    at = start + (num_tiles - 1) * TILE
+    slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK_SIZE, BLOCK_SIZE, TILE)
+    for _tile in range(num_tiles):
+        stage = loaded % STAGES
+        mbarrier.wait(values_free.index(stage), (loaded // STAGES % 2) ^ 1)
+        ends = (at + TILE > stop) & (stop % BLOCK_SIZE != 0)
+        begins = (at < oldest) if WINDOW > 0 else False
+        # A tile to be zeroed arrives at the last barrier, which the consumers do not wait for.
+        arrived = gl.where(ends | begins, STAGES, stage)
+        _load_kv(kv_desc, values, stage, values_ready.index(arrived), slots, column, PIECES, BLOCK_SIZE, TILE)
+        if ends | begins:
+            mbarrier.wait(values_ready.index(STAGES), mended % 2)
+            mended += 1
+            stage_row = stage * PIECES * (TILE // _ROWS)
+            if ends:
+                block = (stop - at) // BLOCK_SIZE + 1
+                _zero(
+                    rows, (stop - at) // _ROWS, block * (BLOCK_SIZE // _ROWS), at, oldest, stop, stage_row,
+                    PIECES, TILE,
+                )  # fmt: skip
+            if begins:
+                _zero(rows, 0, (oldest - at) // _ROWS + 1, at, oldest, stop, stage_row, PIECES, TILE)
+            # WGMMA reads shared memory through the async proxy: plain stores need a fence.
+            fence_async_shared()
+            release(values_ready.index(stage))
+        at -= TILE
+        slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK_SIZE, BLOCK_SIZE, TILE)
+        loaded += 1
+    return loaded, mended
+
+
+@gluon.jit
 def _copy_values(
-    kv_desc, values, items, item_barriers, barriers, table, table_stride, num_slots,
+    kv_desc, values, items, item_barriers, barriers, float8, table, table_stride, num_slots,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WIDTH: gl.constexpr, PAGED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, ITEMS: gl.constexpr,
-    WINDOW: gl.constexpr,
+    WINDOW: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Load the values of all items. Where a block also has tokens that no query sees, they may be NaN, and
-    0 * NaN would be NaN: they are zeroed before the consumers are told of the tile."""
-    values_ready, values_free = barriers
-    PIECES: gl.constexpr = WIDTH // _PIECE
-    rows = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // _ROWS), _ROWS, _PIECE], _SWIZZLED)
-    number = 0
-    loaded = 0
-    mended = 0
+    """Copy the values of all items."""
+    number, loaded, mended = 0, 0, 0
     head, row, token, queries, position = _receive(items, item_barriers, 0, ITEMS)
     while queries > 0:
         oldest = _oldest(position, WINDOW)
         start, stop, num_tiles = _keys_of(queries, position, BLOCK_SIZE, TILE, WINDOW)
         own_table = table + row.to(gl.int64) * table_stride
         column = (KV_HEADS + head // (HEADS // KV_HEADS)) * WIDTH
-        at = start + (num_tiles - 1) * TILE
-        slots = _slots(own_table, token - position, at, stop, num_slots, PAGED, BLOCK_SIZE, TILE)
-        for _tile in range(num_tiles):
-            stage = loaded % STAGES
-            mbarrier.wait(values_free.index(stage), (loaded // STAGES % 2) ^ 1)
-            ends = (at + TILE > stop) & (stop % BLOCK_SIZE != 0)
-            begins = (at < oldest) if WINDOW > 0 else False
-            # A tile to be zeroed arrives at the last barrier, which the consumers do not wait for.
-            arrived = gl.where(ends | begins, STAGES, stage)
-            _load_kv(
-                kv_desc, values, stage, values_ready.index(arrived), slots, column, PIECES, BLOCK_SIZE, TILE
-            )
-            if ends | begins:
-                mbarrier.wait(values_ready.index(STAGES), mended % 2)
-                mended += 1
-                stage_row = stage * PIECES * (TILE // _ROWS)
-                if ends:
-                    block = (stop - at) // BLOCK_SIZE + 1
-                    _zero(
-                        rows, (stop - at) // _ROWS, block * (BLOCK_SIZE // _ROWS), at, oldest, stop,
-                        stage_row, PIECES, TILE,
-                    )  # fmt: skip
-                if begins:
-                    _zero(rows, 0, (oldest - at) // _ROWS + 1, at, oldest, stop, stage_row, PIECES, TILE)
-                # WGMMA reads shared memory through the async proxy: plain stores need a fence.
-                fence_async_shared()
-                release(values_ready.index(stage))
-            at -= TILE
-            slots = _slots(own_table, token - position, at, stop, num_slots, PAGED, BLOCK_SIZE, TILE)
-            loaded += 1
+        if SCALED:
+            loaded = copy_float8(
+                kv_desc, float8, values, barriers, own_table, loaded, column, start, stop, oldest, num_tiles,
+                num_slots, 2 * KV_HEADS, WIDTH, BLOCK_SIZE, TILE, STAGES,
+            )  # fmt: skip
+        else:
+            loaded, mended = _load_values(
+                kv_desc, values, barriers, own_table, token - position, loaded, mended, column, start, stop,
+                oldest, num_tiles, num_slots, WIDTH, PAGED, BLOCK_SIZE, TILE, STAGES, WINDOW,
+            )  # fmt: skip
         number += 1
         head, row, token, queries, position = _receive(items, item_barriers, number, ITEMS)
 
@@ -409,21 +433,22 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=["table_stride", "num_slots"],
-    do_not_specialize_on_alignment=["tiles", "count", "counter", "table", "sinks"],
+    do_not_specialize_on_alignment=["tiles", "count", "counter", "table", "sinks", "scales"],
 )
 def _attend(
-    q_desc, kv_desc, out, tiles, count, counter, table, sinks, scale, table_stride, num_slots,
+    q_desc, kv_desc, out, tiles, count, counter, table, sinks, scales, scale, table_stride, num_slots,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, TOGETHER: gl.constexpr, WIDTH: gl.constexpr,
     PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr,
     STAGES: gl.constexpr, ITEMS: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
     """Grid (SMs,)."""
-    PIECES: gl.constexpr = WIDTH // _PIECE
+    PIECES: gl.constexpr = WIDTH // PIECE
     BLOCKS: gl.constexpr = TILE // BLOCK_SIZE
     dtype: gl.constexpr = q_desc.dtype
-    q = gl.allocate_shared_memory(dtype, [2 * PIECES, HALF // TOGETHER, TOGETHER, _PIECE], _HEADS_SWIZZLED)
-    keys = gl.allocate_shared_memory(dtype, [STAGES * PIECES * BLOCKS, BLOCK_SIZE, _PIECE], _SWIZZLED)
-    values = gl.allocate_shared_memory(dtype, [STAGES * PIECES * BLOCKS, BLOCK_SIZE, _PIECE], _SWIZZLED)
+    q = gl.allocate_shared_memory(dtype, [2 * PIECES, HALF // TOGETHER, TOGETHER, PIECE], _HEADS_SWIZZLED)
+    keys = gl.allocate_shared_memory(dtype, [STAGES * PIECES * BLOCKS, BLOCK_SIZE, PIECE], _SWIZZLED)
+    values = gl.allocate_shared_memory(dtype, [STAGES * PIECES * BLOCKS, BLOCK_SIZE, PIECE], _SWIZZLED)
     items = gl.allocate_shared_memory(gl.int32, [ITEMS * _FIELDS, 1], _PLAIN)
     # An item is free once the values' warp and both consumers have arrived, the rest once both consumers
     # have. The last barrier of the values is for those that are zeroed after they arrived.
@@ -431,6 +456,10 @@ def _attend(
     q_barriers = make_barriers(1, 1).index(0), make_barriers(1, 2).index(0)
     key_barriers = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     value_barriers = make_barriers(STAGES + 1, 1), make_barriers(STAGES, 2)
+    key_float8, value_float8 = None, None
+    if SCALED:
+        key_float8 = make_float8(scales, STAGES, WIDTH, TILE)
+        value_float8 = make_float8(scales, STAGES, WIDTH, TILE)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -443,18 +472,18 @@ def _attend(
                 scale, 1, HEADS, TOGETHER, WIDTH, BLOCK_SIZE, TILE, HALF, STAGES, ITEMS, WINDOW, SINKS,
             )),
             (_copy_keys, (
-                q_desc, kv_desc, q, keys, items, item_barriers, q_barriers, key_barriers, counter, tiles,
-                count, table, table_stride, num_slots, HEADS, KV_HEADS, TOGETHER, WIDTH, PAGED, BLOCK_SIZE,
-                TILE, STAGES, ITEMS, WINDOW,
+                q_desc, kv_desc, q, keys, items, item_barriers, q_barriers, key_barriers, key_float8, counter,
+                tiles, count, table, table_stride, num_slots, HEADS, KV_HEADS, TOGETHER, WIDTH, PAGED,
+                BLOCK_SIZE, TILE, STAGES, ITEMS, WINDOW, SCALED,
             )),
             (_copy_values, (
-                kv_desc, values, items, item_barriers, value_barriers, table, table_stride, num_slots, HEADS,
-                KV_HEADS, WIDTH, PAGED, BLOCK_SIZE, TILE, STAGES, ITEMS, WINDOW,
+                kv_desc, values, items, item_barriers, value_barriers, value_float8, table, table_stride,
+                num_slots, HEADS, KV_HEADS, WIDTH, PAGED, BLOCK_SIZE, TILE, STAGES, ITEMS, WINDOW, SCALED,
             )),
         ],
         # Warps and registers per thread of all partitions but the first: consumers keep sums in registers,
         # and the warps that copy need few.
-        [4, 1, 1],
+        [4, 2, 2] if SCALED else [4, 1, 1],
         [232, 40, 40],
     )  # fmt: skip
 
@@ -462,35 +491,41 @@ def _attend(
 def attend(
     out_THE: Tensor,
     q_THE: Tensor,
-    kv: Tensor,
+    source: KVLayer | Tensor,
     plan: AttentionPlan,
     listed: QueryTiles,
     rule: AttentionRule,
     num_sms: int,
 ) -> None:
-    """Write the tokens of the listed tiles, of `tile_length` tokens, to `out_THE`, which must be contiguous.
+    """Write the tokens of the listed tiles, of `tile_length` tokens, to `out_THE`, which is contiguous.
 
-    `kv`, in the queries' dtype: the cache [blocks, block size, 2, K, E] or `gathered_prompts` [T, 2, K, E].
+    `source`: the cache, or `gathered_prompts` [T, 2, K, E] in the queries' dtype.
     """
     tokens, heads, width = q_THE.shape
+    paged = isinstance(source, KVLayer)
+    kv, scale = (source.kv, source.scale) if isinstance(source, KVLayer) else (source, None)
+    if scale is not None:
+        kv = kv.view(torch.uint8)
     kv_heads = kv.shape[-2]
-    paged = kv.dim() == 5
     together = _heads_together(heads, kv_heads)
     block_size = kv.shape[1] if paged else _TILE
-    slots = kv.shape[0] * block_size if paged else tokens
+    slots = len(kv) * block_size if paged else tokens
     row = 2 * kv_heads * width
-    q_box = [_HALF // together, together, _PIECE.value]
+    q_box = [_HALF // together, together, PIECE.value]
     q_strides = [q_THE.stride(0), width, 1]
+    kv_box = [block_size if scale is None else min(block_size, CODE_ROWS.value), PIECE.value]
+    kv_layout = _SWIZZLED if scale is None else CODES
     _attend[(num_sms,)](
         TensorDescriptor(q_THE, [tokens, heads, width], q_strides, q_box, _HEADS_SWIZZLED.value),
-        TensorDescriptor(kv, [slots, row], [row, 1], [block_size, _PIECE.value], _SWIZZLED.value),
+        TensorDescriptor(kv, [slots, row], [row, 1], kv_box, kv_layout.value),
         out_THE,
         listed.tiles_N4,
         listed.count,
         _counter(q_THE.device),
         plan.block_table_RW,
-        # Without sinks the kernel ignores this argument.
+        # The kernel ignores these two without sinks and without scales.
         listed.count if rule.sinks_H is None else rule.sinks_H,
+        listed.count if scale is None else scale,
         rule.scale * _LOG2_E.value,
         plan.block_table_RW.stride(0),
         slots,
@@ -506,6 +541,7 @@ def attend(
         ITEMS=_ITEMS,
         WINDOW=rule.window,
         SINKS=rule.sinks_H is not None,
+        SCALED=scale is not None,
         num_warps=4,
     )
 

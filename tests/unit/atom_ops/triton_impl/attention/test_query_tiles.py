@@ -12,13 +12,17 @@ from tests.helpers.kernels.paged_step import Step
 pytestmark = pytest.mark.skipif(not target.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
+WHOLE_PROMPT = 35
+"""Fewest tokens of a whole prompt."""
+
+
 def wanted_tiles(step: Step, length: int, min_tokens: int, whole: bool) -> list[tuple[int, int, int, int]]:
     found = []
     starts = np.cumsum([0, *step.query_lens]).tolist()
     lens = list(zip(step.query_lens.tolist(), step.context_lens.tolist(), strict=True))
     for row in sorted(range(len(lens)), key=lambda row: -lens[row][1]):
         queries, context = lens[row]
-        if queries < min_tokens or (whole and queries != context):
+        if queries < min_tokens or (queries == context and queries >= WHOLE_PROMPT) != whole:
             continue
         for first in reversed(range(0, queries, length)):
             tile = min(length, queries - first)
@@ -39,7 +43,7 @@ def test_agrees_with_reference_triton_query_tiles(
     context_lens = [90, 40, 1100, 40, 300, 129, *[33] * 130, 71]
     step = Step(query_lens, context_lens, 1, 1, width=16)
     plan = step.plan().padded(sum(query_lens) + 7 * padding, len(query_lens) + padding)
-    listed = plan.derived(ListTiles(length, min_tokens, whole))
+    listed = plan.derived(ListTiles(length, min_tokens, WHOLE_PROMPT, whole))
     wanted = wanted_tiles(step, length, min_tokens, whole)
     assert listed.count.item() == len(wanted) <= len(listed.tiles_N4)
     assert listed.tiles_N4[: len(wanted)].tolist() == [list(tile) for tile in wanted]
@@ -54,7 +58,8 @@ def test_agrees_with_reference_triton_gathered_prompts(kv_heads: int, width: int
     step = Step([1, 40, 30, 35], [90, 40, 300, 35], kv_heads, kv_heads, cache_dtype=FP8, width=width)
     plan = step.plan()
     assert step.cache.scale is not None
-    found = gather_prompts(step.cache, plan, plan.derived(ListTiles(16, 20, whole=True)), torch.float32)
+    listed = plan.derived(ListTiles(16, 20, WHOLE_PROMPT, whole=True))
+    found = gather_prompts(step.cache, plan, listed, torch.float32)
     for row, first in ((1, 1), (3, 71)):
         place = np.arange(step.query_lens[row])
         slots = step.table[row][place // 16] * 16 + place % 16
