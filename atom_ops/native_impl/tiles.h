@@ -21,6 +21,7 @@ inline bool has_tiles() { return false; }
 
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <utility>
 
 namespace {
 
@@ -62,6 +63,59 @@ template <int TILE> inline void store_tile(void* to, int64_t stride) {
 
 template <int SUMS, int LEFT, int RIGHT> inline void add_product() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(LEFT), "i"(RIGHT));
+}
+
+// Exchanges rows and columns of a tile in registers, of float32 values or pairs.
+inline void transpose(Vector* rows) {
+    constexpr Integers LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (int bit = 1; bit < TILE_ROWS; bit *= 2) {
+        // Of two rows and two columns that differ in that bit alone, two corners change places.
+        const Integers upper = (LANE & bit) == 0 ? LANE : LANE + TILE_ROWS - bit;
+        const Integers lower = (LANE & bit) == 0 ? LANE + bit : LANE + TILE_ROWS;
+#pragma GCC unroll 16
+        for (int row = 0; row < TILE_ROWS; ++row) {
+            if (row & bit) continue;
+            const Vector one = rows[row], other = rows[row + bit];
+            rows[row] = __builtin_shuffle(one, other, upper);
+            rows[row + bit] = __builtin_shuffle(one, other, lower);
+        }
+    }
+}
+
+// `multiply_tiles` of as many tiles of rows as there are SUMS.
+template <bool ADD, int... SUMS>
+inline void multiply_tiles(const uint32_t* left, int64_t pairs_in_row, const Vector* right, int pairs,
+                           Vector* out, std::integer_sequence<int, SUMS...>) {
+    constexpr int64_t VECTOR = sizeof(Vector);
+    const int64_t row = pairs_in_row * int64_t(sizeof *left);
+    if constexpr (ADD)
+        (load_tile<SUMS>(out + SUMS * TILE_ROWS, VECTOR), ...);
+    else
+        (zero_tile<SUMS>(), ...);
+    for (int k = 0; k < pairs; k += TILE_ROWS) {
+        load_tile<6>(right + k, VECTOR);
+        ((load_tile<4 + SUMS % 2>(left + SUMS * TILE_ROWS * pairs_in_row + k, row),
+          add_product<SUMS, 4 + SUMS % 2, 6>()),
+         ...);
+    }
+    (store_tile<SUMS>(out + SUMS * TILE_ROWS, VECTOR), ...);
+}
+
+// out[row] = sum of left[row][pair] * right[pair], in 16 lanes; with ADD plus what `out` held. `rows` and
+// `pairs` are multiples of TILE_ROWS.
+template <bool ADD>
+inline void multiply_tiles(const uint32_t* left, int64_t pairs_in_row, const Vector* right, int pairs,
+                           Vector* out, int rows) {
+    for (; rows > 0; rows -= 4 * TILE_ROWS, left += 4 * TILE_ROWS * pairs_in_row, out += 4 * TILE_ROWS) {
+        const auto of = [&](auto sums) { multiply_tiles<ADD>(left, pairs_in_row, right, pairs, out, sums); };
+        switch (rows / TILE_ROWS) {
+            case 1: of(std::make_integer_sequence<int, 1>()); break;
+            case 2: of(std::make_integer_sequence<int, 2>()); break;
+            case 3: of(std::make_integer_sequence<int, 3>()); break;
+            default: of(std::make_integer_sequence<int, 4>());
+        }
+    }
 }
 
 }  // namespace

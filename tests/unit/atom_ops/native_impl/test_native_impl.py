@@ -8,6 +8,7 @@ import torch
 
 import atom_ops
 from atom_ops import backend, native_impl
+from atom_ops.native_impl.build import library
 from atom_ops.op import REGISTRY
 from tests.helpers.kernels.paged_step import Step
 
@@ -87,6 +88,46 @@ def test_attention_of_prompts_in_bfloat16(block_size: int, width: int) -> None:
     step = Step(counts, contexts, 9, 3, block_size, dtype=BF16, cache_dtype=BF16, width=width)
     torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-2, rtol=1e-2)
     assert ran_native("paged_attention")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"window": 1, "sinks": True},
+        {"window": 40},
+        {"window": 64, "chunked": True},
+        {"window": 100, "sinks": True, "soft_cap": 2.0},
+        {"soft_cap": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 16), (7, 1, 80), (4, 2, 128), (2, 1, 256)]
+)
+def test_rules_of_prompts_in_bfloat16(
+    heads: int, kv_heads: int, width: int, rule: dict[str, float | bool]
+) -> None:
+    """Contexts end with a chunk of one key, of an odd number and of all; what no query sees is poisoned."""
+    counts, contexts = [5, 1, 70, 63, 193, 6], [65, 200, 70, 333, 193, 128]
+    step = Step(counts, contexts, heads, kv_heads, dtype=BF16, cache_dtype=BF16, width=width, **rule)  # type: ignore[arg-type]
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-2, rtol=1e-2)
+    assert ran_native("paged_attention")
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("width", [64, 80])
+def test_a_prompt_in_pieces_has_the_bits_of_the_whole(width: int, window: int) -> None:
+    if not library().atom_has_tiles():
+        pytest.skip("needs AMX; other tiles begin with their window")
+    step = Step([400], [400], 9, 3, dtype=BF16, cache_dtype=BF16, width=width, window=window)
+    whole = step.run()
+    ends = [37, 100, 105, 333, 400]
+    for first, end in zip([0, *ends], ends, strict=False):
+        plan = atom_ops.plan_attention(
+            np.array([end - first], np.int32), np.array([end], np.int32), step.table, CPU
+        )
+        found = atom_ops.paged_attention(step.q[first:end], step.cache, plan, step.rule)
+        assert torch.equal(found, whole[first:end])
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
