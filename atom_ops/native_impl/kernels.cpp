@@ -45,18 +45,29 @@ void rms_norm(const T* x, const T* residual, const T* weight, T* out, T* total, 
 }
 
 // The argument of the sigmoid in GELU's tanh approximation: twice sqrt(2 / pi) (g + 0.044715 g^3).
-inline float gelu_argument(float g) { return 1.5957691216f * g * (1.0f + 0.044715f * g * g); }
+template <typename V> inline V gelu_argument(V g) { return 1.5957691216f * g * (1.0f + 0.044715f * g * g); }
+
+// gate times the sigmoid of its argument, rounded, times up.
+template <typename T, bool GELU> inline Vector gated(Vector gate, Vector up) {
+    const Vector x = GELU ? gelu_argument(gate) : gate;
+    const Vector power = power_of_two((x > 0.0f ? -x : x) * LOG2_E);  // at most 1, so that nothing overflows
+    return rounded<T>((x > 0.0f ? gate : gate * power) / (1.0f + power)) * up;
+}
 
 template <typename T, bool GELU = false> void gate_and_mul(const T* x, T* out, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > WORTH_THREADS)
     for (int64_t row = 0; row < rows; ++row) {
         const T *gate = x + row * 2 * size, *up = gate + size;
-        for (int64_t i = 0; i < size; ++i) {
-            const float g = number(gate[i]);
-            T activated;
-            put(activated, g / (1.0f + exponential(GELU ? -gelu_argument(g) : -g)));
-            put(out[row * size + i], number(activated) * number(up[i]));
-        }
+        T* to = out + row * size;
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES)
+            put(to + i, gated<T, GELU>(vector_at(gate + i), vector_at(up + i)));
+        if (i == size) continue;
+        T last[3][LANES] = {};
+        std::memcpy(last[0], gate + i, (size - i) * sizeof(T));
+        std::memcpy(last[1], up + i, (size - i) * sizeof(T));
+        put(last[2], gated<T, GELU>(vector_at(last[0]), vector_at(last[1])));
+        std::memcpy(to + i, last[2], (size - i) * sizeof(T));
     }
 }
 

@@ -1,6 +1,7 @@
 """Kernels in C++: their attention, their linear layers, and how they round."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.helpers.kernels.paged_step import Step
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
+gelu_tanh = partial(torch.nn.functional.gelu, approximate="tanh")
 CONTEXTS = [1, 16, 17, 63, 64, 65, 600]
 
 pytestmark = pytest.mark.skipif(not native_impl.runs_on(CPU), reason="needs a C++ compiler")
@@ -157,6 +159,16 @@ def test_sums_are_rounded_as_torch_rounds_them() -> None:
     _, total = atom_ops.add_rms_norm(x, residual, torch.ones(256, dtype=BF16), 1e-6)
     torch.testing.assert_close(total, x + residual, atol=0, rtol=0, equal_nan=True)
     assert ran_native("add_rms_norm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("op", [atom_ops.silu_and_mul, atom_ops.gelu_tanh_and_mul])
+def test_large_gates(op: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+    gate = torch.tensor([torch.inf, 1e4, 100.0, 1e-30, 0.0, -1e-30, -100.0, -1e4, torch.nan, 1.0, -1.0] * 3)
+    found = op(torch.stack((gate, torch.ones_like(gate)), 0).reshape(1, -1).to(dtype))[0]
+    activate = torch.nn.functional.silu if op is atom_ops.silu_and_mul else gelu_tanh
+    tolerance = 1e-2 if dtype == BF16 else 1e-6
+    torch.testing.assert_close(found.float(), activate(gate), atol=1e-30, rtol=tolerance, equal_nan=True)
 
 
 def test_a_large_step_in_threads_is_that_of_one_thread() -> None:
