@@ -40,6 +40,12 @@ template <typename T> struct Queries {
 
     const T* in(int64_t token) const { return q + token * q_stride; }
     T* result(int64_t token) const { return out + token * out_stride; }
+    // By their number, which goes through the heads of a token, then the tokens; the last query for more.
+    const T* in(int64_t number, int64_t width) const {
+        const int64_t own = smaller(number, count * group - 1);
+        return in(own / group) + own % group * width;
+    }
+    T* result(int64_t number, int64_t width) const { return result(number / group) + number % group * width; }
     // What a token sees of the context.
     int64_t last(int64_t token) const { return position + token + (ahead == nullptr ? 0 : ahead[token]); }
     int64_t first(int64_t token) const {
@@ -53,11 +59,22 @@ template <typename T> struct Queries {
 struct Scores {
     float scale, cap;
 
+    // To `count` scores, in whole vectors.
     void apply_cap(float* scores, int count, float factor) const {
-        const float doubled = 2.0f * factor / cap;
-#pragma omp simd
-        for (int i = 0; i < count; ++i)
-            scores[i] = cap - 2.0f * cap / (exponential(scores[i] * doubled) + 1.0f);
+        const float doubled = 2.0f * LOG2_E * factor / cap;
+        for (int i = 0; i < count; i += LANES) {
+            const Vector x = doubled * vector_at(scores + i);
+            const Vector power = power_of_two(x > 0.0f ? -x : x);  // at most 1, so that nothing overflows
+            const Vector capped = cap * (1.0f - power) / (1.0f + power);
+            put(scores + i, x > 0.0f ? capped : -capped);
+        }
+    }
+
+    // Applies the cap; the result is the factor with which weights are powers of two.
+    float base_two(float* scores, int count) const {
+        if (cap <= 0.0f) return LOG2_E * scale;
+        apply_cap(scores, count, scale);
+        return LOG2_E;
     }
 };
 
@@ -145,7 +162,7 @@ void attend(const T* q, const T* const* keys, int64_t value_offset, int count, S
             HeadState<WIDTH>* states) {
     constexpr int PARTS = WIDTH / LANES, LINE = 64 / int(sizeof(T));
     typedef Query<T, WIDTH, WIDTH % (2 * LANES) == 0> HeadQuery;
-    float scores[COUNT][CHUNK];
+    float scores[COUNT][CHUNK] = {};
     HeadQuery queries[COUNT];
     for (int n = 0; n < COUNT; ++n) queries[n].load(q + n * WIDTH);
     for (int token = 0; token < count; token += TOGETHER) {

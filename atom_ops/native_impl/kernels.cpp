@@ -45,18 +45,29 @@ void rms_norm(const T* x, const T* residual, const T* weight, T* out, T* total, 
 }
 
 // The argument of the sigmoid in GELU's tanh approximation: twice sqrt(2 / pi) (g + 0.044715 g^3).
-inline float gelu_argument(float g) { return 1.5957691216f * g * (1.0f + 0.044715f * g * g); }
+template <typename V> inline V gelu_argument(V g) { return 1.5957691216f * g * (1.0f + 0.044715f * g * g); }
+
+// gate times the sigmoid of its argument, rounded, times up.
+template <typename T, bool GELU> inline Vector gated(Vector gate, Vector up) {
+    const Vector x = GELU ? gelu_argument(gate) : gate;
+    const Vector power = power_of_two((x > 0.0f ? -x : x) * LOG2_E);  // at most 1, so that nothing overflows
+    return rounded<T>((x > 0.0f ? gate : gate * power) / (1.0f + power)) * up;
+}
 
 template <typename T, bool GELU = false> void gate_and_mul(const T* x, T* out, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > WORTH_THREADS)
     for (int64_t row = 0; row < rows; ++row) {
         const T *gate = x + row * 2 * size, *up = gate + size;
-        for (int64_t i = 0; i < size; ++i) {
-            const float g = number(gate[i]);
-            T activated;
-            put(activated, g / (1.0f + exponential(GELU ? -gelu_argument(g) : -g)));
-            put(out[row * size + i], number(activated) * number(up[i]));
-        }
+        T* to = out + row * size;
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES)
+            put(to + i, gated<T, GELU>(vector_at(gate + i), vector_at(up + i)));
+        if (i == size) continue;
+        T last[3][LANES] = {};
+        std::memcpy(last[0], gate + i, (size - i) * sizeof(T));
+        std::memcpy(last[1], up + i, (size - i) * sizeof(T));
+        put(last[2], gated<T, GELU>(vector_at(last[0]), vector_at(last[1])));
+        std::memcpy(to + i, last[2], (size - i) * sizeof(T));
     }
 }
 
@@ -116,23 +127,34 @@ struct Task {
 constexpr int64_t FEW_QUERIES = 4;  // tokens of a row; with more, tiles are faster
 constexpr int64_t NO_TILE = -1;
 
-inline std::vector<Task> attention_tasks(const int32_t* starts, int64_t rows, int64_t kv_heads,
-                                         int64_t group) {
+// Tiles have `at_once` queries at most.
+inline std::vector<Task> attention_tasks(const int32_t* starts, int64_t rows, int64_t kv_heads, int64_t group,
+                                         int64_t at_once) {
     const int64_t together = rows >= 4 * omp_get_max_threads() ? kv_heads : 1;
     std::vector<Task> tasks;
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t tokens = starts[row + 1] - starts[row];
         if (tokens > FEW_QUERIES) {
             // The last tiles first: they see most.
-            for (int64_t tile = (tokens * group - 1) / MANY_QUERIES; tile >= 0; --tile)
+            for (int64_t tile = (tokens * group - 1) / at_once; tile >= 0; --tile)
                 for (int64_t head = 0; head < kv_heads; ++head)
-                    tasks.push_back({row, head, 1, tile * MANY_QUERIES});
+                    tasks.push_back({row, head, 1, tile * at_once});
         } else if (tokens > 0) {
             for (int64_t head = 0; head < kv_heads; head += together)
                 tasks.push_back({row, head, together, NO_TILE});
         }
     }
     return tasks;
+}
+
+constexpr int64_t TASKS_A_THREAD = 4;  // some take longer than others
+
+// Queries of a tile, of `all` queries of a step. With AMX more of them share what is done once for a tile's
+// keys and values, as long as each thread has some tiles.
+template <typename T> int64_t queries_at_once(int64_t all) {
+    if (!by_tiles<T>()) return MANY_QUERIES;
+    const int64_t share = all / (TASKS_A_THREAD * omp_get_max_threads());
+    return smaller((share / MANY_QUERIES + 1) * MANY_QUERIES, MOST_TILED_QUERIES);
 }
 
 template <typename T, int WIDTH>
@@ -142,7 +164,8 @@ void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table
                  int64_t window, bool chunked, Scores rule) {
     const int64_t group = heads / kv_heads;
     std::memset(out, 0, tokens * heads * WIDTH * sizeof(T));  // padding tokens get zeros
-    const std::vector<Task> tasks = attention_tasks(starts, rows, kv_heads, group);
+    const int64_t at_once = queries_at_once<T>(tokens * heads);
+    const std::vector<Task> tasks = attention_tasks(starts, rows, kv_heads, group, at_once);
 #pragma omp parallel for schedule(dynamic, 1)
     for (size_t number = 0; number < tasks.size(); ++number) {
         const Task& task = tasks[number];
@@ -164,7 +187,7 @@ void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table
         if (task.from == NO_TILE)
             attend_each<T, WIDTH>(queries, context, rule, task.kv_heads);
         else
-            attend_tile<T, WIDTH>(queries, context, rule, task.from);
+            attend_tile<T, WIDTH>(queries, context, rule, task.from, at_once);
     }
 }
 

@@ -11,54 +11,27 @@
 #pragma once
 
 #include "codes.h"
+#include "tiles.h"
 
-#ifndef __AMX_BF16__
-
-namespace {
-inline bool has_tiles() { return false; }
-}  // namespace
-
-#else
-
-#include <sys/syscall.h>
-#include <unistd.h>
+#ifdef __AMX_BF16__
 
 namespace {
 
-constexpr int TILE_ROWS = 16;
 constexpr int SUMMED_AT_ONCE = 4;  // groups
 
-// Whether the system lets this process use tiles, for which it has to ask.
-inline bool has_tiles() {
-    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-    static const bool allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-    return allowed;
-}
-
-// Tiles 0 to 3 are sums, 4 and 5 x, 6 and 7 codes.
-inline void configure_tiles(int rows, int pairs) {
-    struct {
-        uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t bytes[16] = {};
-        uint8_t rows[16] = {};
-    } config;
-    for (int tile = 0; tile < 8; ++tile) {
-        config.bytes[tile] = tile == 4 || tile == 5 ? pairs * 4 : 64;
-        config.rows[tile] = uint8_t(tile < 6 ? rows : pairs);
+// The sums of group number GROUP of those that are summed at once, each with a tile for its sums.
+template <int GROUP>
+inline void sum_group(const Pair<BFloat16>* x, int64_t stride, const Vector* codes, int64_t size,
+                      int64_t pairs, Vector (*sums)[TILE_ROWS]) {
+    constexpr int X = 4 + GROUP % 2, CODES = 6 + GROUP % 2;  // groups take turns with these
+    zero_tile<GROUP>();
+    for (int64_t step = GROUP * size; step < (GROUP + 1) * size; step += pairs) {
+        load_tile<X>(x + step, stride * int64_t(sizeof *x));
+        load_tile<CODES>(codes + step, sizeof *codes);
+        add_product<GROUP, X, CODES>();
     }
-    asm volatile("" : : "r"(&config) : "memory");  // compilers know of the first 8 bytes alone that are read
-    _tile_loadconfig(&config);
+    store_tile<GROUP>(sums[GROUP], sizeof **sums);
 }
-
-// The sums of a group: SUMS is their tile; X and CODES are tiles that groups take turns with.
-#define SUM_GROUP(SUMS, X, CODES)                                                                  \
-    _tile_zero(SUMS);                                                                              \
-    for (int64_t step = 0; step < size; step += pairs) {                                           \
-        _tile_loadd(X, x + SUMS * size + step, stride * int64_t(sizeof *x));                       \
-        _tile_loadd(CODES, codes + SUMS * size + step, sizeof *codes);                             \
-        _tile_dpbf16ps(SUMS, X, CODES);                                                            \
-    }                                                                                              \
-    _tile_stored(SUMS, sums[SUMS], sizeof *sums[SUMS])
 
 // Adds GROUPS groups of `size` pairs to the totals of `rows` rows. `pairs` are those of a tile.
 template <bool OFFSETS, int GROUPS>
@@ -66,10 +39,10 @@ void add_groups(const Pair<BFloat16>* x, int64_t stride, const Vector* codes, in
                 const Terms* terms, int64_t terms_stride, const InputGroup* inputs, int64_t inputs_stride, int rows,
                 Vector* totals) {
     Vector sums[SUMMED_AT_ONCE][TILE_ROWS];
-    SUM_GROUP(0, 4, 6);
-    if constexpr (GROUPS > 1) { SUM_GROUP(1, 5, 7); }
-    if constexpr (GROUPS > 2) { SUM_GROUP(2, 4, 6); }
-    if constexpr (GROUPS > 3) { SUM_GROUP(3, 5, 7); }
+    sum_group<0>(x, stride, codes, size, pairs, sums);
+    if constexpr (GROUPS > 1) sum_group<1>(x, stride, codes, size, pairs, sums);
+    if constexpr (GROUPS > 2) sum_group<2>(x, stride, codes, size, pairs, sums);
+    if constexpr (GROUPS > 3) sum_group<3>(x, stride, codes, size, pairs, sums);
     for (int r = 0; r < rows; ++r) {
         Vector total = totals[r];
         for (int g = 0; g < GROUPS; ++g) {
@@ -81,8 +54,6 @@ void add_groups(const Pair<BFloat16>* x, int64_t stride, const Vector* codes, in
         totals[r] = total;
     }
 }
-
-#undef SUM_GROUP
 
 // `add_groups` for a number of groups, GROUPS at most.
 template <bool OFFSETS, int GROUPS, typename... Rest>
@@ -121,7 +92,6 @@ void tile_task(const Layer& layer, const LinearTask& task, const InputGroup* inp
     for (int64_t group = 0; group < all; group += at_once) {
         const int64_t groups = smaller(all - group, at_once);
         tile.template decode<BITS>(layer, task.panel, group, groups);
-        asm volatile("" ::: "memory");  // compilers do not know that tiles are loaded from there
         Vector* own = totals.data();
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t row = smaller(task.first + block * TILE_ROWS, task.last - rows);

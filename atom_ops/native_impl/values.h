@@ -64,6 +64,9 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t HalfBits __attribute__((vector_size(2 * LANES)));
 typedef float Quarter __attribute__((vector_size(16)));
 
 inline Vector vector_at(const float* x) {
@@ -73,14 +76,56 @@ inline Vector vector_at(const float* x) {
 }
 
 inline Vector vector_at(const BFloat16* x) {
-    typedef uint16_t Bits __attribute__((vector_size(2 * LANES)));
-    typedef uint32_t Wide __attribute__((vector_size(4 * LANES)));
-    Bits bits;
+    HalfBits bits;
     std::memcpy(&bits, x, sizeof bits);
-    return (Vector)(__builtin_convertvector(bits, Wide) << 16);
+    return (Vector)(__builtin_convertvector(bits, Bits) << 16);
 }
 
 inline Vector in_all_lanes(float x) { return x - Vector{}; }
+
+// As values of T, rounded as `put` does.
+template <typename T> inline Vector rounded(Vector x) { return x; }
+
+template <> inline Vector rounded<BFloat16>(Vector x) {
+    const Bits bits = (Bits)x;
+    const Bits result = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000;
+    return (Vector)(x == x ? result : Bits{} + 0x7FC00000);
+}
+
+inline void put(float* to, Vector x) { std::memcpy(to, &x, sizeof x); }
+
+inline void put(BFloat16* to, Vector x) {
+    const HalfBits bits = __builtin_convertvector((Bits)rounded<BFloat16>(x) >> 16, HalfBits);
+    std::memcpy(to, &bits, sizeof bits);
+}
+
+// In each lane; `other` where one of them is a NaN.
+inline Vector larger(Vector one, Vector other) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_max_ps((__m512)one, (__m512)other);
+#elif defined(__AVX__)
+    return (Vector)_mm256_max_ps((__m256)one, (__m256)other);
+#else
+    return one > other ? one : other;
+#endif
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+// 2 to the power of each x, which is 0 at most, to 2e-7 of its value; x is clamped to what float32 holds.
+inline Vector power_of_two(Vector x) {
+    constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: sums with it are integers, in their last bits
+    x = larger(in_all_lanes(-125.0f), x);
+    const Vector shifted = x + SHIFT;
+    const Vector r = x - (shifted - SHIFT);
+    Vector p = in_all_lanes(1.326472731e-3f);
+    p = p * r + 9.671512991e-3f;
+    p = p * r + 5.550733581e-2f;
+    p = p * r + 2.402224243e-1f;
+    p = p * r + 6.931470037e-1f;
+    p = p * r + 1.0f;
+    return (Vector)((Integers)p + ((Integers)shifted << 23));
+}
 
 // Rounded once, where the CPU can. Compilers choose that for each loop, and so the bits of a row might depend on
 // how many rows there are.
@@ -140,6 +185,24 @@ inline Vector add_pairs(Vector sum, Vector left, Vector right) {
 }
 
 inline Vector in_all_lanes(uint32_t pair) { return (Vector)_mm512_set1_epi32(int(pair)); }
+
+// Values of two halves of a vector that take turns.
+typedef int16_t Places __attribute__((vector_size(64)));
+constexpr Places TURNS = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                          8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+
+// Pairs of the lanes of two vectors, rounded to the nearest, half to even.
+inline Vector pairs_of(Vector low, Vector high) {
+    const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    return (Vector)_mm512_permutexvar_epi16((__m512i)TURNS, (__m512i)rounded);
+}
+
+// Pairs of the values at two places.
+inline Vector pairs_at(const BFloat16* low, const BFloat16* high) {
+    __m512i joined = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)low));
+    joined = _mm512_inserti64x4(joined, _mm256_loadu_si256((const __m256i*)high), 1);
+    return (Vector)_mm512_permutexvar_epi16((__m512i)TURNS, joined);
+}
 #endif
 
 }  // namespace

@@ -1,6 +1,7 @@
 """Kernels in C++: their attention, their linear layers, and how they round."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ import torch
 
 import atom_ops
 from atom_ops import backend, native_impl
+from atom_ops.native_impl.build import library
 from atom_ops.op import REGISTRY
 from tests.helpers.kernels.paged_step import Step
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
+gelu_tanh = partial(torch.nn.functional.gelu, approximate="tanh")
 CONTEXTS = [1, 16, 17, 63, 64, 65, 600]
 
 pytestmark = pytest.mark.skipif(not native_impl.runs_on(CPU), reason="needs a C++ compiler")
@@ -89,6 +92,46 @@ def test_attention_of_prompts_in_bfloat16(block_size: int, width: int) -> None:
     assert ran_native("paged_attention")
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"window": 1, "sinks": True},
+        {"window": 40},
+        {"window": 64, "chunked": True},
+        {"window": 100, "sinks": True, "soft_cap": 2.0},
+        {"soft_cap": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 16), (7, 1, 80), (4, 2, 128), (2, 1, 256)]
+)
+def test_rules_of_prompts_in_bfloat16(
+    heads: int, kv_heads: int, width: int, rule: dict[str, float | bool]
+) -> None:
+    """Contexts end with a chunk of one key, of an odd number and of all; what no query sees is poisoned."""
+    counts, contexts = [5, 1, 70, 63, 193, 6], [65, 200, 70, 333, 193, 128]
+    step = Step(counts, contexts, heads, kv_heads, dtype=BF16, cache_dtype=BF16, width=width, **rule)  # type: ignore[arg-type]
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-2, rtol=1e-2)
+    assert ran_native("paged_attention")
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("width", [64, 80])
+def test_a_prompt_in_pieces_has_the_bits_of_the_whole(width: int, window: int) -> None:
+    if not library().atom_has_tiles():
+        pytest.skip("needs AMX; other tiles begin with their window")
+    step = Step([400], [400], 9, 3, dtype=BF16, cache_dtype=BF16, width=width, window=window)
+    whole = step.run()
+    ends = [37, 100, 105, 333, 400]
+    for first, end in zip([0, *ends], ends, strict=False):
+        plan = atom_ops.plan_attention(
+            np.array([end - first], np.int32), np.array([end], np.int32), step.table, CPU
+        )
+        found = atom_ops.paged_attention(step.q[first:end], step.cache, plan, step.rule)
+        assert torch.equal(found, whole[first:end])
+
+
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_a_nan_stays_in_its_row(tokens: int) -> None:
     step = Step([tokens, tokens], [70, 40], 4, 2, width=64)
@@ -116,6 +159,16 @@ def test_sums_are_rounded_as_torch_rounds_them() -> None:
     _, total = atom_ops.add_rms_norm(x, residual, torch.ones(256, dtype=BF16), 1e-6)
     torch.testing.assert_close(total, x + residual, atol=0, rtol=0, equal_nan=True)
     assert ran_native("add_rms_norm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("op", [atom_ops.silu_and_mul, atom_ops.gelu_tanh_and_mul])
+def test_large_gates(op: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+    gate = torch.tensor([torch.inf, 1e4, 100.0, 1e-30, 0.0, -1e-30, -100.0, -1e4, torch.nan, 1.0, -1.0] * 3)
+    found = op(torch.stack((gate, torch.ones_like(gate)), 0).reshape(1, -1).to(dtype))[0]
+    activate = torch.nn.functional.silu if op is atom_ops.silu_and_mul else gelu_tanh
+    tolerance = 1e-2 if dtype == BF16 else 1e-6
+    torch.testing.assert_close(found.float(), activate(gate), atol=1e-30, rtol=tolerance, equal_nan=True)
 
 
 def test_a_large_step_in_threads_is_that_of_one_thread() -> None:
