@@ -35,7 +35,7 @@ struct LaneSoftmax {
         Integers token = int32_t(start) - Integers{};
         for (int key = 0; key < count; ++key, token += 1) {
             Vector& own = scores[key * stride];
-            own = (token >= first) & (token <= last) ? own : in_all_lanes(LEAST_SCORE);
+            own = ((token >= first) & (token <= last)) ? own : in_all_lanes(LEAST_SCORE);
         }
     }
 

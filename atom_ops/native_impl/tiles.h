@@ -65,22 +65,24 @@ template <int SUMS, int LEFT, int RIGHT> inline void add_product() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(LEFT), "i"(RIGHT));
 }
 
+// Of two rows and two columns whose numbers differ in BIT alone, two corners change places.
+template <int BIT, int... LANE> inline void exchange(Vector* rows, std::integer_sequence<int, LANE...>) {
+#pragma GCC unroll 16
+    for (int row = 0; row < TILE_ROWS; ++row) {
+        if (row & BIT) continue;
+        const Vector one = rows[row], other = rows[row + BIT];
+        rows[row] = shuffled<((LANE & BIT) == 0 ? LANE : LANE + TILE_ROWS - BIT)...>(one, other);
+        rows[row + BIT] = shuffled<((LANE & BIT) == 0 ? LANE + BIT : LANE + TILE_ROWS)...>(one, other);
+    }
+}
+
 // Exchanges rows and columns of a tile in registers, of float32 values or pairs.
 inline void transpose(Vector* rows) {
-    constexpr Integers LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#pragma GCC unroll 4
-    for (int bit = 1; bit < TILE_ROWS; bit *= 2) {
-        // Of two rows and two columns that differ in that bit alone, two corners change places.
-        const Integers upper = (LANE & bit) == 0 ? LANE : LANE + TILE_ROWS - bit;
-        const Integers lower = (LANE & bit) == 0 ? LANE + bit : LANE + TILE_ROWS;
-#pragma GCC unroll 16
-        for (int row = 0; row < TILE_ROWS; ++row) {
-            if (row & bit) continue;
-            const Vector one = rows[row], other = rows[row + bit];
-            rows[row] = __builtin_shuffle(one, other, upper);
-            rows[row + bit] = __builtin_shuffle(one, other, lower);
-        }
-    }
+    constexpr auto LANE = std::make_integer_sequence<int, TILE_ROWS>();
+    exchange<1>(rows, LANE);
+    exchange<2>(rows, LANE);
+    exchange<4>(rows, LANE);
+    exchange<8>(rows, LANE);
 }
 
 // `multiply_tiles` of as many tiles of rows as there are SUMS.

@@ -139,21 +139,30 @@ inline Vector multiply_add(Vector one, Vector other, Vector sum) {
 #endif
 }
 
+// What is at these places of two vectors, the second one after the first.
+template <int... PLACES, typename V> inline V shuffled(V one, V other) {
+#ifdef __clang__
+    return __builtin_shufflevector(one, other, PLACES...);
+#else
+    typedef int Places __attribute__((vector_size(sizeof(V))));
+    return __builtin_shuffle(one, other, Places{PLACES...});
+#endif
+}
+
+// The sum of what is at these places and FURTHER after them.
+template <int FURTHER, int... PLACES, typename V> inline V sum_of_places(V one, V other) {
+    return shuffled<PLACES...>(one, other) + shuffled<(PLACES + FURTHER)...>(one, other);
+}
+
 // The sums of four vectors.
 #ifdef __AVX512F__
 inline Quarter sums_of(Vector a, Vector b, Vector c, Vector d) {
-    typedef int Places __attribute__((vector_size(64)));
-    constexpr Places LOW = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-    constexpr Places EVEN = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
-    constexpr Places PAIRS = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
-    constexpr Places ONES = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-    constexpr Places FIRST = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
-    const Vector ab = __builtin_shuffle(a, b, LOW) + __builtin_shuffle(a, b, LOW + 8);
-    const Vector cd = __builtin_shuffle(c, d, LOW) + __builtin_shuffle(c, d, LOW + 8);
-    Vector all = __builtin_shuffle(ab, cd, EVEN) + __builtin_shuffle(ab, cd, EVEN + 4);
-    all += __builtin_shuffle(all, PAIRS);
-    all += __builtin_shuffle(all, ONES);
-    all = __builtin_shuffle(all, FIRST);
+    const Vector ab = sum_of_places<8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(a, b);
+    const Vector cd = sum_of_places<8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(c, d);
+    Vector all = sum_of_places<4, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(ab, cd);
+    all += shuffled<2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13>(all, all);
+    all += shuffled<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(all, all);
+    all = shuffled<0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12>(all, all);
     Quarter result;
     std::memcpy(&result, &all, sizeof result);
     return result;
@@ -169,12 +178,9 @@ inline Quarter in_four(Vector x) {
 }
 
 inline Quarter sums_of(Vector a, Vector b, Vector c, Vector d) {
-    typedef int Places __attribute__((vector_size(16)));
-    constexpr Places ONES = {0, 4, 1, 5}, PAIRS = {0, 1, 4, 5};
-    const Quarter one = in_four(a), two = in_four(b), three = in_four(c), four = in_four(d);
-    const Quarter ab = __builtin_shuffle(one, two, ONES) + __builtin_shuffle(one, two, ONES + 2);
-    const Quarter cd = __builtin_shuffle(three, four, ONES) + __builtin_shuffle(three, four, ONES + 2);
-    return __builtin_shuffle(ab, cd, PAIRS) + __builtin_shuffle(ab, cd, PAIRS + 2);
+    const Quarter ab = sum_of_places<2, 0, 4, 1, 5>(in_four(a), in_four(b));
+    const Quarter cd = sum_of_places<2, 0, 4, 1, 5>(in_four(c), in_four(d));
+    return sum_of_places<2, 0, 1, 4, 5>(ab, cd);
 }
 #endif
 

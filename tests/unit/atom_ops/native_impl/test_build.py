@@ -1,6 +1,7 @@
 """How the kernels in C++ are compiled, kept and loaded, with a small source in their place."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,15 @@ KERNEL void atom_run(void *, long) {}
 """
 
 pytestmark = pytest.mark.skipif(not native_impl.runs_on(CPU), reason="needs a C++ compiler")
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")
+@pytest.mark.parametrize("dtype", build.DTYPES)
+@pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3", "cooperlake", "sapphirerapids"])
+def test_clang_accepts_the_kernels(architecture: str, dtype: str) -> None:
+    flags = ["-std=c++17", f"-march={architecture}", "-fopenmp", f"-DATOM_DTYPE={dtype}", "-Wall", "-Werror"]
+    source = Path(native_impl.__file__).with_name("kernels.cpp")
+    subprocess.run(["clang++", *flags, "-fsyntax-only", str(source)], check=True, timeout=60)
 
 
 @pytest.fixture(autouse=True)
