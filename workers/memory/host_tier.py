@@ -1,7 +1,9 @@
 """A KV tier in memory of the host: pinned for a GPU, so that it copies without the CPU."""
 
+import os
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -10,6 +12,10 @@ from atom.shared.messages.kv_tiers import BlockCopy
 from atom.shared.utils.sizes import size_text
 
 __all__ = ["HostTier"]
+
+_PAGE_BYTES = 4096
+_SHARE_BYTES = 256 << 20
+_MOST_THREADS = 16
 
 
 class HostTier:
@@ -33,6 +39,7 @@ class HostTier:
         except MemoryError:
             raise MemoryError(_lack(total, "it cannot be allocated")) from None
         if device.type == "cuda":
+            _fill_pages(memory.numpy())
             cudart = torch.cuda.cudart()
             status = int(cudart.cudaHostRegister(memory.data_ptr(), total, 0))
             if status:
@@ -60,6 +67,17 @@ class HostTier:
         for first, end, slot in _runs(copies):
             rows_NS[first:end].copy_(self._slots[group][slot : slot + end - first], non_blocking=True)
         return []
+
+
+def _fill_pages(memory: np.ndarray) -> None:
+    """Make the system provide all pages, by several threads: pinning takes them one after another."""
+
+    def fill(start: int) -> None:
+        memory[start : start + _SHARE_BYTES : _PAGE_BYTES] = 0
+
+    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    with ThreadPoolExecutor(threads, "fill-pages") as pool:
+        list(pool.map(fill, range(0, len(memory), _SHARE_BYTES)))
 
 
 def _runs(copies: Sequence[BlockCopy]) -> Iterator[tuple[int, int, int]]:

@@ -1,9 +1,13 @@
 """Slots in host memory keep the rows that were written there."""
 
+import ctypes
+import mmap
+
 import pytest
 import torch
 
 from atom.shared.messages.kv_tiers import BlockCopy
+from workers.memory import host_tier
 from workers.memory.host_tier import HostTier
 
 CPU = torch.device("cpu")
@@ -42,3 +46,24 @@ def test_neighbouring_slots_are_copied_together(slots: list[int], monkeypatch: p
     assert torch.equal(found_NS, rows_NS)
     single = tier._slots[0][slots]
     assert torch.equal(single, rows_NS)
+
+
+def test_pages_are_there_when_they_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that many threads provide them, and not the call that pins them."""
+    resident: list[int] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            pages = (ctypes.c_ubyte * (size // mmap.PAGESIZE - 1))()  # whole ones
+            first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+            assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), len(pages) * mmap.PAGESIZE, pages) == 0
+            resident.append(len(pages) - sum(page & 1 for page in pages))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(host_tier, "_SHARE_BYTES", 3 << 20)
+    HostTier([8], [4 << 20], torch.device("cuda"), 1 << 30)
+    assert resident == [0]
