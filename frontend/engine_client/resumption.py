@@ -36,7 +36,7 @@ from frontend.engine_client.engine_set import EngineSet
 from frontend.engine_client.sequence import RunningSequence, claimed_requests
 from frontend.engine_client.stream_files import MOST_BYTES, StreamFiles, StreamHeldError
 from frontend.engine_client.streams import Stream
-from frontend.errors import RequestError, ResumedElsewhereError, UnavailableError
+from frontend.errors import EngineError, RequestError, ResumedElsewhereError, UnavailableError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import SequenceOutput, ended_update
 
@@ -262,21 +262,29 @@ class Resumption:
                 self._write(resumed)
 
     def ended(self, sequence: RunningSequence, update: SequenceOutput) -> None:
-        """A sequence of a resumable stream has ended, or another frontend has claimed its stream."""
+        """A sequence of a resumable stream has ended, or another frontend has claimed its stream.
+
+        If it has failed, so has its stream.
+        """
         resumable = sequence.state.request.resumable
         assert resumable is not None
-        if not update.is_refused:
-            sequence.stream.sequences_ended.append(sequence.ended(update))
+        stream = sequence.stream
+        if not update.error:
+            stream.sequences_ended.append(sequence.ended(update))
             return
         is_elsewhere = update.error == RESUMED_ELSEWHERE
-        if is_elsewhere and sequence.stream.file is not None:
-            sequence.stream.file.leave()  # the other frontend has put its own in that place, or will
+        if is_elsewhere and stream.file is not None:
+            stream.file.leave()  # the other frontend has put its own in that place, or will
         # `restart` may still come, for a client of this frontend that has just asked for the stream.
-        sequence.stream.end(ResumedElsewhereError() if is_elsewhere else RequestError(update.error))
-        if (entry := self._kept.get(resumable.key)) is not None and entry[0].stream is sequence.stream:
-            entry[1].cancel()
-            del self._kept[resumable.key]
-            sequence.stream.close()
+        if is_elsewhere:
+            stream.end(ResumedElsewhereError())
+        elif update.is_refused:
+            stream.end(RequestError(update.error))
+        else:
+            stream.fail(EngineError(update.error, code="engine_error"))
+        entry = self._kept.get(resumable.key)
+        if entry is not None and entry[0].stream is stream:
+            self._discard(resumable.key)
 
     def lost(self, engine: EngineConnection) -> None:
         """An engine has ended: it answers no claim."""
