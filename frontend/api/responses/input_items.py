@@ -65,10 +65,10 @@ def input_items(response_id: str, stored: StoredResponse, page: Page) -> bytes:
 
     Items without an id get one. Raises RequestError for an `after` that is no item's id.
     """
-    items = _items.decode(stored.items)
+    items = _items.decode(stored.items.decode(errors="replace"))  # of fields that were left out, too
     del items[len(items) - len(_output.decode(stored.body).output) :]
     name = response_id.partition("_")[2]
-    ids = [_id(item) or f"msg_{name}_input_{index}" for index, item in enumerate(items)]
+    ids = [_text(item, "id") or f"msg_{name}_input_{index}" for index, item in enumerate(items)]
     places = list(range(len(items)) if page.is_ascending else reversed(range(len(items))))
     if page.after:
         found = next((number for number, place in enumerate(places) if ids[place] == page.after), None)
@@ -84,11 +84,6 @@ def input_items(response_id: str, stored: StoredResponse, page: Page) -> bytes:
             has_more=len(places) > len(wanted),
         )
     )
-
-
-def _id(item: Mapping[str, msgspec.Raw]) -> str:
-    """Empty without an id."""
-    return _text(item, "id")
 
 
 def _complete(item: Mapping[str, msgspec.Raw], item_id: str) -> dict[str, Any]:

@@ -287,6 +287,10 @@ def test_the_input_of_a_stored_response_is_listed(sdk: openai.OpenAI, client: Cl
         listed(first.id).data[0].id
     ]
     path = f"{PATH}/{first.id}/input_items"
+    body = b'{"input": [{"role": "user", "content": "x", "id": "\xff"}]}'
+    status, data, _ = client.exchange("POST", PATH, raw=body)
+    assert status == 200
+    assert listed(json.loads(data)["id"]).data[0].id == "\ufffd"
     assert client.call("GET", f"{PATH}/resp_1/input_items")[0] == 404
     for query, param in (
         ("limit=0", "limit"),
