@@ -60,6 +60,8 @@ class TakeOver:
         try:
             self._handed.difference = self._old.serving(model, self._has_admin)
         except DeclinedError as error:
+            if self._has_admin and self._admin is not None:
+                self._admin.is_own = False
             raise StartError(f"{_FLAG}: {error}") from None
         except HandoverError as error:
             get_logger().warning("no streams are taken over: %s", error)
