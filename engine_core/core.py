@@ -159,15 +159,18 @@ class EngineCore:
         return self._fail(failed, f"its grammar has {len(message.compiled)} bytes: too many")
 
     def abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
-        """End sequences without a response; unknown ids are ignored."""
+        """End sequences without a response, and those of their resumable streams; unknown ids are ignored."""
         self._check = None
         now = self._clock()
+        others = []
         for request_id in request_ids:
             if (request := self._request(request_id)) is not None:
                 self._log.add(request, reason, now)
-                self._resumable.ended(request, Finished(request_id, reason))
+                others += self._resumable.ended(request, Finished(request_id, reason))
         self._grammars.abort(request_ids)
         self._scheduler.abort(request_ids)
+        if others:
+            self.abort(others)
 
     def abort_own(self, message: Abort, frontend: bytes) -> None:
         """End sequences of `frontend`; those that another one has claimed go on."""
@@ -268,9 +271,12 @@ class EngineCore:
         outcome = self._scheduler.update_from_output(result)
         if outcome.finished:
             now = self._clock()
+            others = []
             for request, finished in outcome.finished:
                 self._log.add(request, finished.reason, now)
-                self._resumable.ended(request, finished)
+                others += self._resumable.ended(request, finished)
+            if others:
+                self.abort(others)
             outcome.finished[:] = self._stored_ends.hold(outcome.finished)
         if len(self._frontends) == 1 and NO_FRONTEND not in self._frontends:
             return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.has_output}

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from atom.shared.config.tensor_parallel import heads_fit
+
 
 def split(total: int, parts: int, rank: int) -> tuple[int, int]:
     """(start, size) of the shard of `rank` when `total` is split into `parts`.
@@ -36,12 +38,12 @@ def head_shard(num_heads: int, num_kv_heads: int, tp: int, rank: int) -> HeadSha
     if num_kv_heads >= tp:
         kv_start, kv_count = split(num_kv_heads, tp, rank)
         return HeadShard(kv_start * group, kv_count * group, kv_start, kv_count)
-    replicas, uneven = divmod(tp, num_kv_heads)
-    if uneven or replicas > group:
+    if not heads_fit(tp, num_heads, num_kv_heads):
         raise ValueError(
             f"--tensor-parallel-size {tp} does not fit {num_heads} query and {num_kv_heads} "
             f"key/value heads: it must be at most {num_kv_heads}, or a multiple of it up to {num_heads}"
         )
+    replicas = tp // num_kv_heads
     kv_start, replica = divmod(rank, replicas)
     start, count = split(group, replicas, replica)
     return HeadShard(kv_start * group + start, count, kv_start, 1)

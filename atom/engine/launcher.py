@@ -111,6 +111,7 @@ class Launcher:
         self._model: dict[str, str] = {}
         self._wants_successor = False
         self._successor: Successor | None = None
+        self._take_over: TakeOver | None = None
 
     def run(self) -> None:
         """Serve until a signal. Raises StartError, ConfigError or OSError."""
@@ -175,7 +176,7 @@ class Launcher:
             _admin_socket(server, taken_admin) as admin,
             Supervisor(self._on_progress, lambda: self._on_turn(supervisor), first_life) as supervisor,
         ):
-            take_over = None if old is None else TakeOver(old, supervisor, admin)
+            take_over = self._take_over = None if old is None else TakeOver(old, supervisor, admin)
             try:
                 self._start(supervisor, node, port, admin, template, take_over)
             finally:
@@ -350,6 +351,8 @@ class Launcher:
         """Tell the service manager that the start goes on, or that the engines work."""
         if self._is_starting:
             self._manager.starting(self._phase)
+            if self._take_over is not None:
+                self._take_over.starting()
         elif supervisor.is_working:
             self._manager.alive()
 

@@ -17,8 +17,8 @@ from atom.shared.messages.resume import Claimed
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.net import AdminSocket, ListenPort
 from atom.shared.utils.process import module_environment
-from atom.supervisor import Supervisor
-from atom.supervisor.handover import HandoverError, NewServer, OldServer
+from atom.supervisor import StartError, Supervisor
+from atom.supervisor.handover import DeclinedError, HandoverError, NewServer, OldServer
 
 __all__ = ["UPGRADE_SIGNAL", "HandOver", "Successor", "TakeOver", "settings_of_sockets"]
 
@@ -43,12 +43,26 @@ class TakeOver:
         self._handed = supervisor.handed
         self._handed.is_pending = True
 
+    def starting(self) -> None:
+        """This server still starts. To be called often. Raises StartError if the old one goes on."""
+        try:
+            self._old.starting()
+        except DeclinedError as error:
+            raise StartError(f"{_FLAG}: {error}") from None
+
     def finish(self, model: dict[str, str]) -> None:
-        """This server accepts connections: the old one stops accepting them. `model` is that of this one."""
+        """This server accepts connections: the old one stops accepting them. `model` is that of this one.
+
+        Raises StartError if the old one goes on.
+        """
         if self._has_admin and self._admin is not None:
             self._admin.is_own = True
         try:
             self._handed.difference = self._old.serving(model, self._has_admin)
+        except DeclinedError as error:
+            if self._has_admin and self._admin is not None:
+                self._admin.is_own = False
+            raise StartError(f"{_FLAG}: {error}") from None
         except HandoverError as error:
             get_logger().warning("no streams are taken over: %s", error)
             self._old.close()

@@ -1,5 +1,6 @@
 """Streams of an earlier server, until a client resumes them here; and how a core gives its streams away."""
 
+import heapq
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ class HandedStreams:
         """How the model of the earlier server differs; its streams cannot go on then, and say so."""
         self._clock = clock
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._ends: list[tuple[float, str]] = []  # a heap: when each entry expires, also of dropped ones
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -54,6 +56,7 @@ class HandedStreams:
         if entry is None:
             entry = self._entries[claimed.key] = _Entry(tenant, expires_at)
             self._bytes += entry.size
+            heapq.heappush(self._ends, (expires_at, claimed.key))
         if not self.difference:  # else the key is enough to say why it cannot go on
             size = _size(claimed)
             entry.parts.append(claimed)
@@ -64,7 +67,7 @@ class HandedStreams:
 
     def take(self, question: GetStream) -> HandedStream:
         """The response to a frontend: the stream, which is its own from now on."""
-        self._expire()
+        self.expire()
         entry = self._entries.get(question.key)
         if entry is None or entry.tenant != question.tenant:
             return HandedStream(question.number, is_pending=self.is_pending)
@@ -77,7 +80,7 @@ class HandedStreams:
 
     def take_all(self) -> Iterator[Claimed]:
         """Every stream with the time that it has left, for the next server."""
-        self._expire()
+        self.expire()
         now = self._clock()
         while self._entries:
             key, entry = next(iter(self._entries.items()))
@@ -85,10 +88,13 @@ class HandedStreams:
             for part in entry.parts:
                 yield Claimed(0, part.key, part.requests, part.ended, entry.expires_at - now)
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """Drop the streams whose time is up. To be called now and then: clients may never ask."""
         now = self._clock()
-        for key in [key for key, entry in self._entries.items() if entry.expires_at <= now]:
-            self._drop(key)
+        while self._ends and self._ends[0][0] <= now:
+            at, key = heapq.heappop(self._ends)
+            if (entry := self._entries.get(key)) is not None and entry.expires_at == at:
+                self._drop(key)
 
     def _drop(self, key: str) -> None:
         self._bytes -= self._entries.pop(key).size

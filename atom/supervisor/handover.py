@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,7 @@ from atom.shared.messages.handover import (
     Left,
     ListeningSockets,
     Serving,
+    Starting,
     Stopping,
     TakeOver,
     ToNew,
@@ -34,7 +36,7 @@ from atom.shared.messages.resume import Claimed
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.run_directory import run_directory_of
 
-__all__ = ["HandoverError", "NewServer", "OldServer"]
+__all__ = ["DeclinedError", "HandoverError", "NewServer", "OldServer"]
 
 T = TypeVar("T")
 
@@ -46,6 +48,10 @@ _FIRST_DEADLINE_S = 2.0
 _OFFER_DEADLINE_S = 180.0
 """For the sockets: the running server may itself be starting, or taking over from an earlier one."""
 _ANSWER_DEADLINE_S = 30.0
+_STARTING_S = 5.0
+"""Between two messages of a new server that starts."""
+_SILENCE_DEADLINE_S = 60.0
+"""Without such a message: it is stopped, or hangs."""
 _MAX_SOCKETS = 250
 """The kernel passes 253 descriptors in one message."""
 _LENGTH = struct.Struct("<I")
@@ -54,6 +60,10 @@ _CREDENTIALS = struct.Struct("3i")
 
 class HandoverError(RuntimeError):
     """The other server is gone, or cannot hand over; the text is one line."""
+
+
+class DeclinedError(HandoverError):
+    """The running server hands nothing over, and goes on."""
 
 
 class _Channel(Generic[T]):
@@ -133,6 +143,7 @@ class NewServer:
         self._channel: _Channel[ToOld] | None = None
         self.pid = 0
         """Process id of the supervisor of the new server; 0 before there is one."""
+        self._heard_at = 0.0
         self._is_stopped = False
 
     def poll(self) -> Serving | None:
@@ -142,14 +153,22 @@ class NewServer:
         if self._channel is None:
             return None
         try:
-            message = self._channel.receive()
-            if message is not None and not isinstance(message, Serving):
-                raise HandoverError(f"it sent {type(message).__name__} twice")
-            return message
+            while (message := self._channel.receive()) is not None:
+                self._heard_at = time.monotonic()
+                if isinstance(message, Serving):
+                    return message
+                if not isinstance(message, Starting):
+                    raise HandoverError(f"it sent {type(message).__name__} twice")
+            if time.monotonic() > self._heard_at + _SILENCE_DEADLINE_S:
+                raise HandoverError(f"it is stopped, or hangs: nothing came for {_SILENCE_DEADLINE_S:g} s")
         except HandoverError as error:
-            get_logger().warning("process %d does not take over after all: %s", self.pid, error)
+            get_logger().warning(
+                "process %d does not take over after all, and this server goes on: %s", self.pid, error
+            )
+            with contextlib.suppress(HandoverError):  # it has ended
+                self._channel.send(Declined(f"process {os.getpid()} has given it up: {error}"))
             self._drop()
-            return None
+        return None
 
     def has_died(self) -> bool:
         """Whether the new server, which serves, has ended without having been stopped."""
@@ -191,6 +210,7 @@ class NewServer:
             channel.close()
             return
         self._channel = channel
+        self._heard_at = time.monotonic()
         self._is_stopped = False
         self.pid = channel.peer
         get_logger().info("process %d is going to take over", self.pid)
@@ -239,19 +259,46 @@ class OldServer:
         self._channel.fds = []
         self.admin = (message.admin, found.pop()) if message.admin else None
         self.sockets = dict(zip(message.indexes, found, strict=True))
+        self._starting_at = 0.0
+        """When the next `Starting` is due."""
+
+    def starting(self) -> None:
+        """This server still starts. To be called often. Raises DeclinedError if the old one goes on."""
+        now = time.monotonic()
+        if self._channel is None or now < self._starting_at:
+            return
+        self._starting_at = now + _STARTING_S
+        try:
+            self._check_declined()
+            self._channel.send(Starting())
+        except DeclinedError:
+            raise
+        except HandoverError as error:
+            get_logger().warning("the server that this one was to replace has ended: %s", error)
+            self.close()
 
     def serving(self, model: dict[str, str], has_admin: bool) -> str:
         """This server accepts connections: the old one accepts none any more.
 
-        Returns why streams of the old one cannot go on here; empty if they can. Raises HandoverError.
+        Returns why streams of the old one cannot go on here; empty if they can. Raises DeclinedError if it
+        goes on, else HandoverError.
         """
         if self._channel is None:
             raise HandoverError("the server that it was to replace has ended")
+        self._check_declined()
         self._channel.send(Serving(model, has_admin))
         message = self._channel.receive(_ANSWER_DEADLINE_S)
         if not isinstance(message, Leaving):
             raise HandoverError("the running server does not leave its sockets")
         return message.difference
+
+    def _check_declined(self) -> None:
+        """Raises HandoverError."""
+        assert self._channel is not None
+        message = self._channel.receive()
+        if isinstance(message, Declined):
+            self.close()
+            raise DeclinedError(message.reason)
 
     def stopping(self) -> None:
         """This server is stopped: the old one is not to go on for it."""

@@ -244,6 +244,8 @@ class Supervisor:
         """
         self._receive(wait_s)
         self._on_turn()
+        self.handed.expire()
+        self._left.expire()
         for domain in self._domains():
             if failure := domain.failure():
                 self._failed(domain, failure)

@@ -126,13 +126,19 @@ class ResumableStreams:
         stream.ended |= {each.request_id: each for each in message.resumable.ended}
         self._unkeep(key)
 
-    def ended(self, request: Request, end: Finished) -> None:
-        """A sequence has ended; its ids are kept, or its stream is forgotten if nobody will want them."""
+    def ended(self, request: Request, end: Finished) -> list[int]:
+        """A sequence has ended: its ids are kept.
+
+        If it has failed, so has its stream, which is forgotten; returns its other sequences, to be ended.
+        """
         key = request.settings.resume_key
         if not key or (stream := self._streams.get(key)) is None:
-            return
+            return []
         for part in stream.parts:
             part.running.pop(request.request_id, None)
+        if end.reason not in _KEPT_REASONS:
+            self._forget(key)
+            return [each.request_id for each in stream.running]
         stream.ended[request.request_id] = EndedSequence(
             request.request_id,
             request.output_ids.tobytes(),
@@ -140,13 +146,9 @@ class ResumableStreams:
             end.stop_token_id,
             request.cached_tokens or 0,
         )
-        if stream.running:
-            return
-        if all(FinishReason(each.reason) in _KEPT_REASONS for each in stream.ended.values()):
-            if key not in self._kept:
-                self._keep(key, stream)
-        else:
-            self._forget(key)
+        if not stream.running and key not in self._kept:
+            self._keep(key, stream)
+        return []
 
     def orphan(self, frontend: bytes) -> None:
         """The streams of a frontend that is gone have none from now on."""

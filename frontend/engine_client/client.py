@@ -407,11 +407,11 @@ class EngineClient:
         engine.link.send(request)
 
     def _abort(self, stream: Stream, reason: FinishReason = FinishReason.ABORTED) -> None:
-        """End the sequences of a stream, here and in their engines."""
+        """End the sequences of a stream, here and in their engines, unless it goes on elsewhere."""
         by_engine: dict[EngineConnection, list[int]] = {}
         for request_id in sorted(stream.open):
             if (sequence := self._sequences.get(request_id)) is not None:
-                if sequence.engine is not None:
+                if sequence.engine is not None and not stream.is_elsewhere:
                     by_engine.setdefault(sequence.engine, []).append(request_id)
                 self._metrics.engine(sequence.rank).aborted(1)
                 self._end(sequence)
@@ -505,10 +505,10 @@ class EngineClient:
         if sequence.id not in self._sequences:
             return  # another sequence has ended its stream
         sequence.stream.ended(update.reason, sequence.progress.tokens)
-        if sequence.state.request.resumable is not None:
-            self.resumption.ended(sequence, update)
         self._metrics.engine(sequence.rank).finished(sequence.progress, update.reason, now)
         self._end(sequence)
+        if sequence.state.request.resumable is not None:
+            self.resumption.ended(sequence, update)
         if update.reason == OVERLOADED:  # its end says nothing about the rate
             self._metrics.refused += 1
             sequence.stream.end(OverloadedError(update.error, self.admission.retry_after_s()))

@@ -34,9 +34,9 @@ from frontend.engine_client.client_settings import ClientSettings
 from frontend.engine_client.engine_connection import EngineConnection
 from frontend.engine_client.engine_set import EngineSet
 from frontend.engine_client.sequence import RunningSequence, claimed_requests
-from frontend.engine_client.stream_files import MOST_BYTES, StreamFiles
+from frontend.engine_client.stream_files import MOST_BYTES, StreamFiles, StreamHeldError
 from frontend.engine_client.streams import Stream
-from frontend.errors import RequestError, ResumedElsewhereError
+from frontend.errors import EngineError, RequestError, ResumedElsewhereError, UnavailableError
 from frontend.metrics.metrics import Metrics
 from frontend.text.output_processor import SequenceOutput, ended_update
 
@@ -46,6 +46,8 @@ _ANSWER_DEADLINE_S = 5.0
 _RETRY_S = 0.2
 # So long after the end of an engine its sequences may be on their way to another one.
 _SETTLED_S = 5.0
+_HELD_S = 5.0
+"""How long a stream is waited for that another connection or frontend has, and no engine."""
 _request: Decoder[AddRequest] = Decoder(AddRequest)
 
 
@@ -184,15 +186,23 @@ class Resumption:
     async def resume(self, key: str, tenant: str) -> ResumedStream:
         """The stream `key`; its reader gets all tokens again, from the first one on, after `begin`.
 
-        Raises RequestError (404) if it is unknown, a part of it is lost, or it belongs to another model.
+        Raises RequestError (404) if it is unknown, a part of it is lost, or it belongs to another model;
+        UnavailableError if it waits for an engine where an earlier connection still has it.
         """
-        resumed = self._taken(key, tenant) or ResumedStream(key, tenant, self._hooks.new_stream())
-        try:
-            await self._complete(resumed)
-        except BaseException:
-            if resumed.known or resumed.handed:
-                self.keep(resumed)
-            raise
+        deadline = time.monotonic() + _HELD_S
+        while True:
+            resumed = self._taken(key, tenant) or ResumedStream(key, tenant, self._hooks.new_stream())
+            try:
+                await self._complete(resumed)
+                break
+            except BaseException as error:
+                if resumed.known or resumed.handed:
+                    self.keep(resumed)
+                if not isinstance(error, StreamHeldError):
+                    raise
+            if time.monotonic() > deadline:
+                raise _held(key)
+            await asyncio.sleep(_RETRY_S)
         self._metrics.resumed += 1
         if not resumed.handed:
             self._restart(resumed)
@@ -252,21 +262,29 @@ class Resumption:
                 self._write(resumed)
 
     def ended(self, sequence: RunningSequence, update: SequenceOutput) -> None:
-        """A sequence of a resumable stream has ended, or another frontend has claimed its stream."""
+        """A sequence of a resumable stream has ended, or another frontend has claimed its stream.
+
+        If it has failed, so has its stream.
+        """
         resumable = sequence.state.request.resumable
         assert resumable is not None
-        if not update.is_refused:
-            sequence.stream.sequences_ended.append(sequence.ended(update))
+        stream = sequence.stream
+        if not update.error:
+            stream.sequences_ended.append(sequence.ended(update))
             return
         is_elsewhere = update.error == RESUMED_ELSEWHERE
-        if is_elsewhere and sequence.stream.file is not None:
-            sequence.stream.file.leave()  # the other frontend has put its own in that place, or will
+        if is_elsewhere and stream.file is not None:
+            stream.file.leave()  # the other frontend has put its own in that place, or will
         # `restart` may still come, for a client of this frontend that has just asked for the stream.
-        sequence.stream.end(ResumedElsewhereError() if is_elsewhere else RequestError(update.error))
-        if (entry := self._kept.get(resumable.key)) is not None and entry[0].stream is sequence.stream:
-            entry[1].cancel()
-            del self._kept[resumable.key]
-            sequence.stream.close()
+        if is_elsewhere:
+            stream.end(ResumedElsewhereError())
+        elif update.is_refused:
+            stream.end(RequestError(update.error))
+        else:
+            stream.fail(EngineError(update.error, code="engine_error"))
+        entry = self._kept.get(resumable.key)
+        if entry is not None and entry[0].stream is stream:
+            self._discard(resumable.key)
 
     def lost(self, engine: EngineConnection) -> None:
         """An engine has ended: it answers no claim."""
@@ -275,7 +293,7 @@ class Resumption:
             waiting.answered(engine)
 
     async def _complete(self, resumed: ResumedStream) -> None:
-        """Claim a stream until all its sequences are known."""
+        """Claim a stream until all its sequences are known. Raises RequestError, StreamHeldError."""
         deadline = time.monotonic() + self.grace_s
         while not resumed.is_whole:
             have_answered = await self._claim(resumed)
@@ -363,6 +381,14 @@ def _other_model(key: str, difference: str) -> RequestError:
         f"({difference}): send the request again; its id is {key!r:.80}",
         status=404,
         code="stream_of_other_model",
+    )
+
+
+def _held(key: str) -> UnavailableError:
+    return UnavailableError(
+        f"an earlier connection has not ended yet, and its stream waits for an engine: ask again; its id is "
+        f"{key!r:.80}",
+        code="stream_busy",
     )
 
 

@@ -27,7 +27,7 @@ from atom.shared.messages.resume import (
 from atom.shared.utils.logger import get_logger
 from frontend.text.output_processor import SequenceOutput, end_of
 
-__all__ = ["MOST_BYTES", "StreamFile", "StreamFiles"]
+__all__ = ["MOST_BYTES", "StreamFile", "StreamFiles", "StreamHeldError"]
 
 _LENGTH = struct.Struct("<I")
 MOST_BYTES = 8 << 20
@@ -51,6 +51,10 @@ class _Update(msgspec.Struct, array_like=True, frozen=True, gc=False):
 _claimed: Decoder[Claimed] = Decoder(Claimed)
 _update: Decoder[_Update] = Decoder(_Update)
 _request: Decoder[AddRequest] = Decoder(AddRequest)
+
+
+class StreamHeldError(Exception):
+    """A living frontend has the stream."""
 
 
 class StreamFile:
@@ -136,19 +140,23 @@ class StreamFiles:
     async def take(self, key: str, tenant: str) -> tuple[Claimed, StreamFile] | None:
         """What a frontend has left that is dead: it is this frontend's from now on.
 
-        None if there is nothing, or another's, or the frontend lives.
+        None if there is nothing, or another's. Raises StreamHeldError while a living frontend has the stream,
+        which may be this one.
         """
         if self._directory is None:
             return None
         path = self._directory / key
-        descriptor = _locked(path)
+        descriptor = _opened(path)
         if descriptor < 0:
             return None
         file = StreamFile(path, descriptor)
         try:
+            is_dead = _lock(path, descriptor)
             content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
             claimed = await asyncio.to_thread(_read, content)  # one frame for each token
             if claimed is not None and _request.decode(claimed.requests[0].request).tenant == tenant:
+                if not is_dead:
+                    raise StreamHeldError
                 return claimed, file
         except (OSError, WireError, LookupError) as error:
             get_logger().error("%s: the stream cannot be read: %r", path, error)
@@ -178,19 +186,28 @@ class StreamFiles:
 
 def _locked(path: Path) -> int:
     """A descriptor of the file, locked; -1 if there is none, or its frontend lives."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
-    except FileNotFoundError:
-        return -1
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return -1
-    if not _is_at(path, descriptor):  # another one was faster
+    descriptor = _opened(path)
+    if descriptor >= 0 and not _lock(path, descriptor):
         os.close(descriptor)
         return -1
     return descriptor
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of the file; -1 if there is none."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_APPEND)
+    except FileNotFoundError:
+        return -1
+
+
+def _lock(path: Path, descriptor: int) -> bool:
+    """Lock a file; False if its frontend lives, or another one was faster."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return _is_at(path, descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

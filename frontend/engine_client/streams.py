@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from atom.shared.messages.resume import EndedSequence
 from frontend.engine_client.output_memory import HeldOutput
 from frontend.engine_client.stream_files import StreamFile
-from frontend.errors import ApiError
+from frontend.errors import ApiError, ResumedElsewhereError
 from frontend.text.output_processor import SequenceOutput
 from frontend.text.reply_formats.base import CallDelta, call_characters
 
@@ -137,9 +137,16 @@ class Stream:
         """Whether `fail` or `end` was called."""
         return self._error is not None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it has ended here because another connection goes on with it."""
+        return isinstance(self._error, ResumedElsewhereError)
+
     def fail(self, error: ApiError) -> None:
         """End the stream; the reader gets the pending updates and then `error`."""
         self._error = error
+        if self.file is not None and not self.is_elsewhere:
+            self.file.remove()
         self._wake_reader()
 
     def end(self, error: ApiError) -> None:

@@ -129,9 +129,10 @@ def _operation(operation: Operation, components: dict[str, Any]) -> dict[str, An
     described: dict[str, Any] = {"summary": operation.summary, "responses": _responses(operation, components)}
     if operation.needs_key:
         described["security"] = [{"key": []}, {}]
-    if operation.parameters or operation.headers:
+    if operation.parameters or operation.query or operation.headers:
         described["parameters"] = [
             *(_in_path(name, text) for name, text in operation.parameters.items()),
+            *({"name": name, "in": "query", **parameter} for name, parameter in operation.query.items()),
             *({"name": name, "in": "header", **header} for name, header in operation.headers.items()),
         ]
     if operation.body is not None:

@@ -7,6 +7,7 @@ from frontend.api.chat.schema import CHAT, ChatResponse
 from frontend.api.completions.schema import COMPLETIONS, CompletionResponse
 from frontend.api.messages.schema import COUNT, MESSAGES, CountResponse, MessagesResponse
 from frontend.api.models.schema import ModelCard, ModelList
+from frontend.api.responses.input_items import InputItems
 from frontend.api.responses.schema import RESPONSES, Response
 from frontend.api.schemas.fields import Schema
 from frontend.api.schemas.request_info import AbortReport, RequestReport
@@ -40,6 +41,8 @@ class Operation:
     needs_key: bool = True
     parameters: dict[str, str] = field(default_factory=dict)
     """Parameters of the path, with their descriptions."""
+    query: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Parameters after the path, with description and schema."""
     headers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Headers of the request, with description and schema."""
     is_refused: bool = False
@@ -109,6 +112,23 @@ OPERATIONS: tuple[Operation, ...] = (
     _generation("/v1/completions", "Text completions", COMPLETIONS, CompletionResponse),
     _generation("/v1/responses", "OpenAI's responses", RESPONSES, Response),
     _get("/v1/responses/{id}", "A stored response", response=Response, parameters=_RESPONSE_ID),
+    _get(
+        "/v1/responses/{id}/input_items",
+        "The items that a stored response was made from",
+        response=InputItems,
+        parameters=_RESPONSE_ID,
+        query={
+            "limit": {
+                "description": "The most items, 20 by default.",
+                "schema": {"type": "integer", "minimum": 1, "maximum": 100},
+            },
+            "order": {
+                "description": "The latest first, unless it is asc.",
+                "schema": {"type": "string", "enum": ["asc", "desc"]},
+            },
+            "after": {"description": "The id of the item before them.", "schema": {"type": "string"}},
+        },
+    ),
     Operation(
         method="delete",
         path="/v1/responses/{id}",

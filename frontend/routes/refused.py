@@ -38,7 +38,6 @@ _REASONS = {
     "/v1/conversations{rest:.*}": _AGENTS,
     "/v1/responses/compact": "this server compacts no conversations: send a shorter one as 'input'",
     "/v1/responses/input_tokens": "use /tokenize with 'messages', which also counts their tokens",
-    "/v1/responses/{id}/input_items": "stored conversations are not listed: keep what was sent as 'input'",
     "/v1/messages/batches{rest:.*}": _STORAGE,
     # vLLM and SGLang
     "/v1/load_lora_adapter": _LORA,

@@ -1,11 +1,13 @@
-"""GET and DELETE /v1/responses/{id}: the stored responses."""
+"""GET and DELETE /v1/responses/{id}, and its input_items: the stored responses."""
 
+import asyncio
 import re
 
 import msgspec
 from aiohttp import web
 
 from frontend.api.generation.resumption import Position
+from frontend.api.responses.input_items import Page, input_items
 from frontend.errors import RequestError
 from frontend.keys import RESPONSE_STORE
 from frontend.routes.access import TENANT
@@ -40,6 +42,16 @@ def _starting_after(request: web.Request) -> int:
             param="starting_after",
         )
     return int(given)
+
+
+@routes.get(_PATH + "/input_items")
+async def get_input_items(request: web.Request) -> web.Response:
+    """What a stored response was made from."""
+    page = Page.parse(request.query)
+    response_id = request.match_info["id"]
+    stored = request.app[RESPONSE_STORE].get(request[TENANT], response_id)
+    body = await asyncio.to_thread(input_items, response_id, stored, page)
+    return web.Response(body=body, content_type="application/json")
 
 
 @routes.delete(_PATH)

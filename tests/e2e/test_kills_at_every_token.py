@@ -20,7 +20,7 @@ KILLED_AT = range(1, 65)
 STREAMS = 128
 LENGTH = 100
 LAST = 90
-"""Tokens of the first stream at which a round has its kill at the latest."""
+"""Tokens of the first stream after which any of the wanted numbers will do."""
 DRAFTS = ("--method", "ngram", "--num-speculative-tokens", "3", "--prompt-lookup-min", "1")
 LIMITS = ("--max-replays", "100", "--max-restarts", "100", "--api-server-count", "2", "--orphan-grace", "150")
 DEADLINE_S = 300
@@ -55,7 +55,8 @@ class Round:
     """All streams, until each has ended; they begin one after the other, as the first one gets its tokens.
 
     So they are at different tokens when the processes `victims` are killed: once two thirds of the `wanted`
-    numbers are such that a stream has got so many.
+    numbers are such that a stream has got so many. On a busy machine the first one may get all of its tokens
+    before another begins.
     """
 
     def __init__(self, server: Server, wanted: set[int], victims: str):
@@ -91,7 +92,7 @@ class Round:
 
     def _kill_if_due(self) -> None:
         found = self._wanted.intersection(self._counts)
-        if 3 * len(found) < 2 * len(self._wanted) and self._counts[0] < LAST:
+        if not found or (3 * len(found) < 2 * len(self._wanted) and self._counts[0] < LAST):
             return
         for pid, line in self._server.children().items():
             if self._victims in line:
@@ -119,6 +120,7 @@ def test_tool_calls_survive_a_kill_at_every_token(server: Server, kinds: tuple[s
         killing = Round(server, wanted, kinds[rounds % len(kinds)])
         streams = asyncio.run(killing.run())
         assert [each.events for each in streams] == [each.events for each in undisturbed]
+        assert killing.killed_at
         if "frontend" in kinds[0]:
             assert sum(each.resumptions > 0 for each in streams) > len(killing.killed_at)
         wanted -= killing.killed_at

@@ -181,34 +181,53 @@ def test_of_clients_that_want_one_stream_the_last_gets_all_of_it(server: Server)
     assert whole == 1
 
 
+_GRAMMAR = {"ignore_eos": False, "structured_outputs": {"regex": "([ab]{2}-){6000}"}}
+
+
 @pytest.mark.slow
-def test_an_engine_dies_while_its_orphans_wait_for_their_client(server: Server) -> None:
-    """Another frontend has kept them by then, and replays them."""
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("fields", [{}, _GRAMMAR], ids=["plain", "grammar"])
+def test_an_engine_dies_while_its_orphans_wait_for_their_client(
+    server: Server, fields: dict[str, Any]
+) -> None:
+    """Another frontend has kept them by then, and replays them.
+
+    It has never compiled their grammar, and cannot send it to the next life before the client asks.
+    """
     path, body = REQUESTS[0]
-    body = {**body, "max_tokens": 2500}
+    body = {**body, "max_tokens": 6000, **fields}
     expected = asyncio.run(follow(server.url, path, body))
+
+    async def run() -> Resumed:
+        resumed = await _kept_by_another(server, path, body)
+        replays = server.text().count("1 of 1 sequences run again")
+        kill_worker(server)
+        async with asyncio.timeout(200):
+            while not await read(server.url, path, body, resumed):
+                await asyncio.sleep(0.2)
+        assert server.text().count("1 of 1 sequences run again") == replays + 1  # it had not ended
+        return resumed
+
+    assert asyncio.run(run()).events == expected.events
+
+
+async def _kept_by_another(server: Server, path: str, body: dict[str, Any]) -> Resumed:
+    """What a client has of a stream that waits for it at a frontend which has not begun it."""
     starts = server.text().count("is ready after")
 
     def strike(resumed: Resumed) -> None:
         if len(resumed.events) == 30:
             kill_frontends(server)
 
-    async def run() -> Resumed:
-        resumed = Resumed()
-        assert not await read(server.url, path, body, resumed, strike)
-        async with asyncio.timeout(100):
-            while server.text().count("is ready after") < starts + 2:
-                await asyncio.sleep(0.2)
-            await asyncio.sleep(5)  # a core offers orphans after three seconds
-            while not re.search(r"^atom:orphans\{.* 0.0$", await _metrics(server), re.MULTILINE):
-                await asyncio.sleep(0.5)
-        kill_worker(server)
-        async with asyncio.timeout(150):
-            while not await read(server.url, path, body, resumed):
-                pass
-        return resumed
-
-    assert asyncio.run(run()).events == expected.events
+    resumed = Resumed()
+    assert not await read(server.url, path, body, resumed, strike)
+    async with asyncio.timeout(100):
+        while server.text().count("is ready after") < starts + 2:
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(3.5)  # a core offers orphans after three seconds
+        while not re.search(r"^atom:orphans\{.* 0.0$", await _metrics(server), re.MULTILINE):
+            await asyncio.sleep(0.5)
+    return resumed
 
 
 async def _metrics(server: Server) -> str:
@@ -217,38 +236,6 @@ async def _metrics(server: Server) -> str:
         return await asyncio.to_thread(metrics_text, server)
     except OSError:
         return ""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(480)
-def test_an_engine_dies_while_another_frontend_keeps_a_stream_with_a_grammar(server: Server) -> None:
-    """That frontend has never compiled it, and cannot send it to the next life before the client asks."""
-    path, body = REQUESTS[0]
-    fields = {"max_tokens": 3000, "ignore_eos": False, "structured_outputs": {"regex": "([ab]{2}-){2000}"}}
-    body = {**body, **fields}
-    expected = asyncio.run(follow(server.url, path, body))
-
-    async def run() -> Resumed:
-        resumed = Resumed()
-        reading = asyncio.create_task(read(server.url, path, body, resumed))
-        while len(resumed.events) < 30:
-            await asyncio.sleep(0.01)
-        for place in range(2):  # one of them serves it
-            if not reading.done():
-                starts = server.text().count("is ready after")
-                kill_frontends(server, place)
-                await asyncio.sleep(0.5)
-                while not reading.done() and server.text().count("is ready after") == starts:
-                    await asyncio.sleep(0.1)
-        assert not await reading
-        await asyncio.sleep(3.5)  # a core offers orphans after three seconds
-        kill_worker(server)
-        async with asyncio.timeout(200):
-            while not await read(server.url, path, body, resumed):
-                await asyncio.sleep(0.2)
-        return resumed
-
-    assert asyncio.run(run()).events == expected.events
 
 
 _LONG_LIST = {"type": "array", "minItems": 150, "maxItems": 160, "items": {"enum": ["x", "yz"]}}

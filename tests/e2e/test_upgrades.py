@@ -230,6 +230,26 @@ def test_a_server_accepts_again_if_the_new_one_dies_after_its_takeover(tmp_path:
 
 
 @pytest.mark.slow
+def test_a_new_server_that_is_stopped_is_given_up(tmp_path: Path) -> None:
+    """The old one goes on, and the new one ends when it runs again: both would accept connections."""
+    args = ("--model", str(checkpoint(tmp_path / "model")), *ARGS)
+
+    async def upgrade(old: Server, new: list[Server]) -> int:
+        new.append(Server(*args, "--upgrade-from", str(old.process.pid)))
+        await _until(lambda: "is going to take over" in old.text())
+        os.kill(new[0].process.pid, signal.SIGSTOP)
+        await _until(lambda: "this server goes on: it is stopped, or hangs" in old.text())
+        async with aiohttp.ClientSession(old.url) as session:
+            await plain(session)
+        os.kill(new[0].process.pid, signal.SIGCONT)
+        return await asyncio.to_thread(new[0].process.wait, 60)
+
+    with upgraded_server(*args) as (old, new):
+        assert asyncio.run(upgrade(old, new)) != 0
+        assert f"error: --upgrade-from: process {old.process.pid} has given it up" in new[0].text()
+
+
+@pytest.mark.slow
 def test_a_stream_does_not_go_on_with_another_model(tmp_path: Path) -> None:
     """The error says what differs; the old server still finishes what it can."""
     first = checkpoint(tmp_path / "first")

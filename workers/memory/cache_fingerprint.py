@@ -11,7 +11,9 @@ from xxhash import xxh3_128
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.worker import KVSpec
+from atom.shared.utils import envs
 from atom.shared.utils.version import atom_version
+from workers.checkpoint.atomic_file import write_atomically
 
 __all__ = ["cache_fingerprint"]
 
@@ -64,12 +66,19 @@ def _contents(directory: Path) -> list[tuple[str, str]]:
 
 
 def _content(path: Path) -> str:
-    """The SHA-256 that a hub's cache names its files after, or XXH3 of the file, which is read for it."""
-    target = path.resolve().name
-    if path.is_symlink() and _SHA256.fullmatch(target):
-        return target
+    """The SHA-256 that a hub's cache names its files after, else XXH3 of the file, which is read once."""
+    whole = path.resolve()
+    if path.is_symlink() and _SHA256.fullmatch(whole.name):
+        return whole.name
+    stat = whole.stat()
+    state = (str(whole), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    key = hashlib.sha256(repr(state).encode()).hexdigest()[:32]
+    kept = Path(envs.ATOM_CACHE_DIR, "checksums", key)
+    if kept.exists():
+        return kept.read_text()
     checksum = xxh3_128()
     with path.open("rb", buffering=0) as file:
         while part := file.read(_READ_BYTES):
             checksum.update(part)
+    write_atomically(kept, checksum.hexdigest())
     return checksum.hexdigest()

@@ -23,6 +23,7 @@ from atom.shared.config.online_quantization import online_quantization
 from atom.shared.config.parallel import ParallelConfig
 from atom.shared.config.scheduler import SchedulerConfig
 from atom.shared.config.speculative import SpeculativeConfig
+from atom.shared.config.tensor_parallel import check_tensor_parallel
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -108,7 +109,7 @@ def resolve(
             "step, and rounding depends on the chunks; omit the flag"
         )
     _check_length(config.model, checkpoint)
-    _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
+    check_tensor_parallel(config.parallel.tensor_parallel_size, checkpoint.hf_config)
     _check_context_parallel(config.parallel, checkpoint)
     if config.parallel.enable_expert_parallel:
         _check_experts(config.parallel.num_workers, checkpoint)
@@ -249,14 +250,6 @@ def _rope_notes(model: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:
-    heads = checkpoint.hf_config.get("num_attention_heads", ranks)
-    if ranks > heads:
-        raise ConfigError(
-            f"--tensor-parallel-size {ranks}: the model has {heads} attention heads; use at most {heads}"
-        )
-
-
 def _check_context_parallel(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
     size = parallel.decode_context_parallel_size
     ranks = parallel.tensor_parallel_size
@@ -270,6 +263,11 @@ def _check_context_parallel(parallel: ParallelConfig, checkpoint: Checkpoint) ->
         raise ConfigError(
             f"{flag}: only MLA has a KV cache that every worker would hold whole; the KV heads of "
             f"{checkpoint.model_type} are split by --tensor-parallel-size: omit the flag"
+        )
+    if checkpoint.keeps_states:
+        raise ConfigError(
+            f"{flag}: {checkpoint.model_type} has recurrent layers, whose states are not split by tokens: "
+            "omit the flag"
         )
     if model.get("index_topk"):
         raise ConfigError(

@@ -2,7 +2,8 @@
 
 new    TakeOver
 old    ListeningSockets, with the descriptors of the sockets, or Declined
-new    Serving                its engines and frontends are ready, and accept connections
+new    Starting, Starting, …  every few seconds; without, the old one sends Declined and goes on
+       Serving                its engines and frontends are ready, and accept connections
 old    Leaving                it accepts none any more; later, what it has not finished of streams that
        Claimed, Claimed, ...  can be resumed
        Left
@@ -15,7 +16,7 @@ import msgspec
 
 from atom.shared.messages.resume import Claimed
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages and of all that `Claimed` has: both servers must have the same."""
 
 
@@ -70,5 +71,9 @@ class Stopping(msgspec.Struct, tag=7, array_like=True, frozen=True, gc=False):
     """The new server is stopped on purpose."""
 
 
-ToOld = TakeOver | Serving | Stopping
+class Starting(msgspec.Struct, tag=8, array_like=True, frozen=True, gc=False):
+    """The new server still starts: it has not been stopped, and does not hang."""
+
+
+ToOld = TakeOver | Starting | Serving | Stopping
 ToNew = ListeningSockets | Declined | Leaving | Claimed | Left

@@ -12,7 +12,7 @@ import hashlib
 import re
 import secrets
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -228,7 +228,7 @@ class ResumableEvents:
         events = self._numbered(-1, self._renderer.end(self._counter.usage(stream)))
         if any(count < skipped for count, skipped in zip(self._counts, self._skipped, strict=True)):
             raise RequestError(
-                f"the stream has ended with event {self._position()}, before the one that was asked for",
+                f"the stream has ended with event {_joined(self._counts)}, before the one that was asked for",
                 param="Last-Event-ID",
             )
         return events
@@ -278,7 +278,8 @@ class ResumableEvents:
         return b"".join(found)
 
     def _position(self) -> str:
-        return ".".join(map(str, self._counts))
+        """What the client has with the event: also what is not rendered again yet of other sequences."""
+        return _joined(map(max, self._counts, self._skipped))
 
 
 class _Sequence:
@@ -296,6 +297,10 @@ class _Sequence:
             digest = hashlib.sha256(f"{key}/{index}/{self.num_calls}".encode()).hexdigest()
             self.num_calls += 1
             yield f"call_{digest[:24]}"
+
+
+def _joined(counts: Iterable[int]) -> str:
+    return ".".join(map(str, counts))
 
 
 def _num_counts(num_sequences: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 
 DEADLINE_S = 150.0
+_RETRY_S = 0.2
 _VARYING = re.compile(
     r'"(id|created|created_at|ttft_s|tpot_s|latency_s|cached_tokens|item_id|response_id|call_id)":("[^"]*"|[\d.]+)'
 )
@@ -56,7 +57,7 @@ async def follow(
 async def read(
     url: str, path: str, body: dict[str, Any], resumed: Resumed, on_event: OnEvent = lambda resumed: None
 ) -> bool:
-    """Begin a stream, or go on with it, until it ends, True, or its connection does."""
+    """Begin a stream, or go on with it, until it ends, True, or its connection does, or it has to wait."""
     async with aiohttp.ClientSession(url) as session:
         if resumed.ids:
             last = resumed.ids[-1]
@@ -66,6 +67,9 @@ async def read(
             request = session.post(path, json=body, headers={"X-Resumable-Stream": "true"})
         try:
             async with request as response:
+                if response.status == 503:  # an engine starts again
+                    await asyncio.sleep(_RETRY_S)
+                    return False
                 assert response.status == 200, await response.text()
                 event_id = ""
                 async for line in response.content:

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.fields import ConfigError
+from atom.shared.config.tensor_parallel import check_tensor_parallel
 from atom_ops import backend
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh
@@ -40,6 +42,15 @@ def refusal(model: Tiny, ranks: int, expert_parallel: bool, directory: Path) -> 
     return ""
 
 
+def is_refused_before_workers_start(directory: Path, ranks: int) -> bool:
+    try:
+        check_tensor_parallel(ranks, checkpoint_of(directory).hf_config)
+    except ConfigError as error:
+        assert f"--tensor-parallel-size {ranks} does not fit the model's " in str(error)
+        return True
+    return False
+
+
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_every_configuration_is_split_or_refused_with_the_flag(ranks: int, tmp_path: Path) -> None:
     backend.resolve(torch.device("cpu"))
@@ -48,6 +59,8 @@ def test_every_configuration_is_split_or_refused_with_the_flag(ranks: int, tmp_p
         for expert_parallel in (False, True):
             why = refusal(model, ranks, expert_parallel, tmp_path / model.name)
             assert "\n" not in why
+            if not expert_parallel:
+                assert bool(why) == is_refused_before_workers_start(tmp_path / model.name, ranks), why
             if why:
                 flags = (f"--tensor-parallel-size {ranks} ", "--enable-expert-parallel: ")
                 assert any(flag in why for flag in flags) and ("at most" in why or "omit" in why), why

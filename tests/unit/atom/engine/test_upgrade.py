@@ -1,9 +1,13 @@
+from unittest.mock import Mock
+
 import pytest
 
-from atom.engine.upgrade import settings_of_sockets, without_upgrade
+from atom.engine.upgrade import TakeOver, settings_of_sockets, without_upgrade
 from atom.shared.config.cli import ConfigError
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.handover import ListeningSockets
+from atom.supervisor import StartError
+from atom.supervisor.handover import DeclinedError
 
 OFFER = ListeningSockets("127.0.0.1", 8123, [0, 1], 2, "", 1)
 
@@ -31,3 +35,16 @@ def test_other_settings_are_refused_by_name(name: str, value: object) -> None:
     server = ServerConfig(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} {value}: .*leave"):
         settings_of_sockets(server, OFFER, {name})
+
+
+def test_a_server_that_was_given_up_leaves_the_administration_to_the_running_one() -> None:
+    socket, admin = Mock(), Mock(is_own=False)
+    admin.socket = socket
+    old = Mock(admin=("unix:/admin", socket))
+    old.serving.side_effect = old.starting.side_effect = DeclinedError("it has given up")
+    take_over = TakeOver(old, Mock(), admin)
+    with pytest.raises(StartError, match="--upgrade-from: it has given up"):
+        take_over.starting()
+    with pytest.raises(StartError, match="--upgrade-from: it has given up"):
+        take_over.finish({})
+    assert not admin.is_own

@@ -15,7 +15,7 @@ from atom.shared.messages.resume import (
     Resumable,
     TakeStreams,
 )
-from atom.supervisor import handed_streams
+from atom.supervisor import Supervisor, handed_streams
 from atom.supervisor.handed_streams import HandedStreams, take_streams
 
 
@@ -74,6 +74,30 @@ def test_streams_expire_and_the_next_server_gets_the_time_that_is_left() -> None
     clock.now = 20.0
     assert ask(streams, "short") == HandedStream(9)
     assert list(streams.take_all()) == [claimed("long", 10.0)] and len(streams) == 0
+
+
+def test_a_stream_that_nobody_asks_for_frees_its_memory() -> None:
+    clock = Clock()
+    streams = HandedStreams(clock)
+    streams.add(claimed("taken", 10.0))
+    ask(streams, "taken")
+    streams.add(claimed("taken", 30.0))
+    for number in range(3):
+        streams.add(claimed(str(number), 10.0 + number))
+    clock.now = 11.0
+    streams.expire()
+    assert len(streams) == 2
+    clock.now = 29.0
+    streams.expire()
+    assert len(streams) == 1 and ask(streams, "taken").claimed
+    assert streams._bytes == 0
+
+
+def test_a_supervisor_drops_streams_in_time() -> None:
+    with Supervisor() as supervisor:
+        supervisor.handed.add(claimed("k", 0.0))
+        supervisor.check(0.0)
+        assert len(supervisor.handed) == 0
 
 
 def test_the_oldest_streams_make_room(monkeypatch: pytest.MonkeyPatch) -> None:

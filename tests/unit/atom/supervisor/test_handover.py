@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 from atom.shared.messages.handover import Leaving, Left, ListeningSockets, Serving
 from atom.shared.messages.resume import Claimed
 from atom.shared.utils.run_directory import RunDirectory
-from atom.supervisor.handover import HandoverError, NewServer, OldServer
+from atom.supervisor import handover
+from atom.supervisor.handover import DeclinedError, HandoverError, NewServer, OldServer
 
 OFFER = ListeningSockets("127.0.0.1", 8000, [0, 2], 3, "unix:/admin", 4)
 
@@ -111,6 +113,30 @@ def test_a_new_server_that_dies_after_its_takeover_is_noticed(old: NewServer, is
     assert not old.has_died()  # its process lives
     old.pid = process.pid
     assert old.has_died() is not is_stopped
+
+
+def test_a_new_server_that_is_silent_is_given_up(
+    old: NewServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after SIGSTOP. It is told so, and must not serve; another one may take over."""
+    new = taken(old)
+    new.starting()
+    monkeypatch.setattr(handover, "_SILENCE_DEADLINE_S", 0.05)
+    assert old.poll() is None and not caplog.records
+    time.sleep(0.1)
+    assert old.poll() is None and old.poll() is None
+    (record,) = caplog.records
+    assert "does not take over after all, and this server goes on: it is stopped, or hangs" in record.message
+    monkeypatch.setattr(new, "_starting_at", 0.0)
+    with pytest.raises(DeclinedError, match=f"process {os.getpid()} has given it up: it is stopped"):
+        new.starting()
+    close(new)
+    late = taken(old)
+    time.sleep(0.1)
+    assert old.poll() is None
+    with pytest.raises(DeclinedError):
+        late.serving({}, False)
+    close(late)
 
 
 def test_only_one_server_takes_over_at_a_time(old: NewServer) -> None:

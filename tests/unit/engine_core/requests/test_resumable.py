@@ -230,6 +230,19 @@ def test_a_stream_whose_grammar_fails_is_forgotten(is_loaded: bool) -> None:
     assert run.core.take_streams() == ([], 0) and run.core.num_live == 0
 
 
+def test_a_stream_fails_with_the_first_of_its_sequences() -> None:
+    """Here one of an orphan, which nobody is told: the others would run for nobody."""
+    run = driver()
+    run.add(1, range(5), max_tokens=50, n=2, resumable=stream("k", 1, 2))
+    step(run)
+    run.core.abort_frontend(b"a")
+    batch = run.core.schedule()
+    assert batch is not None
+    assert run.core.update_from_output(run.worker.execute(batch, failing=[1])) == {}
+    assert run.core.num_live == 0 and claim(run, "k", b"b") == Claimed(7, "k")
+    run.core.check_integrity()
+
+
 def test_results_are_not_divided_for_orphans_that_have_ended() -> None:
     clock = Clock()
     run = driver(clock)

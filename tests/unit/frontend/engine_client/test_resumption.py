@@ -16,7 +16,7 @@ from atom.shared.messages.resume import (
 )
 from atom.shared.messages.supervisor import EngineEnded
 from frontend.engine_client import client as engine_client
-from frontend.errors import ResumedElsewhereError
+from frontend.errors import EngineError, ResumedElsewhereError
 from frontend.text.output_processor import TextOptions
 from tests.helpers.servers.fake_engines import Start, connected, start, until
 
@@ -132,5 +132,60 @@ def test_a_stream_that_fails_while_it_is_kept_is_not_handed_over(start: Start) -
             assert reading.failed and len(client) == 0
             assert client.resumption.without_engine() == []
             client.finish(reading, numbers, FinishReason.STOP_STRING)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_stream_fails_with_the_first_of_its_sequences(start: Start, is_kept: bool) -> None:
+    """Its client gets an error as the last event, and does not come back for the others."""
+    core = start(0, endless=True)
+
+    async def run() -> None:
+        async with connected([core], orphan_grace=30.0) as client:
+            asked = request_of(numbers := client.new_ids(2))
+            end = Finished(numbers[0], FinishReason.ERROR, message="boom")
+            failed = TokenDeltas(0, [], b"", finished=[end])
+            async with client.open([asked], TextOptions()) as stream:
+                await anext(stream)
+                if not is_kept:
+                    client._process(client.engines[0], failed)
+                    with pytest.raises(EngineError, match="boom"):
+                        async for _ in stream:
+                            pass
+            if is_kept:
+                assert len(client.resumption) == 1
+                client._process(client.engines[0], failed)
+            assert len(client.resumption) == len(client) == 0 and client.resumption.without_engine() == []
+            await until(lambda: core.aborted == [numbers[1]])
+
+    asyncio.run(run())
+
+
+def test_what_another_frontend_claims_from_one_engine_is_not_ended_at_the_next(start: Start) -> None:
+    """Its claims are on their way to all engines: the end of the earlier connection may overtake one."""
+    cores = [start(0, endless=True), start(1, endless=True)]
+
+    async def run() -> None:
+        async with connected(cores, orphan_grace=30.0) as client:
+            whole = request_of(numbers := client.new_ids(2))
+            asked = [msgspec.structs.replace(whole, request_ids=[number]) for number in numbers]
+            async with client.open(asked, TextOptions()) as stream:
+                await until(lambda: all(client._sequences[number].state.emitted for number in numbers))
+                assert {client._sequences[number].rank for number in numbers} == {0, 1}
+                engine = client._sequences[numbers[0]].engine
+                assert engine is not None
+                end = Finished(numbers[0], FinishReason.REFUSED, message=RESUMED_ELSEWHERE)
+                client._process(engine, TokenDeltas(0, [], b"", finished=[end]))
+                with pytest.raises(ResumedElsewhereError):
+                    await anext(stream)
+            assert len(client) == len(client.resumption) == 0
+            later = client.new_ids(2)
+            for rank, number in enumerate(later):
+                plain = msgspec.structs.replace(whole, request_ids=[number], resumable=None)
+                async with client.open([plain], TextOptions(), rank=rank):
+                    pass
+            await until(lambda: all(core.aborted for core in cores))
+            assert [core.aborted for core in cores] == [[number] for number in later]
 
     asyncio.run(run())

@@ -23,13 +23,13 @@ from atom.shared.messages.resume import (
     Resumable,
 )
 from atom.shared.messages.supervisor import EngineEnded
-from frontend.engine_client import stream_files
+from frontend.engine_client import resumption, stream_files
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.resumption import ResumedStream
 from frontend.engine_client.sequence import RunningSequence, claimed_requests
-from frontend.engine_client.stream_files import StreamFiles
+from frontend.engine_client.stream_files import StreamFiles, StreamHeldError
 from frontend.engine_client.streams import Stream
-from frontend.errors import RequestError
+from frontend.errors import RequestError, UnavailableError
 from frontend.text.output_processor import OutputProcessor, SequenceOutput, TextOptions
 from tests.helpers.servers.fake_core import Script
 from tests.helpers.servers.fake_engines import Start, connected, read, start, until
@@ -87,7 +87,9 @@ def test_a_dead_frontend_leaves_what_it_has_written(tmp_path: Path) -> None:
     files = StreamFiles(tmp_path / "streams")
     updates = update(7, [4, 5]), update(8, [6]), update(7, [9], "eos"), update(8, [7])
     with another_frontend(files, *updates):
-        assert take(files) is None and files.left() == []
+        with pytest.raises(StreamHeldError):
+            take(files)
+        assert take(files, tenant="another") is None and files.left() == []
     assert take(files, tenant="another") is None
     found = take(files)
     assert found is not None
@@ -130,7 +132,8 @@ def test_the_file_of_a_stream_that_moves_is_its_new_frontends(tmp_path: Path) ->
         file = files.begin(begun())
         assert file is not None
         file.add(update(8, [5]))
-    assert take(files) is None  # its new frontend lives
+    with pytest.raises(StreamHeldError):  # its new frontend lives
+        take(files)
     assert files.left() == []
     earlier = files.begin(begun("other"))
     latest = files.begin(begun("other"))
@@ -222,6 +225,7 @@ def test_a_stream_goes_on_where_its_dead_frontend_was(
     old, new = start(0, script=lambda _: part), start(0, life=1, script=lambda _: script)
     directory = tmp_path / "streams"
     settings: dict[str, Any] = {"orphan_grace": 30.0, "stream_dir": str(directory), "max_replays": 3}
+    monkeypatch.setattr(resumption, "_HELD_S", 0.3)
 
     async def resume(client: EngineClient, tenant: str = "t") -> list[int]:
         async with client.open_resumed(await client.resumption.resume("k", tenant)) as stream:
@@ -237,8 +241,10 @@ def test_a_stream_goes_on_where_its_dead_frontend_was(
                 await until(lambda: stream.last_token_at > stream.first_token_at)
                 dying.set_engines([], [EngineEnded(0, 0, "killed")])
                 emitted = dying._sequences[number].state.emitted
-                with pytest.raises(RequestError, match="unknown"):
+                with pytest.raises(UnavailableError, match="an earlier connection has not ended yet"):
                     await resume(client)
+                with pytest.raises(RequestError, match="unknown"):
+                    await resume(client, "another")
                 assert stream.file is not None
                 os.close(stream.file._descriptor)  # as the kernel does
                 stream.file = None
@@ -252,5 +258,39 @@ def test_a_stream_goes_on_where_its_dead_frontend_was(
                 assert new.requests[-1].prompt_ids == pack_ids([1, 2]) + emitted.tobytes()
                 assert list(directory.iterdir()) == []
             dying.resumption.close()
+
+    asyncio.run(run())
+
+
+def test_a_stream_is_waited_for_while_its_earlier_connection_ends(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for its turn at the next life of its engine, so that no engine can say where it is."""
+    part = Script(list(range(100)), None)
+    old, new = start(0, script=lambda _: part), start(0, life=1)
+    settings: dict[str, Any] = {
+        "orphan_grace": 30.0,
+        "stream_dir": str(tmp_path / "streams"),
+        "max_replays": 3,
+    }
+
+    async def run() -> None:
+        async with connected([old], **settings) as client, connected([new], index=1, **settings) as other:
+            (number,) = client.new_ids(1)
+            asked = request([number], max_tokens=200)
+            async with client.open([asked], TextOptions()) as stream:
+                await until(lambda: stream.first_token_at)
+                client.set_engines([], [EngineEnded(0, 0, "killed")])
+                at_other = asyncio.create_task(other.resumption.resume("k", "t"))
+                monkeypatch.setattr(type(client.engines), "up", {0: True})
+                monkeypatch.setattr(client.resumption, "_lost_at", 0.0)
+                here = asyncio.create_task(client.resumption.resume("k", "t"))
+                await asyncio.sleep(0.5)
+                assert not here.done() and not at_other.done()
+            resumed = await here
+            assert resumed.stream is stream and stream.open == {number}
+            client._close(stream)
+            with pytest.raises(RequestError, match="unknown"):
+                await at_other
 
     asyncio.run(run())

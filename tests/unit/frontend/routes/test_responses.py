@@ -271,6 +271,37 @@ def test_custom_tools_have_a_text_as_input(client: Client, model: ToolModel) -> 
     assert '"arguments": {"input": "Paris"}' in model.prompt() and "20 °C" in model.prompt()
 
 
+def test_the_input_of_a_stored_response_is_listed(sdk: openai.OpenAI, client: Client) -> None:
+    """Page by page, with earlier responses, and with parts and ids where clients had left them out."""
+    first = sdk.responses.create(model=MODEL, input=[{"id": "msg_own", **USER}, {**USER, "content": "And?"}])
+    second = sdk.responses.create(model=MODEL, input="Thanks.", previous_response_id=first.id)
+    listed = sdk.responses.input_items.list
+    items = list(listed(second.id, limit=2, order="asc"))
+    assert [items[0].id, items[2].id] == ["msg_own", first.output[0].id] and len(items) == 4
+    assert len({item.id for item in items}) == 4 and {item.status for item in items} == {"completed"}
+    kinds = [item.content[0].type for item in items]
+    assert kinds == ["input_text", "input_text", "output_text", "input_text"]
+    assert [items[1].content[0].text, items[3].content[0].text] == ["And?", "Thanks."]
+    assert [item.id for item in listed(second.id)] == [item.id for item in reversed(items)]
+    assert [item.id for item in listed(first.id, after=items[0].id, order="asc")] == [
+        listed(first.id).data[0].id
+    ]
+    path = f"{PATH}/{first.id}/input_items"
+    body = b'{"input": [{"role": "user", "content": "x", "id": "\xff"}]}'
+    status, data, _ = client.exchange("POST", PATH, raw=body)
+    assert status == 200
+    assert listed(json.loads(data)["id"]).data[0].id == "\ufffd"
+    assert client.call("GET", f"{PATH}/resp_1/input_items")[0] == 404
+    for query, param in (
+        ("limit=0", "limit"),
+        ("order=up", "order"),
+        ("after=x", "after"),
+        ("page=1", "page"),
+    ):
+        status, refused = client.call("GET", f"{path}?{query}")
+        assert (status, refused["error"]["param"]) == (400, param)
+
+
 def test_stored_responses_are_bounded_and_belong_to_one_key(model: ToolModel) -> None:
     server = ServerConfig(max_stored_response_bytes=8192, api_key="one,two")
     with running_server(model, server) as client:

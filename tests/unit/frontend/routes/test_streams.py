@@ -102,6 +102,19 @@ def test_the_rest_of_a_stream_is_the_same_after_each_event(
             assert got == events[place + 1 :]
 
 
+def test_a_stream_of_several_choices_breaks_again_and_again(frontends: list[Client]) -> None:
+    """Each event's id counts all that the client has, also of choices that are sent again after it."""
+    path, body = BODIES[1]
+    events = begun(frontends[0], path, body)
+    got = events[: len(events) // 2]
+    for times in range(6):
+        status, data = rest(frontends[times % 2], got[-1][0])
+        assert status == 200, data
+        got.append(events_of(data)[0])
+    got += events_of(rest(frontends[0], got[-1][0])[1])
+    assert sorted(text for _, text in got) == sorted(text for _, text in events)
+
+
 def test_the_events_of_a_plain_stream_have_no_ids(frontends: list[Client]) -> None:
     status, data, headers = frontends[0].exchange("POST", CHAT, TOOLS, headers=key_headers())
     assert status == 200 and b"\nid: " not in data and "x-stream-id" not in headers

@@ -4,12 +4,21 @@ import dataclasses
 import os
 from pathlib import Path
 
+import pytest
+from xxhash import xxh3_128
+
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.worker import FullAttentionSpec
 from tests.helpers.checkpoints.tiny_models import engine_config
+from workers.memory import cache_fingerprint as cache_fingerprint_module
 from workers.memory.cache_fingerprint import cache_fingerprint
 
 SPECS = [FullAttentionSpec(4, 100)]
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOM_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def test_every_difference_gives_another_name(tmp_path: Path) -> None:
@@ -54,6 +63,20 @@ def test_hosts_with_the_same_weights_have_one_name(tmp_path: Path) -> None:
         path.unlink()
         path.symlink_to(tmp_path / digest)
     assert named(tmp_path / "0") == named(tmp_path / "1") not in names
+
+
+def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the names of tiers that hosts share: until a file changes."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    name = named(tmp_path)
+    reads = []
+    monkeypatch.setattr(cache_fingerprint_module, "xxh3_128", lambda: reads.append(1) or xxh3_128())
+    assert named(tmp_path) == name and not reads
+    stat = weights.stat()
+    weights.write_bytes(b"weightS")
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert named(tmp_path) != name and len(reads) == 1
 
 
 def named(directory: Path) -> str:

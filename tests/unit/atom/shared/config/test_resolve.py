@@ -146,10 +146,43 @@ def test_decode_context_parallelism_needs_mla_and_equal_ranks() -> None:
     sparse = replace(checkpoint, model_type="glm_moe_dsa", hf_config=mla | {"index_topk": 2048})
     with pytest.raises(ConfigError, match="glm_moe_dsa has sparse attention"):
         resolved(CPU, sparse, tensor_parallel_size=8, **options)
+    recurrent = replace(checkpoint, model_type="kimi_linear", keeps_states=True)
+    with pytest.raises(ConfigError, match="kimi_linear has recurrent layers"):
+        resolved(CPU, recurrent, tensor_parallel_size=8, **options)
     with pytest.raises(ConfigError, match="-size 12 does not divide the 128 of the model"):
         resolved(CPU, checkpoint, tensor_parallel_size=12, **options)
     plain = options | {"decode_context_parallel_size": 1}
     assert resolved(CPU, tensor_parallel_size=2, **plain).config.block_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("size", "config", "message"),
+    [
+        (
+            7,
+            {"num_key_value_heads": 3},
+            "7 does not fit the model's 9 query and 3 key/value heads: use 6 or 9",
+        ),
+        (2, {"num_key_value_heads": 1}, None),
+        (12, {"num_key_value_heads": None}, "9 query and 9 key/value heads: use 9$"),
+        (9, {"num_key_value_heads": 3, "kv_lora_rank": 4}, None),
+        (9, {"num_key_value_heads": 3, "linear_num_key_heads": 4}, "4 heads of linear attention: use 3$"),
+        (
+            6,
+            {"kv_lora_rank": 4, "linear_attn_config": {"num_heads": 5}},
+            "5 heads of linear attention: use 5$",
+        ),
+        (3, {"num_key_value_heads": 1, "o_groups": 2}, "2 o_groups: use 2$"),
+    ],
+)
+def test_workers_get_heads(size: int, config: dict[str, Any], message: str | None) -> None:
+    checkpoint = replace(CHECKPOINT, hf_config={"num_attention_heads": 9} | config)
+    options = {"device": "cpu", "dtype": "float32", "tensor_parallel_size": size}
+    if message is None:
+        assert resolved(CPU, checkpoint, **options).config.parallel.tensor_parallel_size == size
+        return
+    with pytest.raises(ConfigError, match=message):
+        resolved(CPU, checkpoint, **options)
 
 
 def test_overrides_of_unknown_config_keys_are_named() -> None:
