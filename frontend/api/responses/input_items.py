@@ -30,8 +30,16 @@ class _Output(msgspec.Struct):
     output: list[msgspec.Raw]
 
 
+class _Named(msgspec.Struct):
+    id: msgspec.Raw = msgspec.Raw()
+
+
 _output = msgspec.json.Decoder(_Output)
-_items = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_items = msgspec.json.Decoder(
+    list[msgspec.Raw]
+)  # in one call that holds the lock of all threads: a short one
+_named = msgspec.json.Decoder(_Named)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,7 @@ def input_items(response_id: str, stored: StoredResponse, page: Page) -> bytes:
     items = _items.decode(stored.items.decode(errors="replace"))  # of fields that were left out, too
     del items[len(items) - len(_output.decode(stored.body).output) :]
     name = response_id.partition("_")[2]
-    ids = [_text(item, "id") or f"msg_{name}_input_{index}" for index, item in enumerate(items)]
+    ids = [_text(_named.decode(item).id) or f"msg_{name}_input_{index}" for index, item in enumerate(items)]
     places = list(range(len(items)) if page.is_ascending else reversed(range(len(items))))
     if page.after:
         found = next((number for number, place in enumerate(places) if ids[place] == page.after), None)
@@ -78,7 +86,7 @@ def input_items(response_id: str, stored: StoredResponse, page: Page) -> bytes:
     wanted = places[: page.limit]
     return msgspec.json.encode(
         InputItems(
-            data=[_complete(items[place], ids[place]) for place in wanted],
+            data=[_complete(_fields.decode(items[place]), ids[place]) for place in wanted],
             first_id=ids[wanted[0]] if wanted else None,
             last_id=ids[wanted[-1]] if wanted else None,
             has_more=len(places) > len(wanted),
@@ -89,14 +97,14 @@ def input_items(response_id: str, stored: StoredResponse, page: Page) -> bytes:
 def _complete(item: Mapping[str, msgspec.Raw], item_id: str) -> dict[str, Any]:
     """An item with what clients may leave out: id, type and status, and the parts of a message's text."""
     whole: dict[str, Any] = {"type": "message", "status": "completed", **item, "id": item_id}
-    if content := _text(item, "content"):
-        is_reply = _text(item, "role") == "assistant"
+    if content := _text(item.get("content")):
+        is_reply = _text(item.get("role")) == "assistant"
         part = {"type": "output_text", "annotations": []} if is_reply else {"type": "input_text"}
         whole["content"] = [part | {"text": content}]
     return whole
 
 
-def _text(item: Mapping[str, msgspec.Raw], name: str) -> str:
+def _text(field: msgspec.Raw | None) -> str:
     """A field that is a text; empty for others."""
-    raw = bytes(item.get(name, b""))
+    raw = bytes(field or b"")
     return msgspec.json.decode(raw, type=str) if raw[:1] == b'"' else ""
