@@ -78,30 +78,76 @@ struct Scores {
     }
 };
 
-constexpr int CHUNK = 32;    // tokens of one iteration of the online softmax
-constexpr int AHEAD = 32;    // tokens whose keys are fetched before they are needed
-constexpr int TOGETHER = 4;  // tokens whose scores are summed together
-constexpr int HEADS = 4;     // query heads that read keys and values together
+// Tokens of one iteration of the online softmax. Values are fetched while the keys of their chunk are read, and
+// the next chunk's keys while the values are. With 16 or 64 tokens what is fetched comes too late or goes too early.
+constexpr int CHUNK = 32;
+constexpr int HEADS = 4;  // query heads that read keys and values together
 constexpr int PARTIAL = LANES / 4;  // vectors of a value's features that are summed in registers
+constexpr float LEAST_SCORE = -1.0e30f;
 
-// The online softmax of one query: weights of a chunk's scores, and the factor of earlier sums.
+// Products of words: the left ones are broadcast, the right ones are in vectors. These are of one float32 value.
+template <typename T> struct Products {
+    typedef float Word;
+    static constexpr int VALUES = 1;
+
+    static Vector add(Vector sum, Word left, Vector right) { return sum + left * right; }
+
+    static void load(const T* x, Word* words, int width) {
+        for (int i = 0; i < width; ++i) words[i] = number(x[i]);
+    }
+
+    static void join(const T* x, const T*, Word* words, int width) { load(x, words, width); }
+
+    static Vector joined(Vector one, Vector) { return one; }
+
+    // A vector of right words: LANES values of one token, and of the next one.
+    static Vector words_at(const T* x, const T*) { return vector_at(x); }
+
+    // Left words of a vector's neighbours.
+    static void put_words(Word* words, Vector x) { put(words, x); }
+};
+
+#ifdef __AVX512BF16__
+// Words of two neighbours, or of values at the same place of two tokens.
+template <> struct Products<BFloat16> {
+    typedef uint32_t Word;
+    static constexpr int VALUES = 2;
+
+    static Vector add(Vector sum, Word left, Vector right) {
+        return add_pairs(sum, in_all_lanes(left), right);
+    }
+
+    static void load(const BFloat16* x, Word* words, int width) { std::memcpy(words, x, width * sizeof *x); }
+
+    static void join(const BFloat16* x, const BFloat16* next, Word* words, int width) {
+        for (int i = 0; i < width; ++i) words[i] = Word(x[i].bits) | Word(next[i].bits) << 16;
+    }
+
+    static Vector joined(Vector one, Vector next) { return pairs_of(one, next); }
+
+    static Vector words_at(const BFloat16* x, const BFloat16* next) { return pairs_at(x, next); }
+
+    static void put_words(Word* words, Vector x) {
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+        std::memcpy(words, &rounded, sizeof rounded);
+    }
+};
+#endif
+
+// The online softmax of one query. Each lane of `top` is the highest score so far, in base two; the lanes
+// of `total` are still to be summed.
 struct Softmax {
-    float top = -1.0e30f, total = 0.0f;
+    Vector top = in_all_lanes(LEAST_SCORE), total = {};
 
-    float add(float* scores, int count) {
-        float new_top = top;
-#pragma omp simd reduction(max : new_top)
-        for (int token = 0; token < count; ++token)
-            new_top = scores[token] > new_top ? scores[token] : new_top;
-        const float rescale = exponential(top - new_top);
-        top = new_top;
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int token = 0; token < count; ++token) {
-            scores[token] = exponential(scores[token] - new_top);
-            sum += scores[token];
-        }
-        total = total * rescale + sum;
+    // Scores become weights, the powers of two of `factor` times them. The result is the factor of earlier sums.
+    Vector add(Vector* scores, int vectors, float factor) {
+        Vector best = scores[0];
+        for (int i = 1; i < vectors; ++i) best = larger(scores[i], best);
+        const Vector risen = larger(highest(best) * factor, top);
+        const Vector rescale = power_of_two(top - risen);
+        top = risen;
+        total *= rescale;
+        for (int i = 0; i < vectors; ++i) total += scores[i] = power_of_two(scores[i] * factor - risen);
         return rescale;
     }
 };
@@ -143,10 +189,14 @@ template <int WIDTH> struct Query<BFloat16, WIDTH, true> {
     struct Key {
         Vector parts[PARTS];
 
-        explicit Key(const BFloat16* key) { std::memcpy(parts, key, sizeof parts); }
+        explicit Key(const BFloat16* key) {
+            for (int i = 0; i < PARTS; ++i) parts[i] = pairs_at(key + i * 2 * LANES);
+        }
     };
 
-    void load(const BFloat16* q) { std::memcpy(parts, q, sizeof parts); }
+    void load(const BFloat16* q) {
+        for (int i = 0; i < PARTS; ++i) parts[i] = pairs_at(q + i * 2 * LANES);
+    }
     Vector times(const Key& key) const {
         Vector sum = {};
         for (int i = 0; i < PARTS; ++i) sum = add_pairs(sum, parts[i], key.parts[i]);
@@ -156,44 +206,51 @@ template <int WIDTH> struct Query<BFloat16, WIDTH, true> {
 #endif
 
 // COUNT query heads of one key/value head over the keys and values of `count` tokens, rounded up to
-// TOGETHER; `keys` has AHEAD more, to be fetched.
+// LANES; `keys` has CHUNK more, whose keys are fetched.
 template <typename T, int WIDTH, int COUNT>
 void attend(const T* q, const T* const* keys, int64_t value_offset, int count, Scores rule,
             HeadState<WIDTH>* states) {
+    typedef Products<T> P;
     constexpr int PARTS = WIDTH / LANES, LINE = 64 / int(sizeof(T));
     typedef Query<T, WIDTH, WIDTH % (2 * LANES) == 0> HeadQuery;
-    float scores[COUNT][CHUNK] = {};
     HeadQuery queries[COUNT];
     for (int n = 0; n < COUNT; ++n) queries[n].load(q + n * WIDTH);
-    for (int token = 0; token < count; token += TOGETHER) {
-        const T* const* four = keys + token;
-        typedef typename HeadQuery::Key Key;
-        const Key known[] = {Key(four[0]), Key(four[1]), Key(four[2]), Key(four[3])};
-        for (int n = 0; n < COUNT; ++n) {
-            // A part of what is fetched with each head, so that memory always has some to do.
-            for (int t = n * TOGETHER / COUNT; t < (n + 1) * TOGETHER / COUNT; ++t) {
-                for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(four[t] + value_offset + i, 0, 2);
-                for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(four[t + AHEAD] + i, 0, 2);
-            }
-            const HeadQuery& query = queries[n];
-            const Quarter sums = rule.scale * sums_of(query.times(known[0]), query.times(known[1]),
-                                                 query.times(known[2]), query.times(known[3]));
-            std::memcpy(&scores[n][token], &sums, sizeof sums);
+    const int vectors = (count + LANES - 1) / LANES;
+    Vector scores[COUNT][CHUNK / LANES];
+    alignas(64) typename P::Word weights[COUNT][CHUNK / P::VALUES];
+    // Products take turns with what is fetched, so that memory always has some to do.
+    for (int v = 0; v < vectors; ++v) {
+        Vector sums[COUNT][LANES];
+        for (int token = 0; token < LANES; ++token) {
+            const T* place = keys[v * LANES + token];
+            for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(place + value_offset + i);
+            const typename HeadQuery::Key key(place);
+            for (int n = 0; n < COUNT; ++n) sums[n][token] = queries[n].times(key);
         }
+        for (int n = 0; n < COUNT; ++n) scores[n][v] = sums_of(sums[n]);
     }
     for (int n = 0; n < COUNT; ++n) {
-        if (rule.cap > 0.0f) rule.apply_cap(scores[n], count, 1.0f);
-        const float rescale = states[n].softmax.add(scores[n], count);
+        const float factor = rule.base_two((float*)scores[n], count);
+        // Lanes after the last token have its key again, and no weight.
+        for (int token = count; token < vectors * LANES; ++token) ((float*)scores[n])[token] = LEAST_SCORE;
+        const Vector rescale = states[n].softmax.add(scores[n], vectors, factor);
+        for (int v = 0; v < vectors; ++v) P::put_words(weights[n] + v * LANES / P::VALUES, scores[n][v]);
         for (int i = 0; i < PARTS; ++i) states[n].sum[i] *= rescale;
     }
     for (int from = 0; from < PARTS; from += PARTIAL) {
         const int parts = PARTS - from < PARTIAL ? PARTS - from : PARTIAL;
         Vector added[COUNT][PARTIAL] = {};
-        for (int token = 0; token < count; ++token) {
-            const T* value = keys[token] + value_offset + from * LANES;
+        for (int token = 0; token < count; token += P::VALUES) {
+            const T* const* own = keys + token;
+            if (from * LANES % LINE == 0)
+                for (int value = 0; value < P::VALUES; ++value)
+                    for (int i = 0; i < parts * LANES; i += LINE)
+                        __builtin_prefetch(own[CHUNK + value] + from * LANES + i);
             for (int i = 0; i < parts; ++i) {
-                const Vector part = vector_at(value + i * LANES);
-                for (int n = 0; n < COUNT; ++n) added[n][i] += scores[n][token] * part;
+                const int64_t place = value_offset + (from + i) * LANES;
+                const Vector words = P::words_at(own[0] + place, own[P::VALUES - 1] + place);
+                for (int n = 0; n < COUNT; ++n)
+                    added[n][i] = P::add(added[n][i], weights[n][token / P::VALUES], words);
             }
         }
         for (int n = 0; n < COUNT; ++n)
@@ -218,16 +275,17 @@ void attend_group(const T* q, const T* const* keys, int64_t value_offset, int co
 
 // The output of a head.
 template <typename T, int WIDTH> void finish(HeadState<WIDTH>& state, const T* sink, T* out) {
-    float rescale = 1.0f;
+    Softmax& softmax = state.softmax;
+    Vector rescale = in_all_lanes(1.0f);
     if (sink != nullptr) {
-        float score = number(*sink);
-        rescale = state.softmax.add(&score, 1);
+        Vector score = in_all_lanes(LEAST_SCORE);
+        score[0] = number(*sink);
+        rescale = softmax.add(&score, 1, LOG2_E);
     }
-    const float factor = state.softmax.total > 0.0f ? rescale / state.softmax.total : 0.0f;
-    for (int i = 0; i < WIDTH / LANES; ++i) {
-        const Vector part = state.sum[i] * factor;
-        for (int lane = 0; lane < LANES; ++lane) put(out[i * LANES + lane], part[lane]);
-    }
+    float total = 0.0f;
+    for (int lane = 0; lane < LANES; ++lane) total += softmax.total[lane];
+    const Vector factor = total > 0.0f ? rescale / total : Vector{};
+    for (int i = 0; i < WIDTH / LANES; ++i) put(out + i * LANES, state.sum[i] * factor);
 }
 
 // Each token with the query heads of `kv_heads` key/value heads. All of them take a chunk before the next
@@ -235,14 +293,14 @@ template <typename T, int WIDTH> void finish(HeadState<WIDTH>& state, const T* s
 template <typename T, int WIDTH>
 void attend_each(const Queries<T>& queries, const Context<T>& context, Scores rule, int64_t kv_heads) {
     const int64_t group = queries.group;
-    const T* keys[CHUNK + AHEAD];
+    const T* keys[2 * CHUNK];
     for (int64_t token = 0; token < queries.count; ++token) {
         std::vector<HeadState<WIDTH>> states(group * kv_heads);
         const int64_t last = queries.last(token);
         for (int64_t start = queries.first(token); start <= last; start += CHUNK) {
             const int count = smaller(last - start + 1, CHUNK);
-            const int known = smaller(last - start + 1, CHUNK + AHEAD);
-            const int filled = (count + TOGETHER - 1) / TOGETHER * TOGETHER + AHEAD;
+            const int known = smaller(last - start + 1, 2 * CHUNK);
+            const int filled = (count + LANES - 1) / LANES * LANES + CHUNK;
             context.find(start, known, keys);
             for (int n = known; n < filled; ++n) keys[n] = keys[known - 1];
             for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {

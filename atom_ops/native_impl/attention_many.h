@@ -20,42 +20,6 @@
 
 namespace {
 
-// Words of one float32 value.
-template <typename T> struct Products {
-    typedef float Word;
-    static constexpr int VALUES = 1;
-
-    static Vector add(Vector sum, Word left, Vector right) { return sum + left * right; }
-
-    static void load(const T* x, Word* words, int width) {
-        for (int i = 0; i < width; ++i) words[i] = number(x[i]);
-    }
-
-    static void join(const T* x, const T*, Word* words, int width) { load(x, words, width); }
-
-    static Vector joined(Vector one, Vector) { return one; }
-};
-
-#ifdef __AVX512BF16__
-// Words of two values.
-template <> struct Products<BFloat16> {
-    typedef uint32_t Word;
-    static constexpr int VALUES = 2;
-
-    static Vector add(Vector sum, Word left, Vector right) {
-        return add_pairs(sum, in_all_lanes(left), right);
-    }
-
-    static void load(const BFloat16* x, Word* words, int width) { std::memcpy(words, x, width * sizeof *x); }
-
-    static void join(const BFloat16* x, const BFloat16* next, Word* words, int width) {
-        for (int i = 0; i < width; ++i) words[i] = Word(x[i].bits) | Word(next[i].bits) << 16;
-    }
-
-    static Vector joined(Vector one, Vector next) { return pairs_of(one, next); }
-};
-#endif
-
 #ifdef __AVX512F__
 constexpr int AT_ONCE = 4;  // vectors of queries whose sums of four rows are in registers
 #else

@@ -127,10 +127,14 @@ struct Task {
 constexpr int64_t FEW_QUERIES = 4;  // tokens of a row; with more, tiles are faster
 constexpr int64_t NO_TILE = -1;
 
-// Tiles have `at_once` queries at most.
-inline std::vector<Task> attention_tasks(const int32_t* starts, int64_t rows, int64_t kv_heads, int64_t group,
-                                         int64_t at_once) {
-    const int64_t together = rows >= 4 * omp_get_max_threads() ? kv_heads : 1;
+// Tiles have `at_once` queries at most. Without them a task has several key/value heads of a row, which are next to
+// one another in memory: all of them, unless that were more than half of a thread's share.
+inline std::vector<Task> attention_tasks(const int32_t* starts, const int32_t* contexts, int64_t rows,
+                                         int64_t kv_heads, int64_t group, int64_t at_once) {
+    const int64_t threads = omp_get_max_threads(), shares = threads == 1 ? 1 : 2 * threads;
+    int64_t all = 0;  // tokens to be read; one more for each row, so that none has nothing
+    for (int64_t row = 0; row < rows; ++row)
+        if (starts[row + 1] - starts[row] <= FEW_QUERIES) all += contexts[row] + 1;
     std::vector<Task> tasks;
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t tokens = starts[row + 1] - starts[row];
@@ -140,8 +144,10 @@ inline std::vector<Task> attention_tasks(const int32_t* starts, int64_t rows, in
                 for (int64_t head = 0; head < kv_heads; ++head)
                     tasks.push_back({row, head, 1, tile * at_once});
         } else if (tokens > 0) {
+            const int64_t fair = kv_heads * all / (shares * (contexts[row] + 1));
+            const int64_t together = smaller(fair < 1 ? 1 : fair, kv_heads);
             for (int64_t head = 0; head < kv_heads; head += together)
-                tasks.push_back({row, head, together, NO_TILE});
+                tasks.push_back({row, head, smaller(together, kv_heads - head), NO_TILE});
         }
     }
     return tasks;
@@ -165,7 +171,7 @@ void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table
     const int64_t group = heads / kv_heads;
     std::memset(out, 0, tokens * heads * WIDTH * sizeof(T));  // padding tokens get zeros
     const int64_t at_once = queries_at_once<T>(tokens * heads);
-    const std::vector<Task> tasks = attention_tasks(starts, rows, kv_heads, group, at_once);
+    const std::vector<Task> tasks = attention_tasks(starts, contexts, rows, kv_heads, group, at_once);
 #pragma omp parallel for schedule(dynamic, 1)
     for (size_t number = 0; number < tasks.size(); ++number) {
         const Task& task = tasks[number];

@@ -7,8 +7,6 @@
 
 namespace {
 
-constexpr float LEAST_SCORE = -1.0e30f;
-
 // Of LANES queries. Scores are those of consecutive tokens of the context, `stride` vectors apart.
 struct LaneSoftmax {
     Integers first, last;  // what each query sees of its context

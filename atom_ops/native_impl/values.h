@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifdef __AVX__
 #include <immintrin.h>
@@ -37,24 +38,6 @@ inline void put(BFloat16& to, float x) {
 
 inline int smaller(int64_t one, int64_t other) { return int(one < other ? one : other); }
 
-// e to the power of x, to 1e-7 of its value; x is clamped to what float32 holds.
-inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    const float n = __builtin_rintf(x * 1.44269504f);
-    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, sizeof power);
-    return (p * r * r + r + 1.0f) * power;
-}
-
 // As many numbers as a register holds; compilers make much slower code of longer ones.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -67,7 +50,6 @@ typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HalfBits __attribute__((vector_size(2 * LANES)));
-typedef float Quarter __attribute__((vector_size(16)));
 
 inline Vector vector_at(const float* x) {
     Vector result;
@@ -149,40 +131,31 @@ template <int... PLACES, typename V> inline V shuffled(V one, V other) {
 #endif
 }
 
-// The sum of what is at these places and FURTHER after them.
-template <int FURTHER, int... PLACES, typename V> inline V sum_of_places(V one, V other) {
-    return shuffled<PLACES...>(one, other) + shuffled<(PLACES + FURTHER)...>(one, other);
+// The highest of the lanes whose numbers differ in BIT and the bits below it, in each.
+template <int BIT, int... LANE> inline Vector highest(Vector x, std::integer_sequence<int, LANE...> lanes) {
+    x = larger(x, shuffled<(LANE ^ BIT)...>(x, x));
+    if constexpr (BIT > 1) x = highest<BIT / 2>(x, lanes);
+    return x;
 }
 
-// The sums of four vectors.
-#ifdef __AVX512F__
-inline Quarter sums_of(Vector a, Vector b, Vector c, Vector d) {
-    const Vector ab = sum_of_places<8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(a, b);
-    const Vector cd = sum_of_places<8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(c, d);
-    Vector all = sum_of_places<4, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(ab, cd);
-    all += shuffled<2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13>(all, all);
-    all += shuffled<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(all, all);
-    all = shuffled<0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12>(all, all);
-    Quarter result;
-    std::memcpy(&result, &all, sizeof result);
-    return result;
-}
-#else
-inline Quarter in_four(Vector x) {
-    Quarter sum = {}, part;
-    for (int i = 0; i < LANES / 4; ++i) {
-        std::memcpy(&part, (const char*)&x + i * sizeof part, sizeof part);
-        sum += part;
-    }
-    return sum;
+// The highest lane, in each.
+inline Vector highest(Vector x) { return highest<LANES / 2>(x, std::make_integer_sequence<int, LANES>()); }
+
+// Adds lanes whose numbers differ in BIT alone: those of `x[i]` where the bit is 0, those of `x[i + BIT]` where
+// it is 1.
+template <int BIT, int... LANE> inline void add_lanes(Vector* x, std::integer_sequence<int, LANE...> lanes) {
+#pragma GCC unroll 8
+    for (int i = 0; i < BIT; ++i)
+        x[i] = shuffled<(LANE & BIT ? LANE + LANES : LANE)...>(x[i], x[i + BIT]) +
+               shuffled<(LANE & BIT ? LANE + LANES - BIT : LANE + BIT)...>(x[i], x[i + BIT]);
+    if constexpr (BIT > 1) add_lanes<BIT / 2>(x, lanes);
 }
 
-inline Quarter sums_of(Vector a, Vector b, Vector c, Vector d) {
-    const Quarter ab = sum_of_places<2, 0, 4, 1, 5>(in_four(a), in_four(b));
-    const Quarter cd = sum_of_places<2, 0, 4, 1, 5>(in_four(c), in_four(d));
-    return sum_of_places<2, 0, 1, 4, 5>(ab, cd);
+// The sum of the lanes of x[i] in lane i, of LANES vectors, which are overwritten.
+inline Vector sums_of(Vector* x) {
+    add_lanes<LANES / 2>(x, std::make_integer_sequence<int, LANES>());
+    return x[0];
 }
-#endif
 
 #ifdef __AVX512BF16__
 // Vectors of 16 pairs of bfloat16, as bits. Their products are exact in float32.
@@ -202,6 +175,10 @@ inline Vector pairs_of(Vector low, Vector high) {
     const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
     return (Vector)_mm512_permutexvar_epi16((__m512i)TURNS, (__m512i)rounded);
 }
+
+// Pairs of neighbours. A memcpy to an array of vectors would go by halves and through memory, for which loads of
+// whole vectors then wait.
+inline Vector pairs_at(const BFloat16* x) { return (Vector)_mm512_loadu_si512(x); }
 
 // Pairs of the values at two places.
 inline Vector pairs_at(const BFloat16* low, const BFloat16* high) {

@@ -49,10 +49,41 @@ def test_attention_with_drafts_and_other_blocks(block_size: int) -> None:
     assert ran_native("paged_attention")
 
 
-def test_attention_in_bfloat16() -> None:
-    step = Step([1] * len(CONTEXTS), CONTEXTS, 9, 3, dtype=BF16, cache_dtype=BF16, width=64)
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (1, True), (40, False), (0, True)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 16), (7, 1, 80), (12, 2, 128), (2, 1, 256)]
+)
+def test_attention_of_decodes_in_bfloat16(
+    heads: int, kv_heads: int, width: int, window: int, sinks: bool
+) -> None:
+    """Contexts end with a pair of tokens or with half of one, and begin at any token of a block."""
+    counts, contexts = [1] * 9 + [2, 3, 4], [*CONTEXTS, 31, 34, 33, 80, 4]
+    step = Step(
+        counts, contexts, heads, kv_heads, 7, BF16, BF16, width=width, window=window, sinks=sinks
+    )  # fmt: skip
     torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-2, rtol=1e-2)
     assert ran_native("paged_attention")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_decode_has_the_same_bits_with_other_rows_and_threads(dtype: torch.dtype) -> None:
+    contexts = [1, 333, 40, 2000, 65, 1000]  # with two threads a task has one, two or three heads of them
+    step = Step([1] * 6, contexts, 9, 3, cache_dtype=dtype, dtype=dtype, width=64)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            found.append(step.run())
+            for row, context in enumerate(contexts):
+                plan = atom_ops.plan_attention(
+                    np.ones(1, np.int32), np.array([context], np.int32), step.table[row : row + 1], CPU
+                )
+                alone = atom_ops.paged_attention(step.q[row : row + 1], step.cache, plan, step.rule)
+                assert torch.equal(alone[0], found[0][row])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_padding_rows_result_in_zeros_and_others_are_skipped() -> None:
