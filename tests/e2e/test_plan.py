@@ -84,7 +84,7 @@ def test_errors_are_one_line(model: Path, tmp_path: Path) -> None:
         (("--model", "someone/nothing"), ExitStatus.RESOURCES, "HF_HUB_OFFLINE"),
         (("--model", str(unknown)), ExitStatus.MODEL, "NoSuchModel"),
         (("--model", str(lacking)), ExitStatus.MODEL, "hidden_size"),
-        (("--model", str(model), "-tp", "7"), ExitStatus.USAGE, "6 attention heads"),
+        (("--model", str(model), "-tp", "7"), ExitStatus.USAGE, "6 query and 2 key/value heads"),
         (("--model", str(model), "--max-model-len", "99999"), ExitStatus.USAGE, "65536"),
     )
     for args, status, text in cases:

@@ -130,7 +130,7 @@ def test_too_little_memory_for_one_block(good: Path) -> None:
 
 def test_more_ranks_than_heads(good: Path) -> None:
     error = failure("--model", str(good), *ARGS, "-tp", "7", status=ExitStatus.USAGE)
-    assert "--tensor-parallel-size 7: the model has 6 attention heads" in error
+    assert "--tensor-parallel-size 7 does not fit the model's 6 query and 2 key/value heads: use 6" in error
 
 
 def test_too_few_open_files(good: Path) -> None:
