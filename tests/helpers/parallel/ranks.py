@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -22,7 +23,7 @@ from atom.shared.utils.rendezvous import open_rendezvous
 DEADLINE_S = 240.0
 # Keyed by rank: `wheres`, `outputs`. The loop's `else` runs in the first process, what follows in each rank.
 _PREAMBLE = """
-    import os, sys, msgspec, torch
+    import faulthandler, os, signal, sys, msgspec, torch
     from atom.shared.messages.launch import Rendezvous
     from parallel.mesh import MeshShape, join_mesh
     torch.set_num_threads(1)
@@ -49,6 +50,7 @@ _PREAMBLE = """
         os.close(each)
     for stream, file in zip((1, 2), outputs[rank]):
         os.dup2(file, stream)
+    faulthandler.register(signal.SIGUSR1)
     mesh = join_mesh(shape, rank, where, torch.device("cpu"), timeout)
 """
 
@@ -61,13 +63,24 @@ class _Family:
     files: list[tuple[IO[str], IO[str]]]
 
     def finish(self, deadline: float) -> list[tuple[int, str, str]]:
-        out, err = self.process.communicate(timeout=deadline)
+        try:
+            out, err = self.process.communicate(timeout=deadline)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"the ranks have not ended within {deadline:g} s:\n{self._stacks()}"
+            ) from None
         assert self.process.returncode == 0, err
         statuses = msgspec.json.decode(out, type=list[int])
         return [
             (status, _content(files[0]), _content(files[1]))
             for status, files in zip(statuses, self.files, strict=True)
         ]
+
+    def _stacks(self) -> str:
+        """Standard error of all ranks, after a signal upon which they print their threads' stacks there."""
+        os.killpg(self.process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return "\n".join(_content(err)[-5000:] for _, err in self.files)
 
     def kill(self) -> None:
         if self.process.poll() is None:
