@@ -38,6 +38,7 @@ from atom_ops.triton_impl.attention.hopper_float8 import (
     CODE_ROWS,
     CODES,
     PIECE,
+    SWIZZLED,
     copy_float8,
     make_float8,
     slots_of,
@@ -58,7 +59,6 @@ _BLOCK_SIZES = (16, 32, 64, 128)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 # The running maximum before any score: finite, because inf - inf would be NaN.
 _LOWEST = gl.constexpr(-1.0e30)
-_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _HEADS_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 _ROWS = gl.constexpr(8)
 """Tokens after which the swizzle repeats."""
@@ -257,7 +257,7 @@ def _load_values(
     """
     values_ready, values_free = barriers
     PIECES: gl.constexpr = WIDTH // PIECE
-    rows = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // _ROWS), _ROWS, PIECE], _SWIZZLED)
+    rows = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // _ROWS), _ROWS, PIECE], SWIZZLED)
     at = start + (num_tiles - 1) * TILE
     slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK_SIZE, BLOCK_SIZE, TILE)
     for _tile in range(num_tiles):
@@ -365,9 +365,9 @@ def _consume(
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     sum_rows: gl.constexpr = gl.SliceLayout(1, sums)
     OWN: gl.constexpr = HALF // TOGETHER
-    q_ME = q._reinterpret(q.dtype, [2, HALF, WIDTH], _SWIZZLED).index(HALF_NUMBER)
-    keys = keys._reinterpret(keys.dtype, [STAGES, TILE, WIDTH], _SWIZZLED)
-    values = values._reinterpret(values.dtype, [STAGES, TILE, WIDTH], _SWIZZLED)
+    q_ME = q._reinterpret(q.dtype, [2, HALF, WIDTH], SWIZZLED).index(HALF_NUMBER)
+    keys = keys._reinterpret(keys.dtype, [STAGES, TILE, WIDTH], SWIZZLED)
+    values = values._reinterpret(values.dtype, [STAGES, TILE, WIDTH], SWIZZLED)
     none_MN = gl.zeros([HALF, TILE], gl.float32, scores)
     number, used = 0, 0
     head, _row, token, queries, position = _receive(items, item_barriers, 0, ITEMS)
@@ -447,8 +447,8 @@ def _attend(
     BLOCKS: gl.constexpr = TILE // BLOCK_SIZE
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2 * PIECES, HALF // TOGETHER, TOGETHER, PIECE], _HEADS_SWIZZLED)
-    keys = gl.allocate_shared_memory(dtype, [STAGES * PIECES * BLOCKS, BLOCK_SIZE, PIECE], _SWIZZLED)
-    values = gl.allocate_shared_memory(dtype, [STAGES * PIECES * BLOCKS, BLOCK_SIZE, PIECE], _SWIZZLED)
+    keys = gl.allocate_shared_memory(dtype, [STAGES * PIECES * BLOCKS, BLOCK_SIZE, PIECE], SWIZZLED)
+    values = gl.allocate_shared_memory(dtype, [STAGES * PIECES * BLOCKS, BLOCK_SIZE, PIECE], SWIZZLED)
     items = gl.allocate_shared_memory(gl.int32, [ITEMS * _FIELDS, 1], _PLAIN)
     # An item is free once the values' warp and both consumers have arrived, the rest once both consumers
     # have. The last barrier of the values is for those that are zeroed after they arrived.
@@ -514,7 +514,7 @@ def attend(
     q_box = [_HALF // together, together, PIECE.value]
     q_strides = [q_THE.stride(0), width, 1]
     kv_box = [block_size if scale is None else min(block_size, CODE_ROWS.value), PIECE.value]
-    kv_layout = _SWIZZLED if scale is None else CODES
+    kv_layout = SWIZZLED if scale is None else CODES
     _attend[(num_sms,)](
         TensorDescriptor(q_THE, [tokens, heads, width], q_strides, q_box, _HEADS_SWIZZLED.value),
         TensorDescriptor(kv, [slots, row], [row, 1], kv_box, kv_layout.value),

@@ -24,7 +24,7 @@ _PARTS = gl.constexpr(3)
 """Parts in shared memory."""
 CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
 @gluon.jit
@@ -32,11 +32,10 @@ def slots_of(
     table, origin, start, stop, num_slots,
     PAGED: gl.constexpr, STEP: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """The slot of each STEP-th token of the tile at `start`, of whole blocks or of parts of blocks.
+    """The slot of each STEP-th token of the tile at `start`, STEP being a block or a part of one.
 
-    Without PAGED token 0 has slot `origin`.
-
-    From `stop` on it is the slot just past the cache, where TMA reads zeros.
+    From `stop` on it is the slot just past the cache, where TMA reads zeros. Without PAGED there is no block
+    table: token 0 has slot `origin`.
     """
     slots = ()
     for i in gl.static_range(TILE // STEP):
@@ -131,7 +130,7 @@ def copy_float8(
     STEP: gl.constexpr = min(BLOCK_SIZE, CODE_ROWS)
     HALVES: gl.constexpr = TILE // CODE_ROWS
     GROUPS: gl.constexpr = TILE // _ROWS
-    rows = tiles._reinterpret(tiles.dtype, [STAGES * PIECES * GROUPS, _ROWS, PIECE], _SWIZZLED)
+    rows = tiles._reinterpret(tiles.dtype, [STAGES * PIECES * GROUPS, _ROWS, PIECE], SWIZZLED)
     code_rows = codes._reinterpret(gl.uint8, [_PARTS * PIECES * (CODE_ROWS // _ROWS), _ROWS, PIECE], CODES)
     scale_rows = scale_tiles._reinterpret(gl.float32, [STAGES, TILE], _SCALES)
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])

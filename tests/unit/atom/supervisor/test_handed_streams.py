@@ -76,7 +76,7 @@ def test_streams_expire_and_the_next_server_gets_the_time_that_is_left() -> None
     assert list(streams.take_all()) == [claimed("long", 10.0)] and len(streams) == 0
 
 
-def test_a_stream_that_nobody_asks_for_frees_its_memory() -> None:
+def test_a_stream_without_a_client_frees_its_memory() -> None:
     clock = Clock()
     streams = HandedStreams(clock)
     streams.add(claimed("taken", 10.0))

@@ -231,7 +231,7 @@ def test_a_stream_whose_grammar_fails_is_forgotten(is_loaded: bool) -> None:
 
 
 def test_a_stream_fails_with_the_first_of_its_sequences() -> None:
-    """Here one of an orphan, which nobody is told: the others would run for nobody."""
+    """Here one of an orphan, whose end has no reader: no client could get the others."""
     run = driver()
     run.add(1, range(5), max_tokens=50, n=2, resumable=stream("k", 1, 2))
     step(run)
