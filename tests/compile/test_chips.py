@@ -51,9 +51,9 @@ MODELS = {
 }
 NVIDIA_ONLY = (
     "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "four_bit_mma",
-    "four_bit_ring", "four_bit_split_k", "four_bit_wgmma", "expert_wgmma", "fused_linear", "gathered_prompts",
-    "hopper_attention", "hopper_decode", "hopper_experts", "hopper_gemv", "hopper_linear", "quantized_gemv",
-    "query_tiles", "received_rows", "rounded_rows",
+    "four_bit_ring", "four_bit_split_k", "four_bit_wgmma", "expert_wgmma", "fused_linear",
+    "gathered_contexts", "hopper_attention", "hopper_decode", "hopper_experts", "hopper_gemv",
+    "hopper_linear", "quantized_gemv", "query_tiles", "received_rows", "rounded_rows",
 )  # fmt: skip
 """Modules whose kernels no provider launches on AMD."""
 chips = pytest.mark.parametrize("chip", list(CHIPS))
@@ -105,18 +105,18 @@ def attention(heads: int, kv_heads: int, width: int, rule: AttentionRule, split_
 
 
 def prompts(heads: int, kv_heads: int, width: int, rule: AttentionRule) -> None:
-    """By the kernel for Hopper, from both caches, and gathered from a float8 one."""
+    """By the kernel for Hopper, from both caches, with and without gathered contexts of a float8 one."""
     from atom_ops.triton_impl.attention import hopper_attention
-    from atom_ops.triton_impl.attention.gathered_prompts import gather_prompts
+    from atom_ops.triton_impl.attention.gathered_contexts import gather_contexts
     from atom_ops.triton_impl.attention.query_tiles import ListTiles
 
     plan = AttentionPlan(ints(2, 64), ints(2), ints(3), 2048, 1024, 1024, 1024)
     listed = plan.derived(ListTiles(hopper_attention.tile_length(heads, kv_heads), 2))
     q_THE = tensor(2048, heads, width)
-    caches = [make_kv_layer(64, 16, kv_heads, width, dtype, META) for dtype in (BF16, FP8)]
-    sources = [cache for cache in caches if hopper_attention.reads(q_THE, cache)]
-    for source in (*sources, gather_prompts(caches[1], plan, listed, BF16)):
-        hopper_attention.attend(torch.empty_like(q_THE), q_THE, source, plan, listed, rule, 132)
+    cache, float8 = (make_kv_layer(64, 16, kv_heads, width, dtype, META) for dtype in (BF16, FP8))
+    gathered = gather_contexts(float8, plan, BF16, rule.window)
+    for each, contexts in ((cache, None), (float8, None), (float8, gathered)):
+        hopper_attention.attend(torch.empty_like(q_THE), q_THE, each, contexts, plan, listed, rule, 132)
 
 
 def latent_attention(heads: int, split_tokens: int) -> None:

@@ -227,15 +227,13 @@ def by_other_kernels(step: Step) -> torch.Tensor:
 
 @pytest.fixture
 def prompt_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use the kernel for prompts however few tokens they have, and check that it is used."""
-    from atom_ops.triton_impl.attention import attention
+    """Check that the kernel for prompts is used."""
     from atom_ops.triton_impl.hardware.target import is_hopper
 
     if not is_hopper(GPU):
         pytest.skip("needs a Hopper GPU")
     from atom_ops.triton_impl.attention import hopper_attention
 
-    monkeypatch.setattr(attention, "WORTH_GATHERING", 1)
     attend, calls = hopper_attention.attend, []
 
     def counted(*args: Any) -> None:
@@ -356,24 +354,20 @@ def test_prompts_of_a_float8_cache(dtype: torch.dtype, window: int, sinks: bool,
 
 
 @pytest.mark.usefixtures("prompt_kernel")
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("heads", [(16, 8), (8, 1), (40, 8)])
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("room", [1 << 28, 1200, 0])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (40, 8, 128), (64, 8, 64), (9, 3, 64)])
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompts_of_a_float8_cache_with_other_heads(
-    name: str, heads: tuple[int, int], gathered: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, heads: tuple[int, int, int], room: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole prompts are gathered, or converted as other rows are."""
-    from atom_ops.triton_impl.attention import attention
+    """With memory for all contexts to be gathered, for 1,200 tokens of them, and for none."""
+    from atom_ops.triton_impl.attention import gathered_contexts
 
-    if not gathered:
-        monkeypatch.setattr(attention, "WORTH_GATHERING", 1 << 30)
-    check_prompts(Step(*PROMPTS[name], *heads, dtype=BF16, cache_dtype=FP8, width=128, device=GPU))
-
-
-@pytest.mark.usefixtures("prompt_kernel")
-@pytest.mark.parametrize("heads", [(9, 3), (64, 8)])
-def test_whole_prompts_of_a_float8_cache_with_narrow_heads(heads: tuple[int, int]) -> None:
-    check_prompts(Step(*PROMPTS["among others"], *heads, dtype=BF16, cache_dtype=FP8, width=64, device=GPU))
+    slot_bytes = 4 * heads[1] * heads[2]
+    monkeypatch.setattr(gathered_contexts, "MOST_BYTES", room if room > 1200 else room * slot_bytes)
+    check_prompts(Step(*PROMPTS[name], *heads[:2], dtype=BF16, cache_dtype=FP8, width=heads[2], device=GPU,
+                       window=window))  # fmt: skip
 
 
 @pytest.mark.usefixtures("prompt_kernel")

@@ -6,8 +6,7 @@
 
 A step launches either or both; each kernel skips the other's rows. Launches depend only on the
 numbers in the plan, never on its tensors, so that a captured graph can be replayed with other values. On
-Hopper `hopper_attention` takes the prompts instead. From a float8 cache it gathers long prompts that a
-step prefills as a whole, and converts what other rows read if heads have 128 features.
+Hopper `hopper_attention` takes the prompts instead.
 
 With `split_tokens` both kernels split every context at the same positions, use the same block
 sizes and merge in the same order: a token's bits depend on neither its batch nor its phase.
@@ -23,8 +22,8 @@ from atom_ops.ops.attention.attention import AttentionRule, paged_attention
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.triton_impl.attention.attention_kernels import LOG2_E, decode_attention, prefill_attention
-from atom_ops.triton_impl.attention.gathered_prompts import gather_prompts
-from atom_ops.triton_impl.attention.query_tiles import NO_PROMPT, ListTiles
+from atom_ops.triton_impl.attention.gathered_contexts import gather_contexts
+from atom_ops.triton_impl.attention.query_tiles import ListTiles
 from atom_ops.triton_impl.hardware.device_state import kept
 from atom_ops.triton_impl.hardware.pdl import launch_options
 from atom_ops.triton_impl.hardware.persistent import num_sms
@@ -58,12 +57,6 @@ _MAX_PAIRS = 1 << 18
 """Most rows x key/value heads of a step: each has a counter in `arrival_counters`."""
 _CROWDED = 12
 """Rows x key/value heads for each SM from which tiles of 8 queries are faster with 128 features, too."""
-_WHOLE_PROMPT = 512
-"""Fewest tokens of a prompt that is gathered from a float8 cache: below, that costs more than it saves."""
-WORTH_GATHERING = 4096
-"""Fewest tokens of such prompts in a step: the launches take 100 us more on the host."""
-FEW_ROWS = 16
-"""Most rows of a captured step whose prompts are gathered: it launches programs for all of them."""
 
 
 def _decode_config(
@@ -153,9 +146,9 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: A
         decode_tile = hopper_tile
     elif plan.min_query_len <= decode_tile:
         _launch_decode(out_THE, q_THE, cache, plan, rule, decode, decode_tile)
-    longest, whole_prompt = _attend_prompts(out_THE, q_THE, cache, plan, rule, decode_tile + 1)
-    if longest > decode_tile:
-        _launch_prefill(out_THE, q_THE, cache, plan, rule, prefill, decode_tile + 1, whole_prompt)
+    longer = decode_tile + 1
+    if plan.max_query_len >= longer and not _attend_prompts(out_THE, q_THE, cache, plan, rule, longer):
+        _launch_prefill(out_THE, q_THE, cache, plan, rule, prefill, longer)
     return out_THE
 
 
@@ -183,50 +176,22 @@ def _per_sm(cache: KVLayer, plan: AttentionPlan, device: torch.device) -> float:
 
 def _attend_prompts(
     out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule, min_tokens: int
-) -> tuple[int, int]:
-    """Compute rows of at least `min_tokens` tokens with the Hopper kernel where it applies.
-
-    Returns the most tokens of any row that is left, and the fewest tokens of the whole prompts computed.
-    """
-    left = plan.max_query_len, NO_PROMPT
-    if plan.max_query_len < min_tokens or plan.split_tokens or not is_hopper(q_THE.device):
-        return left
+) -> bool:
+    """Compute rows of at least `min_tokens` tokens with the Hopper kernel; returns whether it applies."""
+    if plan.split_tokens or not is_hopper(q_THE.device):
+        return False
     if plan.ahead_T is not None:
-        return left  # the Hopper kernel is causal
+        return False  # the Hopper kernel is causal
     # Gluon for Hopper comes only with Triton for NVIDIA GPUs.
     from atom_ops.triton_impl.attention import hopper_attention
 
     if not hopper_attention.supports(q_THE, cache, rule):
-        return left
+        return False
     length = hopper_attention.tile_length(q_THE.shape[1], cache.kv.shape[3])
-    whole_prompt = NO_PROMPT
-    if cache.scale is not None and (longest := _longest_not_gathered(plan)) is not None:
-        whole_prompt = _WHOLE_PROMPT
-        listed = plan.derived(ListTiles(length, min_tokens, whole_prompt, whole=True))
-        kv = gather_prompts(cache, plan, listed, q_THE.dtype)
-        hopper_attention.attend(out_THE, q_THE, kv, plan, listed, rule, num_sms(q_THE.device))
-        left = longest, whole_prompt
-    if left[0] < min_tokens or not hopper_attention.reads(q_THE, cache):
-        return left
-    listed = plan.derived(ListTiles(length, min_tokens, whole_prompt))
-    hopper_attention.attend(out_THE, q_THE, cache, plan, listed, rule, num_sms(q_THE.device))
-    return 0, NO_PROMPT
-
-
-def _longest_not_gathered(plan: AttentionPlan) -> int | None:
-    """Most tokens of a row that is not gathered; None if too few tokens are in long whole prompts.
-
-    A plan without host rows does not tell which rows are such prompts: any row may be one, and any other
-    row may be as long as the longest.
-    """
-    if plan.host is None:
-        few = len(plan.context_lens_R) <= FEW_ROWS and plan.num_tokens >= WORTH_GATHERING
-        return plan.max_query_len if few else None
-    query_lens = plan.host.query_lens
-    gathered = (query_lens >= _WHOLE_PROMPT) & (query_lens == plan.host.context_lens)
-    if query_lens[gathered].sum() < WORTH_GATHERING:
-        return None
-    return int(query_lens[~gathered].max(initial=0))
+    listed = plan.derived(ListTiles(length, min_tokens))
+    gathered = None if cache.scale is None else gather_contexts(cache, plan, q_THE.dtype, rule.window)
+    hopper_attention.attend(out_THE, q_THE, cache, gathered, plan, listed, rule, num_sms(q_THE.device))
+    return True
 
 
 def _config_of(
@@ -276,7 +241,7 @@ def _launch_decode(
 
 def _launch_prefill(
     out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule,
-    config: _KernelConfig, min_tokens: int, whole_prompt: int,
+    config: _KernelConfig, min_tokens: int,
 ) -> None:  # fmt: skip
     kv_heads = cache.kv.shape[3]
     rows = len(plan.context_lens_R)
@@ -288,7 +253,6 @@ def _launch_prefill(
         score_scale(rule),
         rows,
         min_tokens,
-        whole_prompt,
         **_constants(q_THE, cache, plan, rule, config, tile),
     )
 

@@ -374,13 +374,13 @@ def decode_attention(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "rows", "min_tokens", "whole_prompt"],
+    do_not_specialize=["table_stride", "rows", "min_tokens"],
     do_not_specialize_on_alignment=[*_ANY_ALIGNMENT, "ahead"],
 )
 def prefill_attention(
     q, out, kv, scales, table, contexts, starts, sinks, ahead,
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
-    score_scale, rows, min_tokens, whole_prompt,
+    score_scale, rows, min_tokens,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -388,7 +388,7 @@ def prefill_attention(
 ):  # fmt: skip
     """Grid (tile numbers, K). The last tiles of a row take longest and are launched first.
 
-    Skips rows of fewer than `min_tokens` tokens, and whole prompts of `whole_prompt` tokens or more.
+    Skips rows of fewer than `min_tokens` tokens.
     `ahead`: as `AttentionPlan.ahead_T`; what a query sees never ends before what an earlier one sees.
     """
     pdl_begin(PDL)
@@ -401,8 +401,7 @@ def prefill_attention(
     length = tl.load(starts + row + 1) - first_token
     context = tl.load(contexts + row)
     tile_start = (number - first_token // TILE - row) * TILE
-    skipped = (length < min_tokens) | ((length >= whole_prompt) & (length == context))
-    if skipped | (tile_start >= length):
+    if (length < min_tokens) | (tile_start >= length):
         return
 
     m = tl.arange(0, BLOCK_M)

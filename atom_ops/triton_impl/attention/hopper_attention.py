@@ -14,9 +14,8 @@ features, as wide as shared memory is swizzled:
     keys, values    [stages, pieces of a head, blocks of a tile, tokens of a block, 64]
 
 From a float8 cache two warps each convert keys and values on their way (`hopper_float8`), which takes nearly
-twice as long. So long whole prompts are gathered from it (`gathered_prompts`), and the same kernel reads what
-was gathered: blocks of a whole tile, without a block table. Written in Gluon, which has no interpreter. Other
-devices run these rows in `attention_kernels`.
+twice as long; those of long prompts were converted before (`gathered_contexts`), and a tile of them is one
+block. Written in Gluon, which has no interpreter. Other devices run these rows in `attention_kernels`.
 """
 
 import torch
@@ -34,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atom_ops.ops.attention.attention import AttentionRule
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.attention.kv_cache import KVLayer
+from atom_ops.triton_impl.attention.gathered_contexts import NOT_GATHERED, Gathered
 from atom_ops.triton_impl.attention.hopper_float8 import (
     CODE_ROWS,
     CODES,
@@ -68,7 +68,7 @@ _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 def supports(q_THE: Tensor, cache: KVLayer, rule: AttentionRule) -> bool:
-    """Whether `attend` computes such queries, from `cache` or from what was gathered from a float8 one."""
+    """Whether `attend` computes such queries."""
     width = q_THE.shape[2]
     return (
         q_THE.dtype in (torch.bfloat16, torch.float16)
@@ -77,18 +77,11 @@ def supports(q_THE: Tensor, cache: KVLayer, rule: AttentionRule) -> bool:
         and not rule.chunked
         and q_THE.stride(1) == width
         and q_THE.stride(0) % 8 == q_THE.data_ptr() % 16 == 0
-        and (cache.scale is not None or (cache.kv.dtype == q_THE.dtype and cache.kv.shape[1] in _BLOCK_SIZES))
+        and (cache.scale is not None or cache.kv.dtype == q_THE.dtype)
+        and cache.kv.shape[1] in _BLOCK_SIZES
         and cache.kv.is_contiguous()
         and is_hopper(q_THE.device)
     )
-
-
-def reads(q_THE: Tensor, cache: KVLayer) -> bool:
-    """Whether `attend` reads a cache that it supports itself, not only what was gathered from it.
-
-    With 64 features converting takes three times as long as the products of queries, keys and values.
-    """
-    return cache.scale is None or (q_THE.shape[2] == 128 and cache.kv.shape[1] in _BLOCK_SIZES)
 
 
 def tile_length(heads: int, kv_heads: int) -> int:
@@ -164,19 +157,40 @@ def _load_kv(
 
 
 @gluon.jit
+def _load_keys(
+    kv_desc, keys, barriers, table, origin, loaded, column, start, stop, num_tiles, num_slots,
+    WIDTH: gl.constexpr, PAGED: gl.constexpr, BLOCK: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load the keys of one item in blocks of BLOCK tokens, the last tile first; returns `loaded` after it."""
+    keys_ready, keys_free = barriers
+    PIECES: gl.constexpr = WIDTH // PIECE
+    blocks = keys._reinterpret(keys.dtype, [STAGES * PIECES * (TILE // BLOCK), BLOCK, PIECE], SWIZZLED)
+    at = start + (num_tiles - 1) * TILE
+    slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK, BLOCK_SIZE, TILE)
+    for _tile in range(num_tiles):
+        stage = loaded % STAGES
+        mbarrier.wait(keys_free.index(stage), (loaded // STAGES % 2) ^ 1)
+        _load_kv(kv_desc, blocks, stage, keys_ready.index(stage), slots, column, PIECES, BLOCK, TILE)
+        at -= TILE
+        slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK, BLOCK_SIZE, TILE)
+        loaded += 1
+    return loaded
+
+
+@gluon.jit
 def _copy_keys(
-    q_desc, kv_desc, q, keys, items, item_barriers, q_barriers, key_barriers, float8,
-    counter, tiles, count, table, table_stride, num_slots,
+    q_desc, kv_desc, gathered_desc, q, keys, items, item_barriers, q_barriers, key_barriers, float8,
+    counter, tiles, count, table, origins, table_stride, num_slots, num_gathered,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, TOGETHER: gl.constexpr, WIDTH: gl.constexpr,
-    PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    ITEMS: gl.constexpr, WINDOW: gl.constexpr, SCALED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, ITEMS: gl.constexpr,
+    WINDOW: gl.constexpr, SCALED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """Take items until there are none, and load their queries and keys.
 
     The last tile comes first: it holds the queries' own tokens, so that it alone is masked always.
     """
     q_ready, q_free = q_barriers
-    keys_ready, keys_free = key_barriers
     PIECES: gl.constexpr = WIDTH // PIECE
     SETS: gl.constexpr = HEADS // TOGETHER
     HALF: gl.constexpr = TILE // 2 // TOGETHER
@@ -204,25 +218,23 @@ def _copy_keys(
                 where = [token + half * HALF, head, piece * PIECE]
                 load_tile(q_desc, where, q_ready, q.index(half * PIECES + piece))
         column = head // (HEADS // KV_HEADS) * WIDTH
-        if SCALED:
+        origin = gl.load(origins + row) if GATHERED else NOT_GATHERED
+        if GATHERED and origin != NOT_GATHERED:
+            loaded = _load_keys(
+                gathered_desc, keys, key_barriers, own_table, origin, loaded, column, start, stop, num_tiles,
+                num_gathered, WIDTH, False, TILE, BLOCK_SIZE, TILE, STAGES,
+            )  # fmt: skip
+        elif SCALED:
             loaded = copy_float8(
                 kv_desc, float8, keys, key_barriers, own_table, loaded, column, start, stop,
                 _oldest(position, WINDOW), num_tiles, num_slots,
                 2 * KV_HEADS, WIDTH, BLOCK_SIZE, TILE, STAGES,
             )  # fmt: skip
         else:
-            origin = token - position
-            at = start + (num_tiles - 1) * TILE
-            slots = slots_of(own_table, origin, at, stop, num_slots, PAGED, BLOCK_SIZE, BLOCK_SIZE, TILE)
-            for _tile in range(num_tiles):
-                stage = loaded % STAGES
-                mbarrier.wait(keys_free.index(stage), (loaded // STAGES % 2) ^ 1)
-                _load_kv(
-                    kv_desc, keys, stage, keys_ready.index(stage), slots, column, PIECES, BLOCK_SIZE, TILE
-                )
-                at -= TILE
-                slots = slots_of(own_table, origin, at, stop, num_slots, PAGED, BLOCK_SIZE, BLOCK_SIZE, TILE)
-                loaded += 1
+            loaded = _load_keys(
+                kv_desc, keys, key_barriers, own_table, 0, loaded, column, start, stop, num_tiles, num_slots,
+                WIDTH, True, BLOCK_SIZE, BLOCK_SIZE, TILE, STAGES,
+            )  # fmt: skip
         number += 1
     _announce(items, item_barriers, number, (0, 0, 0, 0, 0), ITEMS)
     # Each program takes one item too many, and the last to do so leaves the counter as it was.
@@ -233,7 +245,8 @@ def _copy_keys(
 @gluon.jit
 def _zero(rows, first, end, start, oldest, stop, stage_row, PIECES: gl.constexpr, TILE: gl.constexpr):
     """Zero the tokens outside of `oldest` … `stop` - 1 in groups first … end - 1 of the tile at `start`."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    WARPS: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 8 // WARPS], [4, 8], [1, WARPS], [1, 0])
     for group in range(first, end):
         token_R = start + group * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
         seen_R = (token_R >= oldest) & (token_R < stop)
@@ -247,36 +260,37 @@ def _zero(rows, first, end, start, oldest, stop, stage_row, PIECES: gl.constexpr
 def _load_values(
     kv_desc, values, barriers, table, origin, loaded, mended, column, start, stop, oldest, num_tiles,
     num_slots,
-    WIDTH: gl.constexpr, PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    WIDTH: gl.constexpr, PAGED: gl.constexpr, BLOCK: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Load the values of one item, the last tile first; returns `loaded` and `mended` after it.
+    """Load the values of one item as `_load_keys` does keys; returns `loaded` and `mended` after it.
 
     Where a block also has tokens that no query sees, they may be NaN, and 0 * NaN would be NaN: they are
     zeroed before the consumers are told of the tile.
     """
     values_ready, values_free = barriers
     PIECES: gl.constexpr = WIDTH // PIECE
+    blocks = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // BLOCK), BLOCK, PIECE], SWIZZLED)
     rows = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // _ROWS), _ROWS, PIECE], SWIZZLED)
     at = start + (num_tiles - 1) * TILE
-    slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK_SIZE, BLOCK_SIZE, TILE)
+    slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK, BLOCK_SIZE, TILE)
     for _tile in range(num_tiles):
         stage = loaded % STAGES
         mbarrier.wait(values_free.index(stage), (loaded // STAGES % 2) ^ 1)
-        ends = (at + TILE > stop) & (stop % BLOCK_SIZE != 0)
+        ends = (at + TILE > stop) & ((stop - at) % BLOCK != 0)
         begins = (at < oldest) if WINDOW > 0 else False
         # A tile to be zeroed arrives at the last barrier, which the consumers do not wait for.
         arrived = gl.where(ends | begins, STAGES, stage)
-        _load_kv(kv_desc, values, stage, values_ready.index(arrived), slots, column, PIECES, BLOCK_SIZE, TILE)
+        _load_kv(kv_desc, blocks, stage, values_ready.index(arrived), slots, column, PIECES, BLOCK, TILE)
         if ends | begins:
             mbarrier.wait(values_ready.index(STAGES), mended % 2)
             mended += 1
             stage_row = stage * PIECES * (TILE // _ROWS)
             if ends:
-                block = (stop - at) // BLOCK_SIZE + 1
+                block = (stop - at) // BLOCK + 1
                 _zero(
-                    rows, (stop - at) // _ROWS, block * (BLOCK_SIZE // _ROWS), at, oldest, stop, stage_row,
-                    PIECES, TILE,
+                    rows, (stop - at) // _ROWS, block * (BLOCK // _ROWS), at, oldest, stop, stage_row, PIECES,
+                    TILE,
                 )  # fmt: skip
             if begins:
                 _zero(rows, 0, (oldest - at) // _ROWS + 1, at, oldest, stop, stage_row, PIECES, TILE)
@@ -284,38 +298,45 @@ def _load_values(
             fence_async_shared()
             release(values_ready.index(stage))
         at -= TILE
-        slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK_SIZE, BLOCK_SIZE, TILE)
+        slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK, BLOCK_SIZE, TILE)
         loaded += 1
     return loaded, mended
 
 
 @gluon.jit
 def _copy_values(
-    kv_desc, values, items, item_barriers, barriers, float8, table, table_stride, num_slots,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WIDTH: gl.constexpr, PAGED: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, ITEMS: gl.constexpr,
-    WINDOW: gl.constexpr, SCALED: gl.constexpr,
+    kv_desc, gathered_desc, values, items, item_barriers, barriers, float8, table, origins, table_stride,
+    num_slots, num_gathered,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr, ITEMS: gl.constexpr, WINDOW: gl.constexpr,
+    SCALED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """Copy the values of all items."""
     number, loaded, mended = 0, 0, 0
-    head, row, token, queries, position = _receive(items, item_barriers, 0, ITEMS)
+    head, row, _token, queries, position = _receive(items, item_barriers, 0, ITEMS)
     while queries > 0:
         oldest = _oldest(position, WINDOW)
         start, stop, num_tiles = _keys_of(queries, position, BLOCK_SIZE, TILE, WINDOW)
         own_table = table + row.to(gl.int64) * table_stride
         column = (KV_HEADS + head // (HEADS // KV_HEADS)) * WIDTH
-        if SCALED:
+        origin = gl.load(origins + row) if GATHERED else NOT_GATHERED
+        if GATHERED and origin != NOT_GATHERED:
+            loaded, mended = _load_values(
+                gathered_desc, values, barriers, own_table, origin, loaded, mended, column, start, stop,
+                oldest, num_tiles, num_gathered, WIDTH, False, TILE, BLOCK_SIZE, TILE, STAGES, WINDOW,
+            )  # fmt: skip
+        elif SCALED:
             loaded = copy_float8(
                 kv_desc, float8, values, barriers, own_table, loaded, column, start, stop, oldest, num_tiles,
                 num_slots, 2 * KV_HEADS, WIDTH, BLOCK_SIZE, TILE, STAGES,
             )  # fmt: skip
         else:
             loaded, mended = _load_values(
-                kv_desc, values, barriers, own_table, token - position, loaded, mended, column, start, stop,
-                oldest, num_tiles, num_slots, WIDTH, PAGED, BLOCK_SIZE, TILE, STAGES, WINDOW,
+                kv_desc, values, barriers, own_table, 0, loaded, mended, column, start, stop, oldest,
+                num_tiles, num_slots, WIDTH, True, BLOCK_SIZE, BLOCK_SIZE, TILE, STAGES, WINDOW,
             )  # fmt: skip
         number += 1
-        head, row, token, queries, position = _receive(items, item_barriers, number, ITEMS)
+        head, row, _token, queries, position = _receive(items, item_barriers, number, ITEMS)
 
 
 @gluon.jit
@@ -432,15 +453,16 @@ def _consume(
 
 
 @gluon.jit(
-    do_not_specialize=["table_stride", "num_slots"],
-    do_not_specialize_on_alignment=["tiles", "count", "counter", "table", "sinks", "scales"],
+    do_not_specialize=["table_stride", "num_slots", "num_gathered"],
+    do_not_specialize_on_alignment=["tiles", "count", "counter", "table", "sinks", "scales", "origins"],
 )
 def _attend(
-    q_desc, kv_desc, out, tiles, count, counter, table, sinks, scales, scale, table_stride, num_slots,
+    q_desc, kv_desc, gathered_desc, out, tiles, count, counter, table, sinks, scales, origins, scale,
+    table_stride, num_slots, num_gathered,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, TOGETHER: gl.constexpr, WIDTH: gl.constexpr,
-    PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr,
-    STAGES: gl.constexpr, ITEMS: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr,
-    SCALED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+    ITEMS: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SCALED: gl.constexpr,
+    GATHERED: gl.constexpr,
 ):  # fmt: skip
     """Grid (SMs,)."""
     PIECES: gl.constexpr = WIDTH // PIECE
@@ -472,13 +494,14 @@ def _attend(
                 scale, 1, HEADS, TOGETHER, WIDTH, BLOCK_SIZE, TILE, HALF, STAGES, ITEMS, WINDOW, SINKS,
             )),
             (_copy_keys, (
-                q_desc, kv_desc, q, keys, items, item_barriers, q_barriers, key_barriers, key_float8, counter,
-                tiles, count, table, table_stride, num_slots, HEADS, KV_HEADS, TOGETHER, WIDTH, PAGED,
-                BLOCK_SIZE, TILE, STAGES, ITEMS, WINDOW, SCALED,
+                q_desc, kv_desc, gathered_desc, q, keys, items, item_barriers, q_barriers, key_barriers,
+                key_float8, counter, tiles, count, table, origins, table_stride, num_slots, num_gathered,
+                HEADS, KV_HEADS, TOGETHER, WIDTH, BLOCK_SIZE, TILE, STAGES, ITEMS, WINDOW, SCALED, GATHERED,
             )),
             (_copy_values, (
-                kv_desc, values, items, item_barriers, value_barriers, value_float8, table, table_stride,
-                num_slots, HEADS, KV_HEADS, WIDTH, PAGED, BLOCK_SIZE, TILE, STAGES, ITEMS, WINDOW, SCALED,
+                kv_desc, gathered_desc, values, items, item_barriers, value_barriers, value_float8, table,
+                origins, table_stride, num_slots, num_gathered, HEADS, KV_HEADS, WIDTH, BLOCK_SIZE, TILE,
+                STAGES, ITEMS, WINDOW, SCALED, GATHERED,
             )),
         ],
         # Warps and registers per thread of all partitions but the first: consumers keep sums in registers,
@@ -491,7 +514,8 @@ def _attend(
 def attend(
     out_THE: Tensor,
     q_THE: Tensor,
-    source: KVLayer | Tensor,
+    cache: KVLayer,
+    gathered: Gathered | None,
     plan: AttentionPlan,
     listed: QueryTiles,
     rule: AttentionRule,
@@ -499,41 +523,46 @@ def attend(
 ) -> None:
     """Write the tokens of the listed tiles, of `tile_length` tokens, to `out_THE`, which is contiguous.
 
-    `source`: the cache, or `gathered_prompts` [T, 2, K, E] in the queries' dtype.
+    `gathered`: some contexts of a float8 cache, in the queries' dtype.
     """
     tokens, heads, width = q_THE.shape
-    paged = isinstance(source, KVLayer)
-    kv, scale = (source.kv, source.scale) if isinstance(source, KVLayer) else (source, None)
-    if scale is not None:
-        kv = kv.view(torch.uint8)
-    kv_heads = kv.shape[-2]
+    _, block_size, _, kv_heads, _ = cache.kv.shape
     together = _heads_together(heads, kv_heads)
-    block_size = kv.shape[1] if paged else _TILE
-    slots = len(kv) * block_size if paged else tokens
+    is_scaled = cache.scale is not None
+    kv = cache.kv.view(torch.uint8) if is_scaled else cache.kv
+    slots = len(kv) * block_size
     row = 2 * kv_heads * width
     q_box = [_HALF // together, together, PIECE.value]
     q_strides = [q_THE.stride(0), width, 1]
-    kv_box = [block_size if scale is None else min(block_size, CODE_ROWS.value), PIECE.value]
-    kv_layout = SWIZZLED if scale is None else CODES
+    kv_box = [min(block_size, CODE_ROWS.value) if is_scaled else block_size, PIECE.value]
+    kv_desc = TensorDescriptor(kv, [slots, row], [row, 1], kv_box, (CODES if is_scaled else SWIZZLED).value)
+    gathered_desc = kv_desc
+    if gathered is not None:
+        gathered_box = [_TILE, PIECE.value]
+        gathered_desc = TensorDescriptor(
+            gathered.kv, [len(gathered.kv), row], [row, 1], gathered_box, SWIZZLED.value
+        )
+    ignored = listed.count
     _attend[(num_sms,)](
         TensorDescriptor(q_THE, [tokens, heads, width], q_strides, q_box, _HEADS_SWIZZLED.value),
-        TensorDescriptor(kv, [slots, row], [row, 1], kv_box, kv_layout.value),
+        kv_desc,
+        gathered_desc,
         out_THE,
         listed.tiles_N4,
         listed.count,
         _counter(q_THE.device),
         plan.block_table_RW,
-        # The kernel ignores these two without sinks and without scales.
-        listed.count if rule.sinks_H is None else rule.sinks_H,
-        listed.count if scale is None else scale,
+        ignored if rule.sinks_H is None else rule.sinks_H,
+        ignored if cache.scale is None else cache.scale,
+        ignored if gathered is None else gathered.origins_R,
         rule.scale * _LOG2_E.value,
         plan.block_table_RW.stride(0),
         slots,
+        0 if gathered is None else len(gathered.kv),
         HEADS=heads,
         KV_HEADS=kv_heads,
         TOGETHER=together,
         WIDTH=width,
-        PAGED=paged,
         BLOCK_SIZE=block_size,
         TILE=_TILE,
         HALF=_HALF,
@@ -541,7 +570,8 @@ def attend(
         ITEMS=_ITEMS,
         WINDOW=rule.window,
         SINKS=rule.sinks_H is not None,
-        SCALED=scale is not None,
+        SCALED=is_scaled,
+        GATHERED=gathered is not None,
         num_warps=4,
     )
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 
-NO_PROMPT = (1 << 31) - 1
-"""Longer than any prompt: then no row is a whole prompt."""
 _ROWS = 128
 _TILES = 64
 
@@ -40,10 +38,6 @@ class ListTiles:
     """Most queries of a tile."""
     min_tokens: int
     """Rows of fewer tokens have no tiles."""
-    whole_prompt: int = NO_PROMPT
-    """Fewest tokens of a whole prompt: a row whose context consists of its own tokens."""
-    whole: bool = False
-    """Only whole prompts have tiles; otherwise only other rows."""
 
     def __call__(self, plan: AttentionPlan) -> QueryTiles:
         rows = len(plan.context_lens_R)
@@ -57,9 +51,7 @@ class ListTiles:
             count,
             rows,
             self.min_tokens,
-            self.whole_prompt,
             LENGTH=self.length,
-            WHOLE=self.whole,
             ROWS=_ROWS,
             TILES=_TILES,
         )
@@ -67,19 +59,17 @@ class ListTiles:
 
 
 @triton.jit
-def _tiles_of(length, context, min_tokens, whole_prompt, LENGTH: tl.constexpr, WHOLE: tl.constexpr):
-    is_whole = (length >= whole_prompt) & (length == context)
-    listed = (length > 0) & (length >= min_tokens) & (is_whole if WHOLE else ~is_whole)
-    return tl.where(listed, tl.cdiv(length, LENGTH), 0)
+def _tiles_of(length, min_tokens, LENGTH: tl.constexpr):
+    return tl.where((length > 0) & (length >= min_tokens), tl.cdiv(length, LENGTH), 0)
 
 
 @triton.jit(
-    do_not_specialize=["rows", "min_tokens", "whole_prompt"],
+    do_not_specialize=["rows", "min_tokens"],
     do_not_specialize_on_alignment=["starts", "contexts", "count"],
 )
 def _list_tiles(
-    starts, contexts, tiles, count, rows, min_tokens, whole_prompt,
-    LENGTH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    starts, contexts, tiles, count, rows, min_tokens,
+    LENGTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,)."""
     row = tl.program_id(0)
@@ -94,14 +84,14 @@ def _list_tiles(
         start_R = tl.load(starts + row_R, mask=exists_R, other=0)
         end_R = tl.load(starts + row_R + 1, mask=exists_R, other=0)
         context_R = tl.load(contexts + row_R, mask=exists_R, other=0)
-        tiles_R = _tiles_of(end_R - start_R, context_R, min_tokens, whole_prompt, LENGTH, WHOLE)
+        tiles_R = _tiles_of(end_R - start_R, min_tokens, LENGTH)
         earlier_R = (context_R > context) | ((context_R == context) & (row_R < row))
         before_R += tl.where(earlier_R, tiles_R, 0)
         all_R += tiles_R
     if row == 0:
         tl.store(count, tl.sum(all_R, 0))
 
-    own = _tiles_of(length, context, min_tokens, whole_prompt, LENGTH, WHOLE)
+    own = _tiles_of(length, min_tokens, LENGTH)
     place = tiles + tl.sum(before_R, 0) * 4
     for first in range(0, own, TILES):
         place_N = first + tl.arange(0, TILES)
