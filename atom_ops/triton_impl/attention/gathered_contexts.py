@@ -19,7 +19,7 @@ from atom_ops.triton_impl.quantized.fp8 import decode_fp8
 
 FEWEST_QUERIES = 128
 """Of a row whose context is gathered: with fewer, converting it costs more than it saves."""
-MOST_BYTES = 256 << 20
+MOST_BYTES = 512 << 20
 """Of gathered contexts."""
 NOT_GATHERED = tl.constexpr(-(1 << 30))
 _SHARE = 64

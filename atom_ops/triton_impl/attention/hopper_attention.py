@@ -45,7 +45,7 @@ from atom_ops.triton_impl.attention.hopper_float8 import (
 )
 from atom_ops.triton_impl.attention.query_tiles import QueryTiles
 from atom_ops.triton_impl.hardware.device_state import kept
-from atom_ops.triton_impl.hardware.hopper_pipeline import load_tile, make_barriers, release
+from atom_ops.triton_impl.hardware.hopper_pipeline import load_tile, make_barriers, release, thread_barrier
 from atom_ops.triton_impl.hardware.target import is_hopper
 
 _TILE = 128
@@ -143,6 +143,18 @@ def _keys_of(queries, position, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WI
 
 
 @gluon.jit
+def _wait_until_free(barrier, used):
+    """Wait for a stage that has been filled `used` times to be read as often.
+
+    A barrier tells one phase from the one before only: no warp may be so late that another has filled the
+    stage again.
+    """
+    mbarrier.wait(barrier, (used % 2) ^ 1)
+    if gl.num_warps() > 1:
+        thread_barrier()
+
+
+@gluon.jit
 def _load_kv(
     kv_desc, tiles, stage, barrier, slots, column,
     PIECES: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
@@ -170,7 +182,7 @@ def _load_keys(
     slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK, BLOCK_SIZE, TILE)
     for _tile in range(num_tiles):
         stage = loaded % STAGES
-        mbarrier.wait(keys_free.index(stage), (loaded // STAGES % 2) ^ 1)
+        _wait_until_free(keys_free.index(stage), loaded // STAGES)
         _load_kv(kv_desc, blocks, stage, keys_ready.index(stage), slots, column, PIECES, BLOCK, TILE)
         at -= TILE
         slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK, BLOCK_SIZE, TILE)
@@ -196,8 +208,7 @@ def _copy_keys(
     HALF: gl.constexpr = TILE // 2 // TOGETHER
     all_items = gl.load(count) * SETS
     item = gl.atomic_add(counter, 1)
-    number = 0
-    loaded = 0
+    number, loaded, parts = 0, 0, 0
     while item < all_items:
         entry = tiles + item // SETS * 4
         row = gl.load(entry)
@@ -225,8 +236,8 @@ def _copy_keys(
                 num_gathered, WIDTH, False, TILE, BLOCK_SIZE, TILE, STAGES,
             )  # fmt: skip
         elif SCALED:
-            loaded = copy_float8(
-                kv_desc, float8, keys, key_barriers, own_table, loaded, column, start, stop,
+            loaded, parts = copy_float8(
+                kv_desc, float8, keys, key_barriers, own_table, loaded, parts, column, start, stop,
                 _oldest(position, WINDOW), num_tiles, num_slots,
                 2 * KV_HEADS, WIDTH, BLOCK_SIZE, TILE, STAGES,
             )  # fmt: skip
@@ -276,7 +287,7 @@ def _load_values(
     slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK, BLOCK_SIZE, TILE)
     for _tile in range(num_tiles):
         stage = loaded % STAGES
-        mbarrier.wait(values_free.index(stage), (loaded // STAGES % 2) ^ 1)
+        _wait_until_free(values_free.index(stage), loaded // STAGES)
         ends = (at + TILE > stop) & ((stop - at) % BLOCK != 0)
         begins = (at < oldest) if WINDOW > 0 else False
         # A tile to be zeroed arrives at the last barrier, which the consumers do not wait for.
@@ -312,7 +323,7 @@ def _copy_values(
     SCALED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """Copy the values of all items."""
-    number, loaded, mended = 0, 0, 0
+    number, loaded, parts, mended = 0, 0, 0, 0
     head, row, _token, queries, position = _receive(items, item_barriers, 0, ITEMS)
     while queries > 0:
         oldest = _oldest(position, WINDOW)
@@ -326,9 +337,9 @@ def _copy_values(
                 oldest, num_tiles, num_gathered, WIDTH, False, TILE, BLOCK_SIZE, TILE, STAGES, WINDOW,
             )  # fmt: skip
         elif SCALED:
-            loaded = copy_float8(
-                kv_desc, float8, values, barriers, own_table, loaded, column, start, stop, oldest, num_tiles,
-                num_slots, 2 * KV_HEADS, WIDTH, BLOCK_SIZE, TILE, STAGES,
+            loaded, parts = copy_float8(
+                kv_desc, float8, values, barriers, own_table, loaded, parts, column, start, stop, oldest,
+                num_tiles, num_slots, 2 * KV_HEADS, WIDTH, BLOCK_SIZE, TILE, STAGES,
             )  # fmt: skip
         else:
             loaded, mended = _load_values(

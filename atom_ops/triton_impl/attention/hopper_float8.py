@@ -116,13 +116,14 @@ def _convert(
 
 @gluon.jit
 def copy_float8(
-    kv_desc, float8, tiles, barriers, table, loaded, column, start, stop, oldest, num_tiles, num_slots,
+    kv_desc, float8, tiles, barriers, table, loaded, parts, column, start, stop, oldest, num_tiles, num_slots,
     SLOT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy one item's tiles of the head at `column`, the last one first; returns `loaded` after them.
+    """Copy one item's tiles of the head at `column`, the last one first; returns both counts after them.
 
-    `loaded`: tiles copied before; `float8`: what `make_float8` returned; SLOT: scales of a slot.
+    `loaded`: tiles copied before; `parts`: parts of tiles converted before, fewer if other tiles were not
+    converted; `float8`: what `make_float8` returned; SLOT: scales of a slot.
     """
     codes, scales, scale_tiles, landed = float8
     ready, free = barriers
@@ -140,7 +141,7 @@ def copy_float8(
     slots = slots_of(table, 0, at, stop, num_slots, True, STEP, BLOCK_SIZE, TILE)
     thread_barrier()  # the codes of the item before have been read
     for half in gl.static_range(HALVES):
-        _load_codes(kv_desc, codes, landed, loaded * HALVES + half, slots, column, half, PIECES, STEP)
+        _load_codes(kv_desc, codes, landed, parts + half, slots, column, half, PIECES, STEP)
     block_N = _blocks_of(table, token_N, start, stop, BLOCK_SIZE)
     scale_rows.index(loaded % STAGES).store(_scales_of(own_scales, block_N, token_N, SLOT, BLOCK_SIZE))
     # Where a tile is in the cache is loaded one tile before it, to hide the latency of the indirection.
@@ -152,12 +153,12 @@ def copy_float8(
         block_N = _blocks_of(table, token_N - 2 * TILE, start, stop, BLOCK_SIZE)
         mbarrier.wait(free.index(stage), (loaded // STAGES % 2) ^ 1)
         for half in gl.static_range(HALVES):
-            part = loaded * HALVES + half
             thread_barrier()  # the codes of the part before have been read
             if tile + 1 < num_tiles:
-                _load_codes(kv_desc, codes, landed, part + HALVES, slots, column, half, PIECES, STEP)
-            mbarrier.wait(landed.index(part % _PARTS), part // _PARTS % 2)
-            _convert(code_rows, scale_tiles, rows, part, stage, at, oldest, stop, half, PIECES, TILE)
+                _load_codes(kv_desc, codes, landed, parts + HALVES, slots, column, half, PIECES, STEP)
+            mbarrier.wait(landed.index(parts % _PARTS), parts // _PARTS % 2)
+            _convert(code_rows, scale_tiles, rows, parts, stage, at, oldest, stop, half, PIECES, TILE)
+            parts += 1
         slots = slots_of(table, 0, at - 2 * TILE, stop, num_slots, True, STEP, BLOCK_SIZE, TILE)
         loaded += 1
         scale_rows.index(loaded % STAGES).store(scale_N)
@@ -166,4 +167,4 @@ def copy_float8(
         release(ready.index(stage))
         at -= TILE
         token_N -= TILE
-    return loaded
+    return loaded, parts
