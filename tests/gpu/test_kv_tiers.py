@@ -47,10 +47,12 @@ def test_blocks_come_back_while_the_device_computes(medium: str, tmp_path: Path)
     for tensor in bytes_of:
         tensor.copy_(torch.randint(0, 255, tensor.shape, device=GPU, dtype=torch.uint8))
     torch.cuda.synchronize()
+    copies = [BlockCopy(0, block, block, block.to_bytes(8, "little"), b"ids") for block in range(BLOCKS)]
+    copier.submit(CopyBlocks(0, 0, False, copies))  # the first copy also prepares its stream
+    assert next_of(copier) == BlocksCopied(0, 0)
     torch.cuda._sleep(_SLEEP_CYCLES)
     step_in_flight = torch.cuda.Event()
     step_in_flight.record()
-    copies = [BlockCopy(0, block, block, block.to_bytes(8, "little"), b"ids") for block in range(BLOCKS)]
     copier.submit(CopyBlocks(1, 0, False, copies))
     assert next_of(copier) == BlocksCopied(0, 1)
     assert not step_in_flight.query()

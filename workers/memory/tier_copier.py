@@ -91,9 +91,9 @@ class TierCopier:
     def submit(self, message: CopyBlocks | FindBlocks) -> None:
         """Begin a search, or copies, loads after the steps launched so far; stores wait for all others."""
         event = None
-        is_copy = isinstance(message, CopyBlocks)
-        is_store = is_copy and not message.is_load
-        if self._device.type == "cuda" and is_copy and not is_store:
+        is_load = isinstance(message, CopyBlocks) and message.is_load
+        is_store = isinstance(message, CopyBlocks) and not message.is_load
+        if is_load and self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
         self._num_pending += 1

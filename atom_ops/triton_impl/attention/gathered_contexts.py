@@ -152,7 +152,7 @@ def _gather(
     if origin == NOT_GATHERED:
         return
     context = tl.load(contexts + row)
-    table += row.to(tl.int64) * table_stride
+    table += tl.cast(row, tl.int64) * table_stride
     for offset in range(0, SHARE, TOKENS):
         place_T = place + offset + tl.arange(0, TOKENS)
         token_T = place_T - origin
