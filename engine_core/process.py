@@ -431,7 +431,7 @@ class CoreProcess:
             get_logger().warning("profiling failed: %s", outcome.result.error)
 
     def _check_workers(self, core: EngineCore, ready: CoreReady) -> None:
-        """Raises CoreFailure for a hung worker or step; notifies frontends of unresponsive workers and late steps."""
+        """Raises CoreFailure for a hung worker or step; notifies frontends of silent workers, late steps."""
         changed = self._check_step(core)
         if self._profiling.is_writing:
             self._mark_workers_seen()
