@@ -126,7 +126,7 @@ def _place(
         fits_R = (taken_R > 0) & (end_R <= tokens)
         tl.store(origins + row_R, tl.where(fits_R, place_R - first_R, NOT_GATHERED), mask=exists_R)
         tl.store(ends + row_R, tl.where(fits_R, end_R, tl.minimum(place_R, tokens)), mask=exists_R)
-        before += tl.sum(taken_R, 0)
+        before = tl.minimum(before + tl.sum(taken_R, 0), tokens)  # no overflow, and nothing more fits
 
 
 @triton.jit(
