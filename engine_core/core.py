@@ -255,7 +255,7 @@ class EngineCore:
         return [] if self._kv.offload is None else self._kv.offload.take_messages()
 
     def blocks_copied(self, message: BlocksCopied | BlocksFound) -> None:
-        """A rank has done copies to or from a KV tier, or says what is there.
+        """Process what a rank says of a KV tier: copies that are done, or blocks that are there.
 
         Raises ValueError if it was not asked to.
         """

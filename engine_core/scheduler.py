@@ -228,7 +228,7 @@ class Scheduler:
         return self._results.process(result)
 
     def blocks_copied(self, message: BlocksCopied | BlocksFound) -> None:
-        """A rank has done copies to or from a KV tier, or says what is there.
+        """Process what a rank says of a KV tier: copies that are done, or blocks that are there.
 
         Raises ValueError for a message that answers none of those sent.
         """

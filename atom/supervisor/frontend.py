@@ -130,7 +130,7 @@ class Frontend(Domain):
                 child.stopping = True
 
     def come_back(self) -> None:
-        """The other server has died: the process accepts again, or the next one does if it has ended."""
+        """Accept connections again after the other server's death; starts a process if this one has ended."""
         self._leaves = False
         if self.is_alive and self.life is not None:
             for child in self.life.children.values():

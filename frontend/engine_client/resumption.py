@@ -243,7 +243,7 @@ class Resumption:
         resumed.stream.restart([*running, *ended])
 
     def answered(self, engine: EngineConnection, claimed: Claimed) -> None:
-        """An engine has sent what it has of a stream: its sequences go on here, even if nobody waits."""
+        """Go on here with the sequences of a stream that an engine has sent, even if nobody waits."""
         waiting = self._waiting.get(claimed.number)
         if waiting is not None:
             self._add(engine, claimed, waiting.resumed)
@@ -262,7 +262,7 @@ class Resumption:
                 self._write(resumed)
 
     def ended(self, sequence: RunningSequence, update: SequenceOutput) -> None:
-        """A sequence of a resumable stream has ended, or another frontend has claimed its stream.
+        """Note the end of a sequence of a resumable stream, or that another frontend has claimed the stream.
 
         If it has failed, so has its stream.
         """
@@ -287,7 +287,7 @@ class Resumption:
             self._discard(resumable.key)
 
     def lost(self, engine: EngineConnection) -> None:
-        """An engine has ended: it answers no claim."""
+        """Stop to wait for the answers of an engine that has ended."""
         self._lost_at = time.monotonic()
         for waiting in self._waiting.values():
             waiting.answered(engine)

@@ -134,7 +134,7 @@ class RowMatchers:
         return [row for row in rows if self._rows[row].is_late]
 
     def record(self, rows: Sequence[int], ids_G: torch.Tensor, kept_G: torch.Tensor | None = None) -> None:
-        """These rows have sampled these ids (int64), of which those count that are `kept_G` (bool).
+        """Note ids (int64) that these rows have sampled; those count that are `kept_G` (bool).
 
         With `kept_G` there may be more of the same step, and `propose` comes after the last.
         """
@@ -148,7 +148,7 @@ class RowMatchers:
             self._send(ids_G.is_cuda)
 
     def propose(self, drafts_NK: torch.Tensor) -> None:
-        """The drafts (int64) that follow what the rows have sampled, of all rows of the batch."""
+        """Note the drafts (int64), of all rows of the batch, that follow what the rows have sampled."""
         if not self._sampled:
             return
         rows_G = to_device(np.array(self._sampled_rows, np.int64), drafts_NK.device)

@@ -193,7 +193,7 @@ class Sampler:
         return SamplerOutput(ids_R, wanted.indices, logprobs, failed, late, refused)
 
     def propose(self, drafts_NK: torch.Tensor) -> None:
-        """The drafts of all rows (int64), after what they have sampled: their grammars need them."""
+        """Pass the drafts of all rows (int64), after what they have sampled, on to their grammars."""
         self._matchers.propose(drafts_NK)
 
     def _sample_plain(

@@ -121,7 +121,7 @@ class PeerMonitor:
         return next((_line(name, s) for name, s in silences if s >= self._timeout_s), "")
 
     def seen(self, peer: str) -> None:
-        """A message of `peer` was received. Its silence is measured from its first one on."""
+        """Note a message of `peer`. Its silence is measured from its first one on."""
         self._seen.add(peer)
 
     def update(self) -> bool:
