@@ -413,7 +413,7 @@ class EngineClient:
             if (sequence := self._sequences.get(request_id)) is not None:
                 if sequence.engine is not None and not stream.is_elsewhere:
                     by_engine.setdefault(sequence.engine, []).append(request_id)
-                self._metrics.engine(sequence.rank).aborted(1)
+                self._metrics.engine(sequence.rank).aborted()
                 self._end(sequence)
                 self.admission.ended()
         for engine, running in by_engine.items():
