@@ -142,7 +142,7 @@ class DraftCosts:
         self._steps: dict[int, _Steps] = {}
 
     def add(self, num_rows: int, num_drafts: int, seconds: StepSeconds) -> None:
-        """A step of these rows had so many drafts in all."""
+        """Count a step of these rows that had so many drafts in all."""
         if seconds.computing <= 0:
             return
         steps = self._of(num_rows)
