@@ -8,7 +8,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from atom.shared.messages.launch import Rendezvous
-from atom.shared.utils.rendezvous import open_rendezvous
+from benchmarks.ranks.rendezvous import open_rendezvous
 from parallel.mesh import MeshShape, join_mesh
 from tests.helpers.parallel.ranks import DEADLINE_S, Ranks
 
