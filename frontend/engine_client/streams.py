@@ -99,7 +99,7 @@ class Stream:
         if update.token_ids:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
-        if self._is_idle and self._send is not None and not update.finished and self._sent(update):
+        if self._is_idle and self._send is not None and not update.finished and self._try_send(update):
             return
         earlier = self._pending.get(update.request_id)
         if earlier is not None:
@@ -193,7 +193,7 @@ class Stream:
         self._is_idle = False
         self._wake.set()
 
-    def _sent(self, update: SequenceOutput) -> bool:
+    def _try_send(self, update: SequenceOutput) -> bool:
         assert self._send is not None
         try:
             return self._send(update)

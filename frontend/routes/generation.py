@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import Endpoint
-from frontend.api.generation.resumption import RESUMABLE
+from frontend.api.generation.resumable_events import RESUMABLE
 from frontend.engine_client.admission import AdmissionSlot
 from frontend.errors import RequestError
 from frontend.http.event_stream import STREAM_ID, EventStream, send_json

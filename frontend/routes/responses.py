@@ -6,7 +6,7 @@ import re
 import msgspec
 from aiohttp import web
 
-from frontend.api.generation.resumption import Position
+from frontend.api.generation.resumable_events import Position
 from frontend.api.responses.input_items import Page, input_items
 from frontend.errors import RequestError
 from frontend.keys import RESPONSE_STORE

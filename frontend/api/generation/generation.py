@@ -30,7 +30,7 @@ from frontend.api.generation.logprobs import TokenFormatter
 from frontend.api.generation.prompt_images import Grids, PromptImages
 from frontend.api.generation.prompts import Prompt, given_id, salt, text_offsets
 from frontend.api.generation.renderer import Renderer
-from frontend.api.generation.resumption import (
+from frontend.api.generation.resumable_events import (
     Position,
     ResumableEvents,
     ResumeForm,
@@ -178,8 +178,13 @@ class Generation:
         if not caller.is_resumable:
             return request
         form = ResumeForm(
-            *(endpoint.id_prefix, body, checked.name, checked.created, started, checked.timeout_s),
-            checked.prompts[0].grids,
+            endpoint=endpoint.id_prefix,
+            body=body,
+            name=checked.name,
+            created=checked.created,
+            started=started,
+            timeout_s=checked.timeout_s,
+            grids=checked.prompts[0].grids,
         )
         key = stream_key(request.id, given_id(parsed.fields, caller))
         own = resumable_requests(request.requests, key, form.encoded())
@@ -485,9 +490,16 @@ class Generation:
         check_bad_words(shared, len(ids))
         requests = []
         for index, (prompt, params) in enumerate(zip(checked.prompts, checked.params, strict=True)):
-            request_ids = ids[index * n : (index + 1) * n]
-            more = checked.cache_salt, shared, checked.prediction_ids, prompt.images
-            requests.append(self._inputs.request(prompt.ids, params, request_ids, *more))
+            request = self._inputs.request(
+                prompt.ids,
+                params,
+                request_ids=ids[index * n : (index + 1) * n],
+                cache_salt=checked.cache_salt,
+                checked=shared,
+                prediction_ids=checked.prediction_ids,
+                images=prompt.images,
+            )
+            requests.append(request)
         return requests
 
 
