@@ -41,13 +41,14 @@ from frontend.api.generation.resumable_events import (
 )
 from frontend.api.generation.sampling import requested_max_tokens, sampling_params, stop_strings
 from frontend.api.generation.structured_output import reply_constraint
+from frontend.api.generation.update_events import raise_error, update_events
 from frontend.api.generation.usage import UsageCounter
 from frontend.api.models.service import ModelService
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.engine_client.admission import AdmissionSlot
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.streams import Deadline, Stream
-from frontend.errors import DeadlineError, EngineError, RequestError
+from frontend.errors import DeadlineError, RequestError
 from frontend.metrics.tracing import RequestTrace, Tracing
 from frontend.text.constraint import Constraint
 from frontend.text.detokenizer import decode
@@ -249,7 +250,7 @@ class Generation:
             async with self._open(request, slot, every_step=False) as stream:
                 async for updates in stream:
                     for update in updates:
-                        _raise_error(update)
+                        raise_error(update)
                         index = request.index(update)
                         counter.count(index, request.visible(update))
                         results[index] = update  # the only one: see `every_step`
@@ -511,16 +512,7 @@ def _render(
     stream: Stream,
 ) -> bytes:
     """All events of `updates`, for one write."""
-    events = []
-    continuous = request.options.continuous_usage
-    for update in updates:
-        _raise_error(update)
-        index = request.index(update)
-        if counter.is_first(index):
-            events.append(renderer.begin(index, update, counter.usage(stream) if continuous else None))
-        counter.count(index, request.visible(update))
-        events.append(renderer.delta(index, update, counter.usage(stream) if continuous else None))
-    return b"".join(events)
+    return b"".join([update_events(renderer, request, counter, update, stream) for update in updates])
 
 
 def _send(
@@ -603,10 +595,3 @@ def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
     own = copy.copy(params)
     own.max_tokens = max_tokens
     return own
-
-
-def _raise_error(update: SequenceOutput) -> None:
-    if update.is_refused:
-        raise RequestError(update.error)
-    if update.error:
-        raise EngineError(update.error, code="engine_error")
