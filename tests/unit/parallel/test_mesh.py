@@ -44,10 +44,8 @@ def test_ranks_that_split_the_latent_cache_are_neighbours() -> None:
         MeshShape(tp=4, dcp=3)
 
 
-def test_pipeline_ranks_and_empty_dimensions_are_refused() -> None:
-    with pytest.raises(ValueError, match="pp must be 1, not 2"):
-        MeshShape(pp=2)
-    with pytest.raises(ValueError, match="at least 1: tp 2, dp 0, pp 1"):
+def test_empty_dimensions_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1: tp 2, dp 0"):
         MeshShape(2, 0)
 
 
