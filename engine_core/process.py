@@ -62,6 +62,7 @@ from atom.shared.utils.errors import one_line, out_of_memory
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.install_check import check_install
 from atom.shared.utils.liveness import (
+    WARNINGS_PER_TIMEOUT,
     HeartbeatSender,
     PeerMonitor,
     SilenceTimer,
@@ -130,6 +131,7 @@ class CoreProcess:
         self._step_timer = SilenceTimer(_MAX_GAP_S)
         self._step_timeout_s = timeouts.step_timeout
         self._step_done = False
+        self._late_step = ""
         self._poller = zmq.Poller()
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._trace = StepTrace(launch.config.observability.step_trace, _TRACE)
@@ -429,25 +431,42 @@ class CoreProcess:
             get_logger().warning("profiling failed: %s", outcome.result.error)
 
     def _check_workers(self, core: EngineCore, ready: CoreReady) -> None:
-        """Raises CoreFailure for a hung worker or step; notifies frontends of unresponsive workers."""
-        seen = self._step_done or not core.num_in_flight
-        self._step_done = False
-        if self._step_timer.update(seen) > self._step_timeout_s:
-            raise CoreHang(f"the workers have not finished a step for {self._step_timeout_s:.0f} s")
+        """Raises CoreFailure for a hung worker or step; notifies frontends of silent workers, late steps."""
+        changed = self._check_step(core)
         if self._profiling.is_writing:
             self._mark_workers_seen()
-        if self._worker_monitor.update():
+        if self._worker_monitor.update() or changed:
             for identity in self._frontends.connected:
                 self._frontends.send(core, identity, self._status(ready))
         if reason := self._worker_monitor.hung():
             raise CoreHang(reason)
+
+    def _check_step(self, core: EngineCore) -> bool:
+        """Whether a step has become late, or the late one is done. Raises CoreHang for a hung one."""
+        seen = self._step_done or not core.num_in_flight
+        self._step_done = False
+        silence = self._step_timer.update(seen)
+        if silence > self._step_timeout_s:
+            raise CoreHang(f"the workers have not finished a step for {self._step_timeout_s:.0f} s")
+        was_late = bool(self._late_step)
+        if was_late and seen:
+            self._late_step = ""
+            get_logger().warning("the step that was late is done")
+        elif not was_late and silence > self._step_timeout_s / WARNINGS_PER_TIMEOUT:
+            self._late_step = f"a step has run for {silence:.0f} s"
+            get_logger().warning(
+                "%s: the engine is unready; at --step-timeout (%.0f s) it counts as hung",
+                self._late_step,
+                self._step_timeout_s,
+            )
+        return was_late != bool(self._late_step)
 
     def _mark_workers_seen(self) -> None:
         for rank in range(self._num_ranks):
             self._worker_monitor.seen(_worker(rank))
 
     def _status(self, ready: CoreReady) -> CoreReady | CoreStalled:
-        reason = self._worker_monitor.unresponsive
+        reason = self._worker_monitor.unresponsive or self._late_step
         return CoreStalled(reason) if reason else ready
 
     def _check_integrity(self, core: EngineCore) -> None:

@@ -38,8 +38,8 @@ LOAD_DEADLINE_S = 10.0
 """A request does not wait longer for a load. While one takes longer, no further one begins."""
 _MAX_WAITS = 2
 _LOOKED_UP_AT_ONCE = 64
-_STORED_BYTES = 64 << 20
-_STORED_BLOCKS = 64
+_STORED_BYTES = 128 << 20
+_STORED_BLOCKS = 256
 _STORED_SHARE = 8
 """Blocks that are being stored take at most this fraction (1 / 8) of a group's blocks."""
 _LOADED_BLOCKS = 2048

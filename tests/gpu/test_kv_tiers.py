@@ -16,6 +16,7 @@ from workers.memory.tier_copier import KVTier, TierCopier
 GPU = torch.device("cuda", 0)
 BLOCKS = 96
 DEADLINE_S = 60.0
+_SLEEP_CYCLES = 1_000_000_000
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -42,16 +43,22 @@ def test_blocks_come_back_while_the_device_computes(medium: str, tmp_path: Path)
     tensors = [tensor for layer in layers for tensor in (layer.kv, layer.scale) if tensor is not None]
     size = sum(tensor[0].nbytes for tensor in tensors)
     copier = TierCopier([BlockRows(layers, BLOCKS, size)], [tier_of(medium, size, tmp_path)], 0)
-    matrix = torch.randn(4096, 4096, device=GPU)
     bytes_of = [tensor.view(torch.uint8) for tensor in tensors]
-    for tensor in bytes_of:  # launched, not done, when the copies are asked for
-        matrix = torch.nn.functional.normalize(matrix @ matrix)
+    for tensor in bytes_of:
         tensor.copy_(torch.randint(0, 255, tensor.shape, device=GPU, dtype=torch.uint8))
+    torch.cuda.synchronize()
     copies = [BlockCopy(0, block, block, block.to_bytes(8, "little"), b"ids") for block in range(BLOCKS)]
+    copier.submit(CopyBlocks(0, 0, False, copies))  # the first copy also prepares its stream
+    assert next_of(copier) == BlocksCopied(0, 0)
+    torch.cuda._sleep(_SLEEP_CYCLES)
+    step_in_flight = torch.cuda.Event()
+    step_in_flight.record()
     copier.submit(CopyBlocks(1, 0, False, copies))
     assert next_of(copier) == BlocksCopied(0, 1)
+    assert not step_in_flight.query()
     expected = [tensor.clone() for tensor in bytes_of]
-    for tensor in bytes_of:
+    matrix = torch.randn(4096, 4096, device=GPU)
+    for tensor in bytes_of:  # launched, not done, when the blocks are asked for
         matrix = torch.nn.functional.normalize(matrix @ matrix)
         tensor.zero_()
     started = time.monotonic()

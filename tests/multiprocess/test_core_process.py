@@ -405,7 +405,7 @@ def started_with(directory: Path, **timeouts: float) -> Engine:
 
 
 def test_a_hung_step_is_detected_while_requests_arrive(directory: Path) -> None:
-    engine = started_with(directory, step_timeout=3.0)
+    engine = started_with(directory, step_timeout=6.0)
     try:
         frontend = engine.frontend(0)
         frontend.receive()
@@ -413,12 +413,15 @@ def test_a_hung_step_is_detected_while_requests_arrive(directory: Path) -> None:
         engine.workers[0].receive()  # the step that is never finished
         deadline = time.monotonic() + DEADLINE_S
         number = 2
+        until_received(frontend, CoreStalled("a step has run for 1 s"), engine, 0, 1)
         while not frontend.has_message(0.05):  # well below the time of a quiet poll
             assert time.monotonic() < deadline, "the hung step was not detected"
             frontend.send(request(number, [1, 2, 3], 9))
             frontend.send(Abort([number]))
             number += 1
-        reason = "the workers have not finished a step for 3 s"
+            for rank, worker in enumerate(engine.workers):
+                worker.send(WorkerHeartbeat(rank))
+        reason = "the workers have not finished a step for 6 s"
         assert frontend.receive() == CoreDead(reason)
         assert engine.report() == Dead("core", reason, is_hang=True)
         assert engine.exit_status() == 1
@@ -427,6 +430,18 @@ def test_a_hung_step_is_detected_while_requests_arrive(directory: Path) -> None:
             r"^last step sent: \d, 2 in flight, 1 rows, 1 tokens, 0 drafts a row; rows \[0\]", note
         )
         assert re.search(r"sequence 0: \w+, 3 prompt tokens, \d generated", note)
+    finally:
+        engine.close()
+
+
+def test_a_late_step_is_reported_until_it_is_done(directory: Path) -> None:
+    engine = started_with(directory, step_timeout=12.0)
+    try:
+        frontend = engine.frontend(0)
+        ready = frontend.receive()
+        frontend.send(request(1, [1, 2, 3], 9))
+        until_received(frontend, CoreStalled("a step has run for 2 s"), engine, 0, 1)
+        engine.work_until(lambda: frontend.has_message(0) and frontend.receive() == ready)
     finally:
         engine.close()
 

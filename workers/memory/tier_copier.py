@@ -4,8 +4,9 @@
                 ◀──BlocksCopied──                      blocks ◀─ rows of bytes on the device ◀─ tier
                 ──FindBlocks──▶ ◀──BlocksFound──       what other engines have stored in a shared tier
 
-On a GPU the copies run on a stream of their own, after the steps launched before the message came. No step
-waits for them: the core uses a block again only when its copy is confirmed.
+On a GPU the copies run on a stream of their own. Blocks come back after the steps launched before the message
+came, which may still use their places; what is stored has been computed. No step waits for copies: the core
+uses a block again only when its copy is confirmed.
 """
 
 import contextlib
@@ -88,10 +89,11 @@ class TierCopier:
         return self._num_pending > 0
 
     def submit(self, message: CopyBlocks | FindBlocks) -> None:
-        """Begin copies after the steps launched so far, or a search; stores wait for all others."""
+        """Begin a search, or copies, loads after the steps launched so far; stores wait for all others."""
         event = None
+        is_load = isinstance(message, CopyBlocks) and message.is_load
         is_store = isinstance(message, CopyBlocks) and not message.is_load
-        if self._device.type == "cuda" and isinstance(message, CopyBlocks):
+        if is_load and self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
         self._num_pending += 1

@@ -51,6 +51,7 @@ def session_model(args: argparse.Namespace) -> SessionModel:
     return dataclasses.replace(
         model,
         shared_tokens=args.shared_tokens,
+        first_input=scaled(model.first_input, args.first_input_tokens),
         input=scaled(model.input, args.input_tokens),
         output=scaled(model.output, args.output_tokens),
         pause_s=scaled(model.pause_s, args.pause),
@@ -100,6 +101,11 @@ def _add_sessions(parser: argparse.ArgumentParser) -> None:
         type=at_least(int, 0),
         default=model.shared_tokens,
         help="Tokens that all sessions begin with: system prompt and tools.",
+    )
+    group.add_argument(
+        "--first-input-tokens",
+        type=positive,
+        help="Median tokens of a session's first input, such as a conversation that goes on.",
     )
     group.add_argument("--input-tokens", type=positive, help="Median tokens that a later turn adds.")
     group.add_argument("--output-tokens", type=positive, help="Median tokens of a reply.")

@@ -81,7 +81,9 @@ class Replay:
             if found is not None:
                 await self._run_turns(session, found[0].fork(), found[1], send, bar)
             return
-        await asyncio.sleep(max(0.0, started + session.start_s - time.perf_counter()))
+        if not await self._pause(max(0.0, started + session.start_s - time.perf_counter())):
+            self._end(session, 0)
+            return
         async with self._slots:
             context = self._shared_context(session.shared_tokens).fork()
             await self._run_turns(session, context, session.shared_tokens, send, bar)
@@ -93,8 +95,7 @@ class Replay:
         done = 0
         self._offer(session.name, 0, context, known)
         for done, turn in enumerate(session.turns):
-            await asyncio.sleep(turn.pause_s)
-            if time.perf_counter() >= self._ends_at:
+            if not await self._pause(turn.pause_s):
                 break
             context.add_input(self._tokens, turn.input_tokens)
             output = await send(
@@ -108,8 +109,19 @@ class Replay:
             known = (output.prompt_tokens or known + turn.input_tokens) + count
             context.add_reply(self._tokens, output.generated_text, count)
             self._offer(session.name, done + 1, context, known)
+        self._end(session, done)
+
+    def _end(self, session: Session, done: int) -> None:
+        """Let no fork wait for the turns from number `done` on."""
         for later in range(done, len(session.turns) + 1):
             self._offer(session.name, later, None, 0)
+
+    async def _pause(self, seconds: float) -> bool:
+        """Whether turns may begin after so many seconds; waits for them only if so."""
+        if time.perf_counter() + seconds >= self._ends_at:
+            return False
+        await asyncio.sleep(seconds)
+        return True
 
     def _offer(self, session: str, turns: int, context: Context | None, known: int) -> None:
         """Let the forks that begin after so many turns run, if there are any; None: they cannot."""

@@ -17,11 +17,19 @@ from atom.shared.messages.codec import encode
 from atom.shared.utils.endpoint import connect
 from atom.shared.utils.logger import get_logger
 
-__all__ = ["HeartbeatSender", "PeerMonitor", "SilenceTimer", "heartbeat_interval", "worker_monitor"]
+__all__ = [
+    "WARNINGS_PER_TIMEOUT",
+    "HeartbeatSender",
+    "PeerMonitor",
+    "SilenceTimer",
+    "heartbeat_interval",
+    "worker_monitor",
+]
 
 _HEARTBEATS_PER_TIMEOUT = 60
 _MAX_INTERVAL_S = 1.0
-_WARNINGS_PER_TIMEOUT = 6
+WARNINGS_PER_TIMEOUT = 6
+"""What is silent for this share (1 / 6) of its timeout is told of."""
 _UPDATES_PER_WARNING = 4
 _QUEUED_HEARTBEATS = 10
 # Workers that run collectives together all wait for a silent one. Their heartbeats come from a thread,
@@ -103,7 +111,7 @@ class PeerMonitor:
     ):
         """`warn_s`: the silence after which a peer is unresponsive, instead of a sixth of the timeout."""
         self._timeout_s = hang_timeout_s
-        self._warn_s = hang_timeout_s / _WARNINGS_PER_TIMEOUT if warn_s is None else warn_s
+        self._warn_s = hang_timeout_s / WARNINGS_PER_TIMEOUT if warn_s is None else warn_s
         self._clock = clock
         self._timers: dict[str, SilenceTimer] = {}
         self._seen: set[str] = set()
@@ -148,7 +156,7 @@ def worker_monitor(hang_timeout_s: float, collective: bool) -> PeerMonitor:
     """The monitor of serving workers; workers with collectives count as hung after 7 s at most."""
     if not collective:
         return PeerMonitor(hang_timeout_s)
-    warn_s = min(hang_timeout_s / _WARNINGS_PER_TIMEOUT, _COLLECTIVE_WARN_S)
+    warn_s = min(hang_timeout_s / WARNINGS_PER_TIMEOUT, _COLLECTIVE_WARN_S)
     return PeerMonitor(min(hang_timeout_s, _COLLECTIVE_HANG_S), warn_s=warn_s)
 
 

@@ -18,9 +18,9 @@ from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.triton_impl.quantized.fp8 import decode_fp8
 
 FEWEST_QUERIES = 128
-"""Of a row whose context is gathered: with fewer, converting it costs more than it saves."""
+"""A context is gathered for so many queries of its row: for fewer, that costs more than it saves."""
 MOST_BYTES = 512 << 20
-"""Of gathered contexts."""
+"""Gathered contexts take no more memory."""
 NOT_GATHERED = tl.constexpr(-(1 << 30))
 _SHARE = 64
 """Tokens of a program; each context begins at a multiple."""
@@ -152,7 +152,7 @@ def _gather(
     if origin == NOT_GATHERED:
         return
     context = tl.load(contexts + row)
-    table += row.to(tl.int64) * table_stride
+    table += tl.cast(row, tl.int64) * table_stride
     for offset in range(0, SHARE, TOKENS):
         place_T = place + offset + tl.arange(0, TOKENS)
         token_T = place_T - origin

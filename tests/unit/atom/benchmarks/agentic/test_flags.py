@@ -12,9 +12,10 @@ def test_defaults_are_the_model_s() -> None:
 
 
 def test_medians_are_set() -> None:
-    flags = ["--model", "m", "--input-tokens", "50", "--output-tokens", "20", "--pause", "0.5"]
-    model = session_model(make_parser().parse_args(flags))
-    assert (model.input.median, model.output.median, model.pause_s.median) == (50, 20, 0.5)
+    flags = ["--first-input-tokens", "90", "--input-tokens", "50", "--output-tokens", "20", "--pause", "0.5"]
+    model = session_model(make_parser().parse_args(["--model", "m", *flags]))
+    drawn = model.first_input, model.input, model.output, model.pause_s
+    assert [each.median for each in drawn] == [90, 50, 20, 0.5]
     assert model.input.sigma == SessionModel().input.sigma
 
 

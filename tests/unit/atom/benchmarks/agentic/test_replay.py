@@ -103,5 +103,7 @@ def test_the_number_of_sessions_is_bounded(most: int | None) -> None:
 
 def test_no_turn_begins_after_the_duration() -> None:
     server = Server()
-    slow = [Session("a", [Turn(4, 3), Turn(4, 3, pause_s=0.6)], 1), Session("f", turns(1), 1, "a", 2)]
+    # A pause that ends after it is not waited for.
+    slow = [Session("a", [Turn(4, 3), Turn(4, 3, pause_s=3600)], 1), Session("f", turns(1), 1, "a", 2)]
+    slow.append(Session("late", turns(1), 1, start_s=3600))
     assert len(run(slow, server, duration=0.5)) == 1
