@@ -55,14 +55,15 @@ class BlockProposer(Proposer):
         limits: BatchLimits,
         tables: Sequence[GroupRows],
         device: torch.device,
+        exact: bool | None = None,
     ):
-        """`tables` of all KV groups."""
+        """`tables` of all KV groups; `exact` as in `ModelProposer`."""
         # One pass, whatever the number of drafts: its cost is shared by them.
         self.cost = drafter.block_cost / limits.num_drafts + drafter.draft_cost
         self._drafter = drafter
         self._limits = limits
         self._tables = {group: tables[group].device_table(device) for group in drafter.groups}
-        self._exact = device.type == "cpu"
+        self._exact = device.type == "cpu" if exact is None else exact
         self._step: tuple[ForwardContext, SamplingBatch] | None = None
 
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
