@@ -26,11 +26,11 @@ from atom import EngineArgs
 from atom.shared.config.cli import CommandLineParser
 from atom.shared.config.resolve import resolve
 from atom.shared.utils.process import spawn
-from atom.shared.utils.rendezvous import open_rendezvous
 from atom.supervisor import Supervisor
 from atom_ops import backend
 from benchmarks.common.offline import forced_acceptance
 from benchmarks.ranks.decode_step_rank import DecodeStepLaunch, Kernel, Row, measure_all
+from benchmarks.ranks.rendezvous import open_rendezvous
 
 
 def measure_ranks(launch: DecodeStepLaunch) -> list[tuple[Row, list[Kernel]]]:

@@ -101,8 +101,15 @@ def simulate(args: argparse.Namespace, policy: Policy) -> dict[str, Any]:
         ),
     )
     workload = Workload(
-        *(args.requests, args.rate, args.input_len, args.output_len),
-        *(args.range_ratio, args.prefixes, args.prefix_len, model.shape.vocab, args.seed),
+        args.requests,
+        args.rate,
+        args.input_len,
+        args.output_len,
+        args.range_ratio,
+        args.prefixes,
+        args.prefix_len,
+        model.shape.vocab,
+        args.seed,
     )
     simulation = Simulation(
         settings, roofline.seconds, args.ranks, policy, args.frontends, args.enable_expert_parallel

@@ -6,7 +6,7 @@ core.update_from_output(result)  ->  TokenDeltas for each frontend
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 import msgspec
@@ -230,11 +230,7 @@ class EngineCore:
 
     def end_stored(self) -> dict[bytes, TokenDeltas]:
         """The ends, by frontend, of requests whose blocks are stored for another engine."""
-        ends: dict[bytes, list[Finished]] = {}
-        for request, finished in self._stored_ends.take():
-            ends.setdefault(request.frontend, []).append(finished)
-        step = self._scheduler.counters.steps
-        return {to: TokenDeltas(step, [], b"", finished=finished) for to, finished in ends.items()}
+        return self._by_frontend(self._stored_ends.take())
 
     def end_expired(self) -> None:
         """End the sequences that no client has resumed in time."""
@@ -255,7 +251,7 @@ class EngineCore:
         return [] if self._kv.offload is None else self._kv.offload.take_messages()
 
     def blocks_copied(self, message: BlocksCopied | BlocksFound) -> None:
-        """A rank has done copies to or from a KV tier, or says what is there.
+        """Process what a rank says of a KV tier: copies that are done, or blocks that are there.
 
         Raises ValueError if it was not asked to.
         """
@@ -313,14 +309,11 @@ class EngineCore:
             for one in self.unfinished()
             if (names is None or one.settings.name in names) and tenant in (None, one.settings.tenant)
         ]
-        ends: dict[bytes, list[Finished]] = {}
-        for request in found:
-            ends.setdefault(request.frontend, []).append(Finished(request.request_id, FinishReason.ABORTED))
+        ends = self._by_frontend(
+            (request, Finished(request.request_id, FinishReason.ABORTED)) for request in found
+        )
         self.abort([request.request_id for request in found])
-        step = self._scheduler.counters.steps
-        return len(found), {
-            to: TokenDeltas(step, [], b"", finished=finished) for to, finished in ends.items()
-        }
+        return len(found), ends
 
     def reset_prefix_cache(self) -> int:
         """Uncache all blocks, also those that running requests compute; returns how many were cached."""
@@ -408,14 +401,20 @@ class EngineCore:
         """End requests that cannot run, or not go on; returns the deltas for their frontends."""
         if not requests:
             return {}
-        ends = {
-            frontend: self._refusal(
-                [r.request_id for r in requests if r.frontend == frontend], message, reason
-            )
-            for frontend in {request.frontend for request in requests}
-        }
+        message = message[:MAX_REASON_CHARS]
+        ends = self._by_frontend(
+            (request, Finished(request.request_id, reason, message=message)) for request in requests
+        )
         self.abort([request.request_id for request in requests], reason)
         return ends
+
+    def _by_frontend(self, ends: Iterable[tuple[Request, Finished]]) -> dict[bytes, TokenDeltas]:
+        """The deltas of ends alone, for the frontend of each request."""
+        finished: dict[bytes, list[Finished]] = {}
+        for request, end in ends:
+            finished.setdefault(request.frontend, []).append(end)
+        step = self._scheduler.counters.steps
+        return {to: TokenDeltas(step, [], b"", finished=found) for to, found in finished.items()}
 
     def _refusal(
         self, request_ids: list[int], message: str, reason: FinishReason = FinishReason.ERROR

@@ -115,21 +115,21 @@ def _requests(requests: Iterable[Request], rows: Collection[int], has_ids: bool)
         known = left >= 0 and has_ids
         sampling = request.sampling
         yield RecordedRequest(
-            request.settings.name,
-            sampling.sequence,
-            request.state.name.lower(),
-            request.row,
-            request.row in rows,
-            request.prompt_length,
-            request.num_generated,
-            request.max_length - request.prompt_length,
-            request.priority,
-            request.preemptions,
-            request.settings.replays,
-            request.settings.grammar is not None,
-            sampling if known else msgspec.structs.replace(sampling, logits_processors=None),
-            ids[:prompt_bytes] if known else b"",
-            ids[prompt_bytes:] if known else b"",
+            name=request.settings.name,
+            sequence=sampling.sequence,
+            status=request.state.name.lower(),
+            row=request.row,
+            in_flight=request.row in rows,
+            prompt_tokens=request.prompt_length,
+            generated_tokens=request.num_generated,
+            max_tokens=request.max_length - request.prompt_length,
+            priority=request.priority,
+            preemptions=request.preemptions,
+            replays=request.settings.replays,
+            has_grammar=request.settings.grammar is not None,
+            sampling=sampling if known else msgspec.structs.replace(sampling, logits_processors=None),
+            prompt_ids=ids[:prompt_bytes] if known else b"",
+            output_ids=ids[prompt_bytes:] if known else b"",
         )
 
 

@@ -358,26 +358,26 @@ class CoreProcess:
                 self._frontends.send(core, to, part)
 
     def _process_worker_message(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
-        if isinstance(message, WorkerHeartbeat):
-            self._worker_monitor.seen(_worker(message.rank))
-            core.worker_heaps[message.rank] = message.heap
-            return {}
-        if isinstance(message, RankTrace):
-            self._finish_profile(core, self._profiling.add_trace(message))
-            return {}
-        if isinstance(message, ExpertLoad):
-            core.expert_load = message
-            return {}
-        if isinstance(message, GrammarLoaded):
-            return core.grammar_loaded(message)
-        if isinstance(message, BlocksCopied | BlocksFound):
-            core.blocks_copied(message)
-            return {}
-        if not isinstance(message, BatchResult):
-            raise _unexpected(message)
-        self._trace.mark("result", message.step)
-        self._step_done = True
-        return core.update_from_output(message)
+        """Returns the deltas for each frontend. Raises CoreFailure for a message that ends the engine."""
+        match message:
+            case BatchResult():
+                self._trace.mark("result", message.step)
+                self._step_done = True
+                return core.update_from_output(message)
+            case WorkerHeartbeat():
+                self._worker_monitor.seen(_worker(message.rank))
+                core.worker_heaps[message.rank] = message.heap
+            case RankTrace():
+                self._finish_profile(core, self._profiling.add_trace(message))
+            case ExpertLoad():
+                core.expert_load = message
+            case GrammarLoaded():
+                return core.grammar_loaded(message)
+            case BlocksCopied() | BlocksFound():
+                core.blocks_copied(message)
+            case _:
+                raise _unexpected(message)
+        return {}
 
     def _process_frontend_message(
         self, core: EngineCore, ready: CoreReady, identity: bytes, message: ToCore

@@ -144,7 +144,7 @@ class ResultProcessor:
         request.is_cacheable = True
 
     def _measure(self, step: Step, now: float) -> None:
-        """The step began when it was sent, or when the previous one was done."""
+        """Note the duration of a step, which began when it was sent or when the previous one was done."""
         if step.has_chunks:
             self.prompt_step_s = now - max(step.sent_at, self._completed_at)
         elif self.draft_width is not None and step.sent_at <= self._completed_at:

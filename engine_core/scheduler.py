@@ -228,7 +228,7 @@ class Scheduler:
         return self._results.process(result)
 
     def blocks_copied(self, message: BlocksCopied | BlocksFound) -> None:
-        """A rank has done copies to or from a KV tier, or says what is there.
+        """Process what a rank says of a KV tier: copies that are done, or blocks that are there.
 
         Raises ValueError for a message that answers none of those sent.
         """
@@ -511,19 +511,19 @@ def _new_row(request: Request) -> NewRow:
     tokens = request.token_ids
     settings = request.settings
     return NewRow(
-        request.row,
-        len(tokens),
-        request.num_computed_tokens,
-        [list(table) for table in request.blocks.tables],
-        request.sampling,
-        request.prompt_length,
-        request.prompt_logprobs,
-        tokens.prompt.distinct_ids() if settings.needs_prompt_ids else b"",
-        tokens.output.tobytes() if settings.needs_output_ids else b"",
-        request.max_length,
-        settings.prediction_ids,
-        settings.grammar,
-        0 if settings.grammar is None else request.request_id,
-        bool(tokens.prompt.root),
-        row_images(tokens.prompt.images),
+        row=request.row,
+        num_known=len(tokens),
+        computed=request.num_computed_tokens,
+        block_ids=[list(table) for table in request.blocks.tables],
+        sampling=request.sampling,
+        prompt_length=request.prompt_length,
+        prompt_logprobs=request.prompt_logprobs,
+        prompt_ids=tokens.prompt.distinct_ids() if settings.needs_prompt_ids else b"",
+        output_ids=tokens.output.tobytes() if settings.needs_output_ids else b"",
+        max_length=request.max_length,
+        prediction_ids=settings.prediction_ids,
+        grammar=settings.grammar,
+        request_id=0 if settings.grammar is None else request.request_id,
+        is_private=bool(tokens.prompt.root),
+        images=row_images(tokens.prompt.images),
     )

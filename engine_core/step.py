@@ -35,7 +35,7 @@ class StepPlan:
             self.prompt_logprob_tokens -= count
 
     def remove(self, request: Request) -> None:
-        """The request is preempted."""
+        """Take a preempted request out of the step."""
         self.preempted = True
         self.more_blocks.pop(request.request_id, None)
         if request.request_id in self.chunks:

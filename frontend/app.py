@@ -390,14 +390,14 @@ async def _close_sockets(app: web.Application) -> None:
 
 
 async def _leave(app: web.Application) -> None:
-    """Another server has the listening sockets."""
+    """Stop to accept connections: another server has the listening sockets."""
     if keys.STATUS in app:
         await _close_status_feed(app)
     await app[keys.LIFECYCLE].leave()
 
 
 async def _come_back(app: web.Application) -> None:
-    """The server that had the listening sockets has died."""
+    """Accept connections again: the server that had the listening sockets has died."""
     if keys.STATUS in app:
         app[keys.STATUS].open()
     try:

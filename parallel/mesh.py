@@ -10,7 +10,6 @@ tp   split every layer; their tokens are the same
 dcp  neighbours within a tp group, which split the latent KV cache by tokens (decode context parallel)
 dp   compute different tokens with the same share of the layers
 ep   share the experts: every rank of tp x dp
-pp   reserved: of size 1
 
 Data-parallel engines without shared experts share no collective: each has a mesh of its own, with dp 1.
 With several data-parallel ranks there is also a group of all ranks for numbers on the host.
@@ -38,15 +37,12 @@ class MeshShape:
 
     tp: int = 1
     dp: int = 1
-    pp: int = 1
     dcp: int = 1
     """Ranks of each dcp group; divides tp."""
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.dp, self.pp) < 1:
-            raise ValueError(f"the sizes of a mesh are at least 1: tp {self.tp}, dp {self.dp}, pp {self.pp}")
-        if self.pp != 1:
-            raise ValueError(f"pipeline parallelism is not supported: pp must be 1, not {self.pp}")
+        if min(self.tp, self.dp) < 1:
+            raise ValueError(f"the sizes of a mesh are at least 1: tp {self.tp}, dp {self.dp}")
         if self.dcp < 1 or self.tp % self.dcp:
             raise ValueError(f"decode context parallel ranks must divide tp {self.tp}: dcp {self.dcp}")
 

@@ -112,7 +112,7 @@ def open_peer_copies(group: dist.ProcessGroup, memory: PeerMemory) -> PeerCopies
         copies = PeerCopies(group, memory.width, memory.dtype, memory.device)
     except RuntimeError as error:
         get_logger().warning(
-            "all-reduces run after the GEMMs and not beside them: peer memory cannot be used: %s",
+            "all-reduces run after the GEMMs, not during them: peer memory cannot be used: %s",
             one_line(error),
         )
     # Also: no rank may send before every flag is zero.

@@ -112,7 +112,7 @@ def api_tables() -> str:
         parts += ["| field | type | what happens | test |", "|---|---|---|---|"]
         for row in rows(operation.path, operation.body, document):
             cells = [f"`{row.name}`", row.form, row.what, f"`{row.test}`"]
-            parts.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+            parts.append("| " + " | ".join(cell(text) for text in cells) + " |")
         parts.append("")
     return "\n".join(parts)
 
@@ -156,5 +156,6 @@ def _form(schema: dict[str, Any]) -> str:
     return str(schema.get("type", "object"))
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """A text as one line of a Markdown table's cell."""
     return " ".join(text.split()).replace("|", "\\|")

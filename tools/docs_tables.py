@@ -15,7 +15,7 @@ from atom.shared.config.not_yet import REFUSED
 from atom.shared.config.other_engines import LLAMA_CPP, SAME, VLLM, OtherFlag
 from atom.shared.config.server import ServerConfig
 from atom.shared.utils.envs import VARIABLES, Variable, acts
-from tools.api_table import api_tables, route_table
+from tools.api_table import api_tables, cell, route_table
 from tools.reliability_table import reliability_table
 from tools.scaling_tables import scaling_tables
 
@@ -69,7 +69,7 @@ def coming_from_tables() -> str:
 def _other_row(flag: OtherFlag) -> str:
     names = ", ".join(f"`{name}`" for name in flag.names)
     accepted = "" if flag.accepted is None else ", ".join(f"`{value}`" for value in flag.values) or "yes"
-    return f"| {names} | {accepted} | {_cell(flag.advice)} |"
+    return f"| {names} | {accepted} | {cell(flag.advice)} |"
 
 
 def api_page() -> str:
@@ -88,13 +88,13 @@ def _config_classes() -> Iterator[tuple[str, type]]:
 def _flag_row(field: Field) -> str:
     flags = ", ".join(f"`{flag}`" for flag in flags_of(field))
     choices = f" ({', '.join(field.choices)})" if field.choices else ""
-    return f"| {flags} | {_shown(field.default)} | {_cell(field.help + choices)} |"
+    return f"| {flags} | {_shown(field.default)} | {cell(field.help + choices)} |"
 
 
 def _variable_row(variable: Variable) -> str:
     default = "" if callable(variable.default) else _shown(variable.default)
     not_yet = "" if acts(variable.area) else " *No effect yet.*"
-    return f"| `{variable.name}` | {default} | {_cell(variable.help)}{not_yet} |"
+    return f"| `{variable.name}` | {default} | {cell(variable.help)}{not_yet} |"
 
 
 def _shown(default: object) -> str:
@@ -107,10 +107,6 @@ def _shown(default: object) -> str:
             return "off"
         case _:
             return f"`{default}`"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"

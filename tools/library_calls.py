@@ -113,7 +113,7 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_arg(self, node: ast.arg) -> None:
-        """An annotation is no use."""
+        """Skip annotations: they use nothing of a library."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         for each in (node.args, *node.body, *node.decorator_list):

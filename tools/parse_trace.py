@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("filepath", type=Path, metavar="TRACE")
     parser.add_argument("--layer", type=layer_number, default=3, metavar="N", help="from 0; default 3")
     parser.add_argument(
-        "--capture-trace", type=Path, help="of the graphs; default: the newest capture_graph_* beside TRACE"
+        "--capture-trace", type=Path, help="of the graphs; default: the newest capture_graph_* next to TRACE"
     )
     args = parser.parse_args()
     try:

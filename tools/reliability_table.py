@@ -220,7 +220,11 @@ REQUIREMENTS = (
         "API keys share no cached prompts",
         ("tests/unit/frontend/test_app_edges.py::test_callers_of_different_keys_share_no_cached_prompts",),
     ),
-    Requirement("R33", "no URL of a request is fetched", ("tests/unit/frontend/api/chat/test_messages.py",)),
+    Requirement(
+        "R33",
+        "no URL of a request is fetched, unless `--allowed-media-domains` lists its host",
+        ("tests/unit/frontend/api/chat/test_messages.py",),
+    ),
     Requirement(
         "R34",
         "administration is not on the public port",

@@ -64,7 +64,7 @@ class ExpertBalancer:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def before_step(self) -> None:
-        """What is due before the next step; launches work on the device and does not wait for it."""
+        """Do what is due before the next step; launches work on the device and does not wait for it."""
         interval = self._config.step_interval
         place = self._steps % interval
         if self._steps and place == 0:

@@ -129,10 +129,6 @@ class PendingStep:
             self._late,
         )
 
-    def token_ids(self) -> bytes:
-        """The sampled ids alone, packed int32, in batch order; waits like `result`."""
-        return self.result().token_ids
-
     def _sampled_logprobs(self, kept: NDArray[np.bool_] | None) -> SampledLogprobs | None:
         """`kept` [R]: whether each sampled id is a token of the result; None: all are."""
         if self._logprobs is None:

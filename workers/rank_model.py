@@ -54,14 +54,14 @@ def build_rank(
         mesh.device,
         mesh.tp,
         longest_sequence(config, checkpoint),
-        mesh.dcp,
-        config.cache.block_size,
-        kv_dtype(config.cache, dtype),
-        dispatch,
-        _redundant_experts(config),
-        None if config.device.level in COMPILERS else _second_stream(mesh.device, dispatch),
-        0 if in_one_part else envs.ATOM_OVERLAP_ALLREDUCE_TOKENS,
-        config.speculative.method == "mtp",
+        dcp=mesh.dcp,
+        block_size=config.cache.block_size,
+        kv_dtype=kv_dtype(config.cache, dtype),
+        dispatch=dispatch,
+        redundant_experts=_redundant_experts(config),
+        second_stream=None if config.device.level in COMPILERS else _second_stream(mesh.device, dispatch),
+        overlap_tokens=0 if in_one_part else envs.ATOM_OVERLAP_ALLREDUCE_TOKENS,
+        mtp=config.speculative.method == "mtp",
     )
     if not config.speculative.reads_images:  # none come
         checkpoint = replace(checkpoint, images=None)

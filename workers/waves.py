@@ -39,7 +39,7 @@ class Waves:
         return self._started >= self._number
 
     def begin(self) -> None:
-        """This rank has a step: wake the others unless they are awake."""
+        """Wake the other ranks, unless they are awake: this one has a step."""
         if self.is_awake:
             return
         self._started = self._number
@@ -48,7 +48,7 @@ class Waves:
             socket.send(frame, zmq.DONTWAIT)
 
     def end(self) -> None:
-        """The ranks have agreed that none has a step."""
+        """End the wave: the ranks have agreed that none has a step."""
         self._number += 1
 
     def receive(self) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -128,18 +128,18 @@ class Worker:
 
         Raises MemoryError if the GPU is too small.
         """
-        with explain_out_of_memory(self._device, "the KV cache and graphs beside the model", SMALLER_CACHE):
+        with explain_out_of_memory(self._device, "the KV cache and graphs next to the model", SMALLER_CACHE):
             self._allocate(allocate)
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
         """Launch one step. With several ranks, raises MemoryError if the device lacks memory."""
         if self._cpu_threads is not None:
             self._cpu_threads.adjust()
-        with explain_out_of_memory(self._device, "a step", SMALLER_CACHE):
-            if self.traces is None or not self.traces.recording:
-                return self._runner.launch(batch)
-            with self.traces.step(self._runner.label(batch)):
-                return self._runner.launch(batch)
+        with (
+            explain_out_of_memory(self._device, "a step", SMALLER_CACHE),
+            self._traced_step(lambda: self._runner.label(batch)),
+        ):
+            return self._runner.launch(batch)
 
     def load_image(self, message: LoadImage) -> None:
         """Launch the vision tower on an image. Raises MemoryError if the device lacks memory."""
@@ -174,12 +174,11 @@ class Worker:
         assert coordinator is not None, "the engines are in lockstep"
         agreed = coordinator.without_step(leaving)
         if agreed.shape is not None and not agreed.has_batch:
-            with explain_out_of_memory(self._device, "a step", SMALLER_CACHE):
-                if self.traces is None or not self.traces.recording:
-                    self._runner.dummy_step(agreed.shape)
-                else:
-                    with self.traces.step("dummy"):
-                        self._runner.dummy_step(agreed.shape)
+            with (
+                explain_out_of_memory(self._device, "a step", SMALLER_CACHE),
+                self._traced_step(lambda: "dummy"),
+            ):
+                self._runner.dummy_step(agreed.shape)
         return agreed
 
     def _load(self) -> Loaded:
@@ -332,6 +331,12 @@ class Worker:
                 f"{error}; with --hf-overrides {changes} the weights must still fit, or be left out with "
                 "--load-dummy"
             ) from None
+
+    def _traced_step(self, label: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+        """A range of this name in the trace, while one is recorded."""
+        if self.traces is None or not self.traces.recording:
+            return contextlib.nullcontext()
+        return self.traces.step(label())
 
     def _tracing_captures(self) -> contextlib.AbstractContextManager[None]:
         """Trace the captures: the replay of a graph does not name the modules of its kernels."""

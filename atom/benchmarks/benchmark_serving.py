@@ -17,35 +17,21 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
 
-import uvloop
-
 from atom.benchmarks.serving.datasets import SampleRequest, TextSource, load_requests
 from atom.benchmarks.serving.errors import BenchmarkError
 from atom.benchmarks.serving.flags import check, make_parser
 from atom.benchmarks.serving.metrics import BenchmarkMetrics
 from atom.benchmarks.serving.report import failures, make_result, result_lines, write_result
-from atom.benchmarks.serving.run import benchmark, check_server, server_url, text_source
+from atom.benchmarks.serving.run import benchmark, run_checked, text_source
 from atom.benchmarks.serving.sweep import Point, check_plotting, point_args, table, write_sweep
-from atom.shared.utils.open_files import OpenFilesError, raise_open_files_limit
 
 __all__ = ["BenchmarkMetrics", "main"]
-
-_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if the benchmark cannot run or every request failed."""
     args = make_parser().parse_args(argv)
-    try:
-        check(args)
-        check_server(server_url(args))  # before tokenizers and prompts, which take a minute
-        raise_open_files_limit()
-        return uvloop.run(_sweep(args) if args.sweep else _single(args))
-    except (BenchmarkError, OpenFilesError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    return run_checked(args, check, _sweep if args.sweep else _single)
 
 
 async def _single(args: argparse.Namespace) -> int:

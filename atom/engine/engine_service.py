@@ -145,7 +145,7 @@ class EngineService:
             self.client.set_engines(state.engines, state.ended)
 
     def _fail(self, error: Exception, last: Engines, started: "asyncio.Future[None]") -> None:
-        """The supervisor has ended with this error; `last` were the engines before."""
+        """Note that the supervisor has ended with this error; `last` were the engines before."""
         if not started.done():
             started.set_exception(error)
             return

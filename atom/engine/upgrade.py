@@ -83,11 +83,11 @@ class TakeOver:
             get_logger().info("the earlier server has ended; streams taken over: %d", len(self._handed))
 
     def stopping(self) -> None:
-        """This server is stopped: the old one is not to go on for it."""
+        """Tell the old server that this one is stopped, and that it is not to go on for it."""
         self._old.stopping()
 
     def died(self) -> None:
-        """This server ends by itself: the old one goes on, and keeps the path of the administration."""
+        """Leave the path of the administration to the old server, which goes on: this one ends by itself."""
         if self._has_admin and self._admin is not None and not self.is_done:
             self._admin.is_own = False
 

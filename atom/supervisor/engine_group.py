@@ -91,7 +91,7 @@ class EngineGroup(Domain):
         return [EngineEnded(rank, number, text, self.is_over, self.is_planned) for rank in self._ranks]
 
     def leave(self, reason: str) -> None:
-        """The current life is about to end, which is no failure: frontends send its requests elsewhere."""
+        """Announce that the current life ends without a failure: frontends send its requests elsewhere."""
         self._leaving = reason
 
     def restart_now(self) -> None:

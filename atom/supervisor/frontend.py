@@ -66,14 +66,14 @@ class Frontend(Domain):
             passed = [self._port.open(self._http).fileno(), *others.values()]
         admin_fd = None if self._admin is None else self._admin.fileno()
         launch = FrontendLaunch(
-            node.info.config,
-            node.info.server,
-            node.info.checkpoint,
-            engines.engines,
-            node.endpoint(life.name, "supervisor"),
-            passed[0] if passed else NO_FD,
-            self._index,
-            self._num_frontends,
+            config=node.info.config,
+            server=node.info.server,
+            checkpoint=node.info.checkpoint,
+            engines=engines.engines,
+            supervisor=node.endpoint(life.name, "supervisor"),
+            listen_fd=passed[0] if passed else NO_FD,
+            index=self._index,
+            num_frontends=self._num_frontends,
             control=f"ipc://{node.info.run_dir}/control",
             run_dir=node.info.run_dir,
             life=self.number,
@@ -130,7 +130,7 @@ class Frontend(Domain):
                 child.stopping = True
 
     def come_back(self) -> None:
-        """The other server has died: the process accepts again, or the next one does if it has ended."""
+        """Accept connections again after the other server's death; starts a process if this one has ended."""
         self._leaves = False
         if self.is_alive and self.life is not None:
             for child in self.life.children.values():

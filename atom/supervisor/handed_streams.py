@@ -49,7 +49,7 @@ class HandedStreams:
         return len(self._entries)
 
     def add(self, claimed: Claimed) -> None:
-        """What one engine had of a stream, for the seconds that it has left. Raises WireError."""
+        """Keep what one engine had of a stream, for the seconds that it has left. Raises WireError."""
         tenant = _request.decode(claimed.requests[0].request).tenant if claimed.requests else ""
         expires_at = self._clock() + claimed.left_s
         entry = self._entries.get(claimed.key)

@@ -301,7 +301,7 @@ class OldServer:
             raise DeclinedError(message.reason)
 
     def stopping(self) -> None:
-        """This server is stopped: the old one is not to go on for it."""
+        """Tell the old server that this one is stopped, and that it is not to go on for it."""
         if self._channel is not None:
             with contextlib.suppress(HandoverError):  # it has ended
                 self._channel.send(Stopping())

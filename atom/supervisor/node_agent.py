@@ -144,7 +144,11 @@ class NodeAgent:
                 left = node.join_timeout - passed
                 get_logger().info(
                     "node %d (%s) joins the master at %s (%.0f s)%s",
-                    *(node.rank, node.address, node.master, left, f": {problem}" if problem else ""),
+                    node.rank,
+                    node.address,
+                    node.master,
+                    left,
+                    f": {problem}" if problem else "",
                 )
                 notice_at = passed + _NOTICE_S
             if not (problem := self._try_join(stops)):

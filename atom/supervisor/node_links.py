@@ -103,7 +103,7 @@ class RemoteProcess:
             self._send(number)
 
     def ended(self, status: int) -> None:
-        """The process has ended, with this status."""
+        """Note the exit status of the process, which has ended."""
         self.returncode = status
         self._ended.set()
 
@@ -136,13 +136,13 @@ class RemoteNode(Node):
         self.send(EndLife(life))
 
     def process_ended(self, life: str, name: str, status: int) -> None:
-        """One of its processes has ended."""
+        """Note that a process of the node has ended."""
         with self._lock:
             if (process := self._processes.pop((life, name), None)) is not None:
                 process.ended(status)
 
     def lose(self, reason: str) -> None:
-        """The node is gone: its processes have ended with it."""
+        """Count all processes of the node, which is gone, as ended."""
         with self._lock:
             self.lost = reason
             for process in self._processes.values():
@@ -196,7 +196,7 @@ class NodeLinks:
             self._send(identity, SetEngines(engines))
 
     def stop_waiting_for_leavers(self) -> None:
-        """The server is stopping: nodes that were told to end stay until `close`."""
+        """Keep nodes that were told to end until `close`, since the server is stopping."""
         self._is_stopping = True
 
     def close(self, reason: str = "", status: int = 0) -> None:

@@ -104,7 +104,8 @@ def _check_master(name: str, address: str) -> None:
     if interface == "lo" and name != address:  # as /etc/hosts may say of the name of this host
         get_logger().warning(
             "--master-addr %s is %s here: other hosts cannot reach it; give an address in their network",
-            *(name, address),
+            name,
+            address,
         )
 
 

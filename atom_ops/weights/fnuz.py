@@ -13,9 +13,6 @@ from torch import Tensor
 from atom_ops.weights.block_fp8 import BlockFP8
 from atom_ops.weights.channel_fp8 import ChannelFP8
 
-FNUZ_MAX = 240.0
-"""The largest number: activations that a kernel rounds to e4m3fnuz are clamped to it."""
-
 
 def as_fnuz(weight: BlockFP8 | ChannelFP8) -> BlockFP8 | ChannelFP8:
     """The same numbers in e4m3fnuz, for a provider's `pack`; the scale of inputs doubles as well.

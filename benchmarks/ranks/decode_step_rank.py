@@ -157,7 +157,7 @@ class Steps:
             before = time.perf_counter()
             later = self.launch()
             launches.append(time.perf_counter() - before)
-            tokens += len(unpack_ids(earlier.token_ids()))
+            tokens += len(unpack_ids(earlier.result().token_ids))
             earlier = later
         whole = time.perf_counter() - started
         earlier.result()

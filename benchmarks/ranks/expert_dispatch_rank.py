@@ -86,7 +86,7 @@ class _Comparison:
             yield "mori_graph", MoriDispatch(mesh, len(self._x_TD)), True
 
     def _check(self, dispatch: ExpertDispatch, name: str) -> None:
-        """Each token comes back from every rank that has an expert for it. Raises AssertionError."""
+        """Raises AssertionError unless each token comes back from every rank that has an expert for it."""
         experts = self._launch.experts
         ranks = self._launch.ranks
         first, count = dispatch.local_experts(experts)

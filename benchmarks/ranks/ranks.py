@@ -14,8 +14,8 @@ from atom.benchmarks.serving.errors import BenchmarkError
 from atom.shared.config.cli import CommandLineParser
 from atom.shared.messages.launch import Rendezvous
 from atom.shared.utils.process import last_line, spawn
-from atom.shared.utils.rendezvous import open_rendezvous
 from benchmarks.common.arguments import positive
+from benchmarks.ranks.rendezvous import open_rendezvous
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _DEADLINE_S = 300.0

@@ -106,7 +106,7 @@ class DraftWidth:
             (times.drafts if num_drafts else times.plain).add(seconds)
 
     def record(self, num_rows: int, num_accepted: int) -> None:
-        """A step with drafts of `num_rows` rows has accepted so many."""
+        """Count the drafts accepted in a step that had drafts of `num_rows` rows."""
         if num_rows <= 0:
             return
         if self._has_none:

@@ -160,7 +160,7 @@ class BlockPool:
     # Cached blocks of steps in flight, which may still fail
 
     def confirm(self, step: int) -> None:
-        """Steps up to this one have succeeded: the blocks that they wrote are valid."""
+        """Count blocks written by steps up to this one as valid: these steps have succeeded."""
         self._confirmed_step = step
         for earlier in [number for number in self._unconfirmed if number <= step]:
             del self._unconfirmed[earlier]

@@ -319,7 +319,7 @@ class KVCacheManager:
         self._free_some()
 
     def confirm(self, step: int) -> None:
-        """Steps up to this one have succeeded: the blocks that they wrote are valid."""
+        """Count blocks written by steps up to this one as valid: these steps have succeeded."""
         for pool in self.pools:
             pool.confirm(step)
 
@@ -331,7 +331,7 @@ class KVCacheManager:
             self._states.forget_pending()
 
     def copied(self, message: BlocksCopied | BlocksFound) -> Load | Question | None:
-        """A rank has done copies, or answered a question; returns the load or question that ends with this.
+        """Process copies or an answer of a rank; returns the load or question that ends with this.
 
         Raises ValueError for a message that answers none of those sent.
         """
@@ -359,12 +359,12 @@ class KVCacheManager:
             self._save_state(blocks, num_computed, self._states)
 
     def emit_saves(self, step: int) -> None:
-        """Let the next batch, `step`, save the states of which that was asked."""
+        """Let the next batch, `step`, save the states that were chosen for it."""
         if self._states is not None:
             self._states.emit(step)
 
     def cancel_saves(self) -> None:
-        """There is no next batch after all."""
+        """Forget the saves of the next batch, which does not come."""
         if self._states is not None:
             self.num_frees += self._states.holds_slots
             self._states.cancel()

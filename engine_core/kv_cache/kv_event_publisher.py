@@ -42,6 +42,9 @@ _REPLAY_HWM = 1000
 _REPLAY_STALL_S = 10.0  # without progress: the reader is gone
 _MAX_REQUEST_BYTES = 512  # of a subscription, or a request for a replay
 _MAX_TOPICS = 1000
+_SUBSCRIBE = b"\x01"
+"""First byte of a subscriber's frame; the topic follows."""
+_UNSUBSCRIBE = b"\x00"
 """Different topics of all subscriptions. ZeroMQ keeps some 50 bytes for each byte of a topic."""
 _END = b"\xff" * 8
 _WARN_EVERY_S = 60.0
@@ -241,14 +244,15 @@ class _Subscribers:
             return
         for _ in range(_MAX_TOPICS):
             try:
-                (kind, *_) = self._socket.recv(zmq.DONTWAIT) or (2,)
+                frame = self._socket.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._num_topics += {0: -1, 1: 1}.get(kind, 0)
+            self._num_topics += frame.startswith(_SUBSCRIBE) - frame.startswith(_UNSUBSCRIBE)
             if self._num_topics > _MAX_TOPICS:
                 get_logger().warning(
                     "KV events: subscribers at %s are disconnected: they ask for over %d different topics",
-                    *(self._config.endpoint, _MAX_TOPICS),
+                    self._config.endpoint,
+                    _MAX_TOPICS,
                 )
                 self.close(linger_ms=0)
                 return

@@ -56,7 +56,7 @@ class KVEventLog:
     """Digests of the blocks that subscribers know as cached, and where."""
 
     def stored(self, digest: bytes, hash_input: bytes, medium: str = DEVICE) -> None:
-        """A block is cached; one that was listed already is not listed twice."""
+        """List a block that is cached now; one that was listed already is not listed twice."""
         if (digest, medium) in self._listed:
             return
         self._listed.add((digest, medium))
@@ -72,7 +72,7 @@ class KVEventLog:
             self._events.append(Stored(parent, [digest], [ids], medium))
 
     def removed(self, digest: bytes, medium: str = DEVICE) -> None:
-        """A block is cached no more; unlisted ones are left out."""
+        """List a block that is cached no more; unlisted ones are left out."""
         if (digest, medium) not in self._listed:
             return
         self._listed.remove((digest, medium))

@@ -137,7 +137,7 @@ class StateCheckpoints:
         return copies
 
     def cancel(self) -> None:
-        """There is no next batch for now: forget its saves, so that their slots are free for it."""
+        """Forget the saves of the next batch, which does not come for now, so that their slots are free."""
         assert not self._restores, "a request that continues from a state is in the next batch"
         pools = dict(self._groups)
         for copy in self._saves:

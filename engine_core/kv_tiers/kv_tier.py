@@ -59,7 +59,7 @@ class KVTier:
         return slot, b"" if is_elsewhere else replaced
 
     def keep(self, group: int, slot: int, digest: bytes, hash_input: bytes) -> bool:
-        """The slot, which is held, has this block now. False, and it has none, if digests collide."""
+        """Index this block in a slot that is held. False, and it has none, if digests collide."""
         return self.pools[group].cache(slot, digest, b"" if self.by_content else hash_input, step=0)
 
     def adopt(self, stored: Sequence[Sequence[bytes]]) -> int:
@@ -84,7 +84,7 @@ class KVTier:
         return count
 
     def note(self, group: int, digest: bytes) -> None:
-        """Another engine has stored this block: it can be read from now on, and is that engine's to remove.
+        """Index a block that another engine has stored: it can be read, and is that engine's to remove.
 
         Without a free slot it is not noted. A file of this engine that was in the slot stays until the slot
         is written, so that there are never more files than slots.
@@ -96,11 +96,11 @@ class KVTier:
             pool.free([slot])
 
     def lose(self, group: int, slot: int) -> None:
-        """What this slot, which is held, has cannot be read."""
+        """Forget the block of a slot that is held: it cannot be read."""
         self.pools[group].uncache(slot)
 
     def release(self, group: int, slot: int) -> None:
-        """The slot is neither read nor written any more."""
+        """Let go of a slot that is neither read nor written any more."""
         self.pools[group].free([slot])
 
     def clear(self) -> None:

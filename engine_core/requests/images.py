@@ -61,7 +61,7 @@ class ImageRegistry:
             raise ValueError(f"an image ends at {end}, after the prompt of {message.num_prompt_ids} tokens")
 
     def begin_step(self) -> None:
-        """A new step is planned, which needs no image yet."""
+        """Forget the images of the last step: a new one is planned."""
         self._of_step.clear()
 
     def reach(self, images: Sequence[PromptImage], start: int, end: int) -> int:

@@ -20,7 +20,7 @@ class QueueLimit:
         self._queued: deque[tuple[float, weakref.ref[Request]]] = deque()
 
     def add(self, requests: Iterable[Request]) -> None:
-        """These requests have arrived. One that continues an earlier run has waited already."""
+        """Count requests that have arrived. One that continues an earlier run has waited already."""
         if self._max_s == math.inf:
             return
         new = (request for request in requests if not request.num_generated and not request.settings.replays)

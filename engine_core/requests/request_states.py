@@ -68,7 +68,7 @@ class RequestStates:
         return True
 
     def drain(self, request: Request) -> None:
-        """Its last tokens are in flight; it is in no further step."""
+        """Leave a request out of further steps: its last tokens are in flight."""
         request.state = State.DRAINING
         request.last_step = self.last_step
 
@@ -119,7 +119,7 @@ class RequestStates:
             self.queue.add(request)
 
     def end(self, request: Request) -> None:
-        """No further token of the request is wanted; `free_ended` frees what it holds."""
+        """End a request of which no further token is wanted; `free_ended` frees what it holds."""
         del self.requests[request.request_id]
         self.queue.charge(request, request.num_generated)  # also where a frontend has found a stop string
         if request.state is State.WAITING:

@@ -112,7 +112,7 @@ class ResumableStreams:
         return found
 
     def add(self, message: AddRequest, requests: Iterable[Request], frontend: bytes) -> None:
-        """The sequences of a new request, which may be resumable. Raises ValueError for another's key."""
+        """Note the sequences of a new request if it is resumable. Raises ValueError for another's key."""
         if message.resumable is None or not self._grace_s:
             return
         key = message.resumable.key
@@ -127,7 +127,7 @@ class ResumableStreams:
         self._unkeep(key)
 
     def ended(self, request: Request, end: Finished) -> list[int]:
-        """A sequence has ended: its ids are kept.
+        """Keep the ids of a sequence that has ended.
 
         If it has failed, so has its stream, which is forgotten; returns its other sequences, to be ended.
         """
@@ -151,7 +151,7 @@ class ResumableStreams:
         return []
 
     def orphan(self, frontend: bytes) -> None:
-        """The streams of a frontend that is gone have none from now on."""
+        """Take the streams of a frontend that is gone from it."""
         for key, stream in list(self._streams.items()):
             if stream.frontend == frontend:
                 self._give(stream, NO_FRONTEND)

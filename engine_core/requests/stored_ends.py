@@ -53,5 +53,5 @@ class StoredEnds:
         return [(end.request, end.finished) for end in due]
 
     def drop(self, frontend: bytes) -> None:
-        """This frontend is gone."""
+        """Drop the ends of a frontend that is gone."""
         self._ends = [end for end in self._ends if end.request.frontend != frontend]

@@ -251,7 +251,7 @@ class EngineClient:
                 self._leave(resumed.stream, resumed)
 
     def _leave(self, stream: Stream, resumed: ResumedStream | None) -> None:
-        """The reader of a stream is gone: keep the stream for another one, or end it."""
+        """Keep a stream, whose reader is gone, for another one, or end it."""
         if resumed is not None and stream.open and not stream.failed:
             self.resumption.keep(resumed)
         else:
@@ -413,14 +413,14 @@ class EngineClient:
             if (sequence := self._sequences.get(request_id)) is not None:
                 if sequence.engine is not None and not stream.is_elsewhere:
                     by_engine.setdefault(sequence.engine, []).append(request_id)
-                self._metrics.engine(sequence.rank).aborted(1)
+                self._metrics.engine(sequence.rank).aborted()
                 self._end(sequence)
                 self.admission.ended()
         for engine, running in by_engine.items():
             engine.link.send(Abort(running, reason))
 
     def _end(self, sequence: RunningSequence) -> None:
-        """A sequence has ended, for any reason; its caller counts it."""
+        """Forget a sequence that has ended, for any reason; the caller counts it."""
         del self._sequences[sequence.id]
         sequence.stream.open.discard(sequence.id)
         self._leave_engine(sequence)
@@ -464,7 +464,7 @@ class EngineClient:
             self.output_memory.enforce()
 
     def _hand_over(self, sequence: RunningSequence, engine: EngineConnection) -> None:
-        """Another engine goes on with a sequence whose prompt `engine` has computed."""
+        """Send a sequence whose prompt `engine` has computed to another engine, which generates."""
         if sequence.engine is not engine:
             return  # it has ended with another sequence of its stream
         self._metrics.engine(engine.rank).handed_over += 1
@@ -519,7 +519,7 @@ class EngineClient:
     # Ends of engines
 
     def _fail(self, sequences: Iterable[RunningSequence], reason: str) -> None:
-        """These sequences fail, and with each its stream, whose other sequences are aborted."""
+        """Fail these sequences, and with each its stream, whose other sequences are aborted."""
         streams = set()
         for sequence in sequences:
             streams.add(sequence.stream)
@@ -531,12 +531,12 @@ class EngineClient:
             self._abort(stream)
 
     def _closed(self, engine: EngineConnection, reason: str) -> None:
-        """This life of an engine has ended."""
+        """Forget what a life of an engine had computed, which has ended."""
         self._router.forget(engine.rank)
         self._lost(engine, reason)
 
     def _lost(self, engine: EngineConnection, reason: str, is_fault: bool = False) -> None:
-        """The connection to `engine` has ended: its sequences run again or fail, its questions fail.
+        """Run the sequences of `engine`, whose connection has ended, again or fail them; its questions fail.
 
         After a fault of this process, `is_fault`, streams may not have got all tokens: they fail.
         """

@@ -66,7 +66,7 @@ class CoreLinks:
             self._links[rank].send(Abort(ids))
 
     def end(self, request_id: int) -> None:
-        """A sequence has ended: its engine has room for another."""
+        """Count a sequence as ended: its engine has room for another."""
         self._router.release(self._charges.pop(request_id))
 
     def send_to_all(self, message: ToCore) -> None:

@@ -117,12 +117,12 @@ class DPRouter:
         return charge
 
     def release(self, charge: Charge) -> None:
-        """One sequence with this charge has ended."""
+        """Release the charge of a sequence that has ended."""
         self._requests[charge.rank] -= 1
         self._tokens[charge.rank] -= charge.tokens
 
     def forget(self, rank: int) -> None:
-        """The rank's engine has ended: its next life has nothing computed."""
+        """Forget the prefixes and sessions of a rank whose engine has ended: its next life has none."""
         self._prefixes.forget(rank)
         self._sessions.forget(rank)
 
@@ -216,7 +216,7 @@ class _PrefixTable:
             self._ranks.popitem(last=False)
 
     def forget(self, rank: int) -> None:
-        """Nothing is computed on this rank: its next life has a bit of its own."""
+        """Forget the prefixes of a rank: the next life of its engine has a bit of its own."""
         del self._rank_of[self._bits[rank]]
         self._living ^= self._bits[rank] | self._next_bit
         self._bits[rank] = self._next_bit

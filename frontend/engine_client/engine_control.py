@@ -121,12 +121,12 @@ class EngineControl:
     # From the owner
 
     def connected(self, engine: EngineConnection) -> None:
-        """The engine is ready."""
+        """Send the log level to an engine that has become ready."""
         if self._log_level is not None:
             engine.link.send(SetLogLevel(self._log_level))
 
     def answered(self, engine: EngineConnection, answer: CoreStats | ProfileResult | Answer) -> None:
-        """An answer has arrived."""
+        """Hand an answer to whoever waits for it."""
         match answer:
             case CoreStats():
                 response = self._stats.pop(engine, None)
@@ -138,7 +138,7 @@ class EngineControl:
                 self._queries.answer(number, answer)
 
     def lost(self, engine: EngineConnection, reason: str) -> None:
-        """The connection has ended: what waits for its answers fails."""
+        """Fail what waits for answers over a connection that has ended."""
         if (stats := self._stats.pop(engine, None)) is not None:
             stats.cancel()
         self._profiles.fail(engine, reason)

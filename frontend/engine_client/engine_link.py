@@ -67,7 +67,7 @@ class EngineLink:
         self.socket.close(0)
 
     def mark_dead(self, reason: str) -> None:
-        """The connection has ended; `check_ready` reports `reason` until the core is ready again."""
+        """Note the end of the connection; `check_ready` reports `reason` until the core is ready again."""
         self.state = LinkState.DEAD
         self._reason = reason
 

@@ -37,7 +37,7 @@ class Queries(Generic[A]):
             del self._waiting[number]
 
     def answer(self, number: int, message: A) -> None:
-        """An answer has arrived; it is dropped if its query is over."""
+        """Hand an answer to its query; it is dropped if the query is over."""
         if (entry := self._waiting.get(number)) is not None and not entry[1].done():
             entry[1].set_result(message)
 

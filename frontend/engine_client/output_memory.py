@@ -132,7 +132,7 @@ class HeldOutput:
         self.pending += size
 
     def take(self) -> None:
-        """The reader has taken all that is pending; it is sent now."""
+        """Count all that is pending as taken by the reader, which sends it now."""
         self.taken = self.taken + self.pending
         self.pending = 0
         self._memory._held.discard(self)
@@ -149,7 +149,7 @@ class HeldOutput:
         self._memory._held.discard(self)
 
     def close(self) -> None:
-        """Nothing is held any more."""
+        """Release the memory of all that is held."""
         self.drop()
         self.sent()
 

@@ -127,7 +127,7 @@ class Replays:
     def died(
         self, lost: Collection[RunningSequence], rank: int, life: int, is_planned: bool = False
     ) -> list[RunningSequence]:
-        """The engine of these sequences has ended. Returns those that fail; the others wait.
+        """Choose which sequences of an engine that has ended fail, and return them; the others wait.
 
         With `is_planned` no request has ended it.
         """
@@ -240,7 +240,7 @@ class Replays:
             self._groups.append(streams)
 
     def wait(self, sequences: Iterable[RunningSequence], stream: Stream) -> None:
-        """These sequences of a request could not be sent, as the engine of others has ended."""
+        """Let sequences of a request wait that could not be sent, as the engine of others has ended."""
         case = self._cases.setdefault(stream, _Case())
         case.sequences.update(sequences)
         if case.in_group:
@@ -250,7 +250,7 @@ class Replays:
         self.wake()
 
     def connected(self, rank: int, life: int) -> None:
-        """An engine is ready. If its connection alone was lost, nothing has died."""
+        """Try what waits for an engine again. If only its connection was lost, this one has not died."""
         if (blame := self._blames.pop(rank, None)) is not None and blame.life == life:
             for stream in blame.streams:
                 if (case := self._cases.get(stream)) is not None:

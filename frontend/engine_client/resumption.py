@@ -85,7 +85,7 @@ class Adoption:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _OpenClaim:
     """A claim, until all engines have answered."""
 
     resumed: ResumedStream
@@ -125,7 +125,7 @@ class Resumption:
         self._engines = engines
         self._hooks = hooks
         self._numbers = count(1)
-        self._waiting: dict[int, _Waiting] = {}
+        self._claims: dict[int, _OpenClaim] = {}
         self._kept: dict[str, tuple[ResumedStream, asyncio.TimerHandle]] = {}
         self._lost_at = 0.0
         self.is_leaving = False
@@ -191,7 +191,7 @@ class Resumption:
         """
         deadline = time.monotonic() + _HELD_S
         while True:
-            resumed = self._taken(key, tenant) or ResumedStream(key, tenant, self._hooks.new_stream())
+            resumed = self._pop_kept(key, tenant) or ResumedStream(key, tenant, self._hooks.new_stream())
             try:
                 await self._complete(resumed)
                 break
@@ -243,11 +243,11 @@ class Resumption:
         resumed.stream.restart([*running, *ended])
 
     def answered(self, engine: EngineConnection, claimed: Claimed) -> None:
-        """An engine has sent what it has of a stream: its sequences go on here, even if nobody waits."""
-        waiting = self._waiting.get(claimed.number)
-        if waiting is not None:
-            self._add(engine, claimed, waiting.resumed)
-            waiting.answered(engine)
+        """Go on here with the sequences of a stream that an engine has sent, even if nobody waits."""
+        claim = self._claims.get(claimed.number)
+        if claim is not None:
+            self._add(engine, claimed, claim.resumed)
+            claim.answered(engine)
             return
         entry = self._kept.get(claimed.key)
         resumed = ResumedStream(claimed.key, "", self._hooks.new_stream()) if entry is None else entry[0]
@@ -262,7 +262,7 @@ class Resumption:
                 self._write(resumed)
 
     def ended(self, sequence: RunningSequence, update: SequenceOutput) -> None:
-        """A sequence of a resumable stream has ended, or another frontend has claimed its stream.
+        """Note the end of a sequence of a resumable stream, or that another frontend has claimed the stream.
 
         If it has failed, so has its stream.
         """
@@ -272,11 +272,10 @@ class Resumption:
         if not update.error:
             stream.sequences_ended.append(sequence.ended(update))
             return
-        is_elsewhere = update.error == RESUMED_ELSEWHERE
-        if is_elsewhere and stream.file is not None:
-            stream.file.leave()  # the other frontend has put its own in that place, or will
         # `restart` may still come, for a client of this frontend that has just asked for the stream.
-        if is_elsewhere:
+        if update.error == RESUMED_ELSEWHERE:
+            if stream.file is not None:
+                stream.file.leave()  # the other frontend has put its own in that place, or will
             stream.end(ResumedElsewhereError())
         elif update.is_refused:
             stream.end(RequestError(update.error))
@@ -287,10 +286,10 @@ class Resumption:
             self._discard(resumable.key)
 
     def lost(self, engine: EngineConnection) -> None:
-        """An engine has ended: it answers no claim."""
+        """Stop to wait for the answers of an engine that has ended."""
         self._lost_at = time.monotonic()
-        for waiting in self._waiting.values():
-            waiting.answered(engine)
+        for claim in self._claims.values():
+            claim.answered(engine)
 
     async def _complete(self, resumed: ResumedStream) -> None:
         """Claim a stream until all its sequences are known. Raises RequestError, StreamHeldError."""
@@ -303,7 +302,7 @@ class Resumption:
             if handed.refusal:
                 raise _other_model(resumed.key, handed.refusal)
             if handed.claimed:
-                self._take(handed.claimed, resumed)
+                _set_handed(resumed, handed.claimed)
                 return
             now = time.monotonic()
             # An engine that has not answered may have the stream.
@@ -313,7 +312,7 @@ class Resumption:
                 if left is None:
                     raise _unknown(resumed.key, bool(resumed.known))
                 claimed, resumed.stream.file = left
-                self._take([claimed], resumed)
+                _set_handed(resumed, [claimed])
                 return
             await asyncio.sleep(_RETRY_S)
 
@@ -323,19 +322,19 @@ class Resumption:
         if not ready:
             return True
         number = next(self._numbers)
-        waiting = self._waiting[number] = _Waiting(resumed, ready)
+        claim = self._claims[number] = _OpenClaim(resumed, ready)
         for engine in list(ready):
             engine.link.send(Claim(number, resumed.key, resumed.tenant))
         try:
             with contextlib.suppress(TimeoutError):  # some have answered: the caller sees what is missing
                 async with asyncio.timeout(_ANSWER_DEADLINE_S):
-                    await waiting.done.wait()
+                    await claim.done.wait()
         finally:
-            del self._waiting[number]
-        return waiting.done.is_set()
+            del self._claims[number]
+        return claim.done.is_set()
 
-    def _taken(self, key: str, tenant: str) -> ResumedStream | None:
-        """A stream that is kept here; it is not kept any more."""
+    def _pop_kept(self, key: str, tenant: str) -> ResumedStream | None:
+        """The stream `key`, if it is kept here; from now on it is not."""
         entry = self._kept.get(key)
         if entry is None or entry[0].tenant != tenant:
             return None
@@ -355,11 +354,6 @@ class Resumption:
             entry[1].cancel()
             self._hooks.end(entry[0].stream)
 
-    def _take(self, handed: list[Claimed], resumed: ResumedStream) -> None:
-        """What an earlier server had of a stream; nothing of it runs before `begin`."""
-        resumed.resumable = _request.decode(handed[0].requests[0].request).resumable
-        resumed.handed = handed
-
     def _add(self, engine: EngineConnection | None, claimed: Claimed, resumed: ResumedStream) -> None:
         for part in claimed.requests:
             request = _request.decode(part.request)
@@ -373,6 +367,12 @@ class Resumption:
             if end.request_id not in resumed.known:
                 resumed.known.add(end.request_id)
                 resumed.stream.sequences_ended.append(end)
+
+
+def _set_handed(resumed: ResumedStream, handed: list[Claimed]) -> None:
+    """Note what an earlier server, or a dead frontend, had of a stream; nothing runs before `begin`."""
+    resumed.resumable = _request.decode(handed[0].requests[0].request).resumable
+    resumed.handed = handed
 
 
 def _other_model(key: str, difference: str) -> RequestError:

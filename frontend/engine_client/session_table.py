@@ -36,12 +36,12 @@ class SessionTable:
         return last.rank, last.tokens
 
     def put(self, session: int, rank: int, tokens: int) -> None:
-        """A request of the session goes to a rank, with a prompt of `tokens` tokens."""
+        """Note that a request of the session goes to a rank, with a prompt of `tokens` tokens."""
         self._last[session] = _Last(rank, self._lives[rank], tokens)
         self._last.move_to_end(session)
         if len(self._last) > _MOST_SESSIONS:
             self._last.popitem(last=False)
 
     def forget(self, rank: int) -> None:
-        """The rank's engine has ended: its next life has nothing of these sessions."""
+        """Forget the sessions of a rank whose engine has ended: its next life has nothing of them."""
         self._lives[rank] += 1

@@ -95,7 +95,7 @@ class StreamFile:
         return self._path, inode
 
     def remove(self) -> None:
-        """The stream has ended, or is another's: its file is another one then. May be called twice."""
+        """Remove the file of a stream that has ended or has another file now. May be called twice."""
         if self._descriptor < 0:
             return
         if _is_at(self._path, self._descriptor):

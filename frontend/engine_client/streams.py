@@ -99,7 +99,7 @@ class Stream:
         if update.token_ids:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
-        if self._is_idle and self._send is not None and not update.finished and self._sent(update):
+        if self._is_idle and self._send is not None and not update.finished and self._try_send(update):
             return
         earlier = self._pending.get(update.request_id)
         if earlier is not None:
@@ -122,13 +122,13 @@ class Stream:
         self._send = send
 
     def admitted(self, queue_s: float, prefill_s: float) -> None:
-        """A sequence has its first token."""
+        """Note the times until the first token; those of the first sequence count."""
         if not self.first_token_at:
             self.queue_s = queue_s
             self.prefill_s = prefill_s
 
     def ended(self, reason: str, tokens: int) -> None:
-        """A sequence has finished with so many tokens."""
+        """Count a sequence that has finished with so many tokens."""
         self.reasons.append(reason)
         self.num_tokens += tokens
 
@@ -155,13 +155,13 @@ class Stream:
         self.fail(error)
 
     def close(self) -> None:
-        """The stream has no reader any more, and is not kept for one."""
+        """Release the memory and the file of a stream that no reader will come for."""
         self.output.close()
         if self.file is not None:
             self.file.remove()
 
     def restart(self, updates: list[SequenceOutput]) -> None:
-        """A new reader gets `updates`, all that the sequences have, in place of what was pending."""
+        """Give a new reader `updates`, all that the sequences have, in place of what was pending."""
         self.output.drop()
         self._pending = {update.request_id: update for update in updates}
         self._send = None
@@ -193,7 +193,7 @@ class Stream:
         self._is_idle = False
         self._wake.set()
 
-    def _sent(self, update: SequenceOutput) -> bool:
+    def _try_send(self, update: SequenceOutput) -> bool:
         assert self._send is not None
         try:
             return self._send(update)

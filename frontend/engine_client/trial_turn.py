@@ -54,13 +54,13 @@ class TrialTurn:
         return self._current == Trial(self._index, self._number)
 
     def leave(self) -> None:
-        """The turn of this frontend has ended, or it needs none."""
+        """Give up the turn of this frontend, or no longer ask for one."""
         if self._want is not None and self._is_asking:
             self._is_asking = False
             self._want(0)
 
     def set_current(self, current: Trial) -> None:
-        """The supervisor says whose turn it is."""
+        """Note whose turn it is, as the supervisor says."""
         if self._is_current_of_another and current != self._current:
             self._of_another_until = time.monotonic() + _NEWS_S
         self._current = current

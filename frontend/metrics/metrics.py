@@ -165,9 +165,9 @@ class EngineMetrics(msgspec.Struct):
         if progress.tokens:
             self.decode_time.observe(now - progress.first_token_at)
 
-    def aborted(self, count: int) -> None:
-        """Count sequences aborted by their client."""
-        self.finish_reasons["abort"] += count
+    def aborted(self) -> None:
+        """Count a sequence aborted by its client."""
+        self.finish_reasons["abort"] += 1
 
     def failed(self, count: int) -> None:
         """Count sequences that fail because the engine or this process ends."""

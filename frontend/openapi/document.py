@@ -114,7 +114,7 @@ def _name(components: dict[str, Any], struct: type) -> str:
 
 
 def _add_rules(component: dict[str, Any], schema: Schema[Any]) -> None:
-    """The fields that are accepted without effect, or with neutral values only; all others are refused."""
+    """Add fields that are accepted without effect, or with neutral values only; all others are refused."""
     for name in sorted(schema.harmless):
         component["properties"].setdefault(name, {"description": "Accepted; it cannot change the output."})
     for name, values in sorted(schema.neutral.items()):

@@ -9,7 +9,6 @@ POST /drain, /resume         refuse new requests, and take them again
 GET, POST /restart_engines   restart all engines, one after the other
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -20,6 +19,7 @@ from atom.shared.messages.admin import LogLevel
 from atom.shared.utils.net import is_loopback_host
 from frontend.api.generation.request_info import listed, report
 from frontend.errors import RequestError
+from frontend.http.json_response import json_response
 from frontend.keys import CLIENT, SUPERVISOR
 from frontend.routes.bodies import open_body
 
@@ -58,14 +58,14 @@ async def admin_access(request: web.Request, handler: Handler) -> web.StreamResp
 @routes.get("/requests")
 async def list_requests(request: web.Request) -> web.Response:
     """The unfinished sequences, the first 1,024 of each engine."""
-    return _json(listed(await request.app[CLIENT].control.requests()))
+    return json_response(listed(await request.app[CLIENT].control.requests()))
 
 
 @routes.get("/requests/{id}")
 async def show_request(request: web.Request) -> web.Response:
     """The sequences of one request."""
     name = request.match_info["id"]
-    return _json(report(name, await request.app[CLIENT].control.requests(name), tenant=None))
+    return json_response(report(name, await request.app[CLIENT].control.requests(name), tenant=None))
 
 
 @routes.post("/abort_requests")
@@ -77,20 +77,20 @@ async def abort_requests(request: web.Request) -> web.Response:
         text = "send either 'request_ids', a list of ids, or 'abort_all': true"
         raise RequestError(text, param="request_ids")
     count = await request.app[CLIENT].abort_named(wanted.request_ids, wanted.abort_all)
-    return _json({"status": "success", "aborted_sequences": count})
+    return json_response({"status": "success", "aborted_sequences": count})
 
 
 @routes.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached blocks; running requests go on, and what they have computed is not reused."""
     count = await request.app[CLIENT].control.reset_prefix_cache()
-    return _json({"status": "success", "uncached_blocks": count})
+    return json_response({"status": "success", "uncached_blocks": count})
 
 
 @routes.get("/log_level")
 async def show_log_level(request: web.Request) -> web.Response:
     """The level of all processes."""
-    return _json({"level": request.app[SUPERVISOR].state.log_level})
+    return json_response({"level": request.app[SUPERVISOR].state.log_level})
 
 
 @routes.post("/log_level")
@@ -116,7 +116,7 @@ async def resume(request: web.Request) -> web.Response:
 @routes.get("/restart_engines")
 async def show_restarts(request: web.Request) -> web.Response:
     """The ranks of the engines that are not restarted yet."""
-    return _json({"left": request.app[SUPERVISOR].to_restart})
+    return json_response({"left": request.app[SUPERVISOR].to_restart})
 
 
 @routes.post("/restart_engines")
@@ -128,13 +128,13 @@ async def restart_engines(request: web.Request) -> web.Response:
             f"engines are being restarted; ranks that are left: {link.to_restart}; see GET /restart_engines"
         )
         raise RequestError(text, status=409, code="restarting")
-    return _json({"status": "started", "left": await link.restart_engines()})
+    return json_response({"status": "started", "left": await link.restart_engines()})
 
 
 async def _change(request: web.Request, **values: Any) -> web.Response:
     link = request.app[SUPERVISOR]
     await link.set_state(msgspec.structs.replace(link.state, **values))
-    return _json({"status": "success", **msgspec.structs.asdict(link.state)})
+    return json_response({"status": "success", **msgspec.structs.asdict(link.state)})
 
 
 def _decoded(body: bytes, kind: type[T]) -> T:
@@ -142,7 +142,3 @@ def _decoded(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is invalid: {error}") from None
-
-
-def _json(body: Mapping[str, Any] | msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

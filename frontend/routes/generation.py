@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import Endpoint
-from frontend.api.generation.resumption import RESUMABLE
+from frontend.api.generation.resumable_events import RESUMABLE
 from frontend.engine_client.admission import AdmissionSlot
 from frontend.errors import RequestError
 from frontend.http.event_stream import STREAM_ID, EventStream, send_json
@@ -98,13 +98,13 @@ def _caller(request: web.Request) -> Caller:
     parent = request.headers.get("traceparent")
     state = request.headers.get("tracestate", "")
     return Caller(
-        request[TENANT],
-        client_request_id(request),
-        _data_parallel_rank(request),
-        _timeout(request),
-        _is_resumable(request),
-        _session(request),
-        None if parent is None else TraceContext(parent, state),
+        tenant=request[TENANT],
+        request_id=client_request_id(request),
+        data_parallel_rank=_data_parallel_rank(request),
+        timeout_s=_timeout(request),
+        is_resumable=_is_resumable(request),
+        session=_session(request),
+        trace=None if parent is None else TraceContext(parent, state),
     )
 
 

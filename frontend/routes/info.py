@@ -10,6 +10,7 @@ from aiohttp import web
 
 from atom.shared.config.server import ServerConfig
 from atom.shared.utils.version import atom_version
+from frontend.http.json_response import json_response
 from frontend.keys import CLIENT, LAUNCH, LIMITS, MODELS, SHARED_METRICS
 from frontend.metrics.exposition import CONTENT_TYPE, Snapshot, expose
 
@@ -46,7 +47,7 @@ async def server_info(request: web.Request) -> web.Response:
         "config": msgspec.to_builtins(launch.config),
         "server": _without_keys(launch.server),
     }
-    return web.Response(body=msgspec.json.encode(info), content_type="application/json")
+    return json_response(info)
 
 
 @routes.get("/metrics")

@@ -6,6 +6,7 @@ from functools import cache
 import msgspec
 from aiohttp import web
 
+from frontend.http.json_response import encoded_response
 from frontend.openapi import openapi_document
 
 __all__ = ["routes"]
@@ -16,8 +17,7 @@ routes = web.RouteTableDef()
 @routes.get("/openapi.json")
 async def describe(request: web.Request) -> web.Response:
     """The OpenAPI description of the server."""
-    body = await asyncio.to_thread(_document)  # made once, in some 40 ms
-    return web.Response(body=body, content_type="application/json")
+    return encoded_response(await asyncio.to_thread(_document))  # made once, in some 40 ms
 
 
 @cache

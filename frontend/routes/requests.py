@@ -4,12 +4,12 @@ GET  /v1/requests/{id}         where the time of a request went, and what it had
 POST /v1/requests/{id}/abort   end it
 """
 
-import msgspec
 from aiohttp import web
 
 from frontend.api.generation.request_info import report
 from frontend.api.schemas.request_info import AbortReport
 from frontend.errors import RequestError
+from frontend.http.json_response import json_response
 from frontend.keys import CLIENT
 from frontend.routes.access import TENANT
 
@@ -25,8 +25,7 @@ async def show_request(request: web.Request) -> web.Response:
     """A request that runs or has ended lately, sent with the same API key."""
     name = _name(request)
     answers = await request.app[CLIENT].control.requests(name)
-    body = msgspec.json.encode(report(name, answers, request[TENANT]))
-    return web.Response(body=body, content_type="application/json")
+    return json_response(report(name, answers, request[TENANT]))
 
 
 @routes.post("/v1/requests/{id}/abort")
@@ -43,8 +42,7 @@ async def abort_request(request: web.Request) -> web.Response:
     if not count:
         text = f"no request {name!r:.100} is running: it has ended, or was sent with another API key"
         raise RequestError(text, param="id", status=404)
-    body = msgspec.json.encode(AbortReport(id=name, aborted_sequences=count))
-    return web.Response(body=body, content_type="application/json")
+    return json_response(AbortReport(id=name, aborted_sequences=count))
 
 
 def _name(request: web.Request) -> str:

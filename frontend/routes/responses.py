@@ -3,12 +3,12 @@
 import asyncio
 import re
 
-import msgspec
 from aiohttp import web
 
-from frontend.api.generation.resumption import Position
+from frontend.api.generation.resumable_events import Position
 from frontend.api.responses.input_items import Page, input_items
 from frontend.errors import RequestError
+from frontend.http.json_response import encoded_response, json_response
 from frontend.keys import RESPONSE_STORE
 from frontend.routes.access import TENANT
 from frontend.routes.streams import Asked, resume
@@ -28,7 +28,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
         after = _starting_after(request)
         return await resume(request, Asked(request.match_info["id"], lambda _: Position((after + 1,))))
     stored = request.app[RESPONSE_STORE].get(request[TENANT], request.match_info["id"])
-    return web.Response(body=stored.body, content_type="application/json")
+    return encoded_response(stored.body)
 
 
 def _starting_after(request: web.Request) -> int:
@@ -50,8 +50,7 @@ async def get_input_items(request: web.Request) -> web.Response:
     page = Page.parse(request.query)
     response_id = request.match_info["id"]
     stored = request.app[RESPONSE_STORE].get(request[TENANT], response_id)
-    body = await asyncio.to_thread(input_items, response_id, stored, page)
-    return web.Response(body=body, content_type="application/json")
+    return encoded_response(await asyncio.to_thread(input_items, response_id, stored, page))
 
 
 @routes.delete(_PATH)
@@ -59,8 +58,7 @@ async def delete_response(request: web.Request) -> web.Response:
     """Delete a stored response."""
     response_id = request.match_info["id"]
     request.app[RESPONSE_STORE].delete(request[TENANT], response_id)
-    body = msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
-    return web.Response(body=body, content_type="application/json")
+    return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @routes.post(_PATH + "/cancel")

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import Endpoint
-from frontend.api.generation.resumption import Position, ResumeForm, read_form
+from frontend.api.generation.resumable_events import Position, ResumeForm, read_form
 from frontend.engine_client.streams import Deadline
 from frontend.errors import RequestError
 from frontend.http.event_stream import STREAM_ID, EventStream

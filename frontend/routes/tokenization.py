@@ -2,6 +2,7 @@
 
 from aiohttp import web
 
+from frontend.http.json_response import encoded_response
 from frontend.keys import TOKENIZATION
 from frontend.routes.bodies import open_body
 
@@ -14,22 +15,18 @@ routes = web.RouteTableDef()
 async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a text or of a conversation."""
     async with open_body(request) as body:
-        return _json(await request.app[TOKENIZATION].tokenize(body))
+        return encoded_response(await request.app[TOKENIZATION].tokenize(body))
 
 
 @routes.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
     """Text of token ids."""
     async with open_body(request) as body:
-        return _json(await request.app[TOKENIZATION].detokenize(body))
+        return encoded_response(await request.app[TOKENIZATION].detokenize(body))
 
 
 @routes.post("/v1/messages/count_tokens")
 async def count_tokens(request: web.Request) -> web.Response:
     """The number of prompt tokens of a conversation in Anthropic's format."""
     async with open_body(request) as body:
-        return _json(await request.app[TOKENIZATION].count_tokens(body))
-
-
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")
+        return encoded_response(await request.app[TOKENIZATION].count_tokens(body))

@@ -88,7 +88,7 @@ class CompileQueue:
         return job
 
     def done(self, job: CompileJob) -> None:
-        """The job has a result, or has failed: later requests need another one."""
+        """Forget a job that has a result or has failed: later requests need another one."""
         self._forget(job)
 
     def _forget(self, job: CompileJob) -> None:

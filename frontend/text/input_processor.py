@@ -162,7 +162,7 @@ class InputProcessor:
         if not self._eos_token_ids:
             raise RequestError(f"'{field}' needs an end-of-sequence id, and this model has none", param=field)
         if params.ignore_eos:
-            raise RequestError(f"'ignore_eos' cannot be set beside '{field}'", param="ignore_eos")
+            raise RequestError(f"'ignore_eos' cannot be combined with '{field}'", param="ignore_eos")
         if reasoning is None or not (reasoning.inside or None not in (reasoning.begin, reasoning.end)):
             return RowGrammar(constraint.key, self._eos_token_ids)  # without reasoning
         if reasoning.end is None:

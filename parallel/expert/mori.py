@@ -120,7 +120,7 @@ class MoriDispatch(PlannedDispatch):
         return functional.pad(sums_SD[: len(topk_ids_SJ)], (0, 0, share.start, tokens - share.stop))
 
     def _choose(self, tokens: int) -> None:
-        """The kernels for a step in which the fullest data-parallel rank has that many tokens."""
+        """Choose the kernels for a step in which the fullest data-parallel rank has that many tokens."""
         share = self._share_of(tokens)
         fitting = [each for each in self._kernels if share <= each.max_tokens]
         if not fitting:

@@ -48,7 +48,7 @@ def run(directory: Path) -> tuple[list[int], Counter[str]]:
     found: list[int] = []
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         for count in (40, *[1] * 12):
-            ids = made.execute(core.plan({0: count})).token_ids()
+            ids = made.execute(core.plan({0: count})).result().token_ids
             core.add_sampled(ids)
             found += unpack_ids(ids)
     kernels = (one for one in trace.events() if one.device_type.name == "CUDA")

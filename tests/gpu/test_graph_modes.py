@@ -48,7 +48,7 @@ def worker(checkpoint: Checkpoint, mode: GraphMode, level: int = 3) -> tuple[Wor
 
 def tokens(made: Worker, core: CoreSide) -> list[list[int]]:
     prompts = [prompt_of(3 + 5 * row, seed=row) for row in range(6)]
-    return generate(core, lambda batch: made.execute(batch).token_ids(), prompts, 40, 16, 3, GREEDY)
+    return generate(core, lambda batch: made.execute(batch).result().token_ids, prompts, 40, 16, 3, GREEDY)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

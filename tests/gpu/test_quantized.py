@@ -54,7 +54,7 @@ def ids_of(made: tuple[Worker, list[KVSpec]], rows: int) -> list[list[int]]:
     worker, specs = made
 
     def execute(batch: ScheduledBatch) -> bytes:
-        return worker.execute(batch).token_ids()
+        return worker.execute(batch).result().token_ids
 
     core = CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE)
     prompts = [prompt_of(10 + 7 * row, row) for row in range(rows)]

@@ -51,7 +51,9 @@ def test_the_tokens_stay_the_same(
     def tokens(threshold: str, sizes: str) -> list[list[int]]:
         monkeypatch.setenv(THRESHOLD, threshold)
         worker, core = made(sizes)
-        return generate(core, lambda batch: worker.execute(batch).token_ids(), prompts, 40, 16, 3, GREEDY)
+        return generate(
+            core, lambda batch: worker.execute(batch).result().token_ids, prompts, 40, 16, 3, GREEDY
+        )
 
     wanted = tokens("0", "[]")
     for sizes in ("[]", "[2,6]"):

@@ -78,7 +78,7 @@ def continuations(
     """By default one request joins in each step, so that prefills and decodes share steps."""
 
     def execute(batch: ScheduledBatch) -> bytes:
-        return made.execute(batch).token_ids()
+        return made.execute(batch).result().token_ids
 
     return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, prompts, count, chunk, stagger, sampling)
 

@@ -56,7 +56,7 @@ def worker(checkpoint: Checkpoint, sizes: str, dtype: str = "bfloat16") -> Worke
 
 def run(made: Worker, sampling: Sampling, rows: int = 9) -> list[list[int]]:
     def execute(batch: ScheduledBatch) -> bytes:
-        return made.execute(batch).token_ids()
+        return made.execute(batch).result().token_ids
 
     prompts = [prompt_of(3 + 5 * row, seed=row) for row in range(rows)]
     return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, prompts, 40, 16, 3, sampling)
@@ -88,7 +88,7 @@ def test_no_step_synchronises(checkpoint: Checkpoint, sizes: str, sampling: Samp
     ]
     one_by_one = []
     for counts in steps:  # compiles kernels
-        one_by_one.append(made.execute(core.plan(counts)).token_ids())
+        one_by_one.append(made.execute(core.plan(counts)).result().token_ids)
         core.add_sampled(one_by_one[-1])
     core = CoreSide(BLOCKS, BLOCK_SIZE)
     for row in range(3):
@@ -100,7 +100,7 @@ def test_no_step_synchronises(checkpoint: Checkpoint, sizes: str, sampling: Samp
             pending.append(made.execute(core.plan(counts)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [step.token_ids() for step in pending] == one_by_one
+    assert [step.result().token_ids for step in pending] == one_by_one
     assert all(len(ids) for ids in one_by_one[1:])
     assert made._runner._inputs.device_rows.positions_N[-1] == -1  # padding stays padding
 
@@ -128,7 +128,7 @@ def test_dummy_steps_write_nothing(name: str, tmp_path: Path) -> None:
                 made._runner.dummy_step(shape)
             for old, new in zip(before, state_of(made._runner), strict=True):
                 assert torch.equal(old, new)
-            return made.execute(batch).token_ids()
+            return made.execute(batch).result().token_ids
 
         return generate(CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE), execute, prompts, 20, 16, 3)
 

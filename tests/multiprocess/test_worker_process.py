@@ -31,7 +31,7 @@ from atom.shared.messages.worker import (
 )
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.process import spawn
-from atom.shared.utils.rendezvous import open_rendezvous
+from benchmarks.ranks.rendezvous import open_rendezvous
 from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
 from tests.helpers.engine.core_side import CoreSide, generate
 

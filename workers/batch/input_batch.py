@@ -341,13 +341,13 @@ class InputBatch:
         ahead = None if self.images is None else self.images.ahead(tokens)
         step = StepRows(rows, counts, ends, decodes, self._device, self.split_tokens, ahead)
         groups = self._contexts(columns, columns_T, step)
+        work = _Work(rows, starts, counts, past_tokens, decodes, num_drafts)
         if draft_ids is None and decodes.any():
-            self._add_decodes(rows, past_tokens, decodes, num_drafts, (ids_T, positions_T, groups))
+            self._add_decodes(work, ids_T, positions_T, groups)
 
         if self.speculation is None:
             sampling = self._sampling(rows, last_tokens, ends, ends >= known)
         else:
-            work = _Work(rows, starts, counts, past_tokens, decodes, num_drafts)
             sampling = self._draft_sampling(work, decodes | (ends >= known))
         counts_P = np.where(decodes, 0, np.minimum(ends, until) - starts)
         prompt_logprobs = self._prompt_logprobs(rows, starts, past_tokens, counts_P, next_ids)
@@ -384,20 +384,20 @@ class InputBatch:
 
     def _add_decodes(
         self,
-        rows: Rows,
-        past_tokens: Rows,
-        decodes: NDArray[np.bool_],
-        num_drafts: int,
-        inputs: tuple[torch.Tensor, torch.Tensor, list[GroupContext | StatePlan]],
+        work: "_Work",
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        groups: list[GroupContext | StatePlan],
     ) -> None:
         """Write what only the device knows of the decoding rows: ids and, with drafts, where they are."""
-        ids_T, positions_T, groups = inputs
+        rows = work.rows[work.decodes]
+        first_tokens = work.past_tokens[work.decodes]
         if self.speculation is None:
-            where_T, rows_T = self._upload(past_tokens[decodes], rows[decodes])
-            ids_T.index_copy_(0, where_T, self.device_rows.ids_N.index_select(0, rows_T))
+            first_D, rows_D = self._upload(first_tokens, rows)
+            ids_T.index_copy_(0, first_D, self.device_rows.ids_N.index_select(0, rows_D))
             return
-        indices_D, rows_D = self._upload(np.flatnonzero(decodes), rows[decodes])
-        tokens = past_tokens[decodes][:, None] + np.arange(1 + num_drafts)
+        indices_D, rows_D = self._upload(np.flatnonzero(work.decodes), rows)
+        tokens = first_tokens[:, None] + np.arange(1 + work.num_drafts)
         (tokens_T,) = self._upload(tokens.ravel())
         for number, (table, group) in enumerate(zip(self.tables, groups, strict=True)):
             if isinstance(group, StatePlan):
@@ -407,7 +407,7 @@ class InputBatch:
                 self.speculation.state,
                 table.device_table(self._device),
                 self.limits.block_size,
-                num_drafts,
+                work.num_drafts,
             )
             plan = group.plan
             ids_T.index_copy_(0, tokens_T, exact.ids_T)
@@ -480,8 +480,7 @@ class InputBatch:
         counts = counts[which]
         inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
         tokens = first_tokens[which].repeat(counts) + inside
-        columns = (rows.tolist(), (starts + 1).tolist(), counts.tolist())
-        chunks = [PromptChunk(*chunk) for chunk in zip(*columns, strict=True)]
+        chunks = list(map(PromptChunk, rows.tolist(), (starts + 1).tolist(), counts.tolist()))
         tokens_P, next_ids_P = self._upload(tokens, next_ids_T[tokens])
         return PromptLogprobRows(chunks, tokens_P, next_ids_P, int(self._prompt_logprobs_top[rows].max()))
 

@@ -109,8 +109,8 @@ class GraphSizes:
             size = _next(self.decode_rows, rows)
             return StepShape(mode, size * tokens_per_row, size, tokens_per_row)
         if mode is not StepMode.EAGER and _fits(tokens, self.prompt_tokens) and _fits(rows, self.prompt_rows):
-            sizes = _next(self.prompt_tokens, tokens), _next(self.prompt_rows, rows)
-            return StepShape(StepMode.PROMPT_GRAPH, *sizes)
+            padded_tokens = _next(self.prompt_tokens, tokens)
+            return StepShape(StepMode.PROMPT_GRAPH, padded_tokens, _next(self.prompt_rows, rows))
         return StepShape(StepMode.EAGER, tokens, rows)
 
 

@@ -101,7 +101,7 @@ class FollowedGrammar:
         return output
 
     def accept(self, output: Output, ids: list[int], drafts: list[int] | None = None) -> None:
-        """The output goes on with these ids, after the next `flush`, and then perhaps with the drafts."""
+        """Append these ids to the output at the next `flush`, and after them, on trial, the drafts."""
         self._send(output, ids, None, drafts)
 
     def flush(self) -> None:
@@ -113,7 +113,7 @@ class FollowedGrammar:
         self._frames.flush()
 
     def release(self, output: Output, row: int) -> None:
-        """The row is another's now."""
+        """Take the row from an output: it has another request now."""
         if output.row != row:
             return  # it has another row already
         output.row = None

@@ -73,7 +73,7 @@ class GrammarLibrary:
             grammar.close()
 
     def report_death(self, key: bytes, reason: str) -> None:
-        """The process of a grammar has ended by itself: `next_loaded` says so, and `drop` will be called."""
+        """Let `next_loaded` report that the process of a grammar has ended; `drop` will be called."""
         if key not in self._dead:
             self._dead.add(key)
             self._num_loading += 1

@@ -154,7 +154,7 @@ class _Follower:
 
 
 def _allow_cpu_time(num_ids: int) -> None:
-    """The kernel ends the process if it needs more from now on, until the timer is set to 0."""
+    """Let the kernel end the process if it needs more from now on, until the timer is set to 0."""
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S + _ID_S * num_ids)
 
 

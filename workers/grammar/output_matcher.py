@@ -34,7 +34,7 @@ class OutputMatcher:
         self.matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=grammar.stop_ids)
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """The output goes on with these ids."""
+        """Append these ids to the output."""
         for token_id in token_ids:
             self._accept(token_id)
 

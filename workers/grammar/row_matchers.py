@@ -14,6 +14,7 @@ import select
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ class _Row:
 
     followed: FollowedGrammar | None
     output: Output | None
+    other_id: int
+    """The smallest id that does not end the output."""
     is_late: bool = False
     """Whether the row has missed a step: nothing that it samples counts."""
 
@@ -97,14 +100,20 @@ class RowMatchers:
             before.followed.release(before.output, new.row)
         if new.grammar is None:
             return
+        other_id = next(number for number in count() if number not in new.grammar.stop_ids)
         if self._tp.rank:
-            self._rows[new.row] = _Row(None, None)
+            self._rows[new.row] = _Row(None, None, other_id)
             return
         assert self._library is not None, "a row has a grammar, and the sampler no library"
         self._settle()  # what the request sampled before it was preempted
         followed = self._library.followed(new.grammar.key)
         ids: list[int] = np.frombuffer(new.output_ids, np.dtype("<i4")).tolist()
-        self._rows[new.row] = _Row(followed, followed.follow(new.request_id, new.row, new.grammar, ids))
+        output = followed.follow(new.request_id, new.row, new.grammar, ids)
+        self._rows[new.row] = _Row(followed, output, other_id)
+
+    def other_ids(self, rows: Sequence[int]) -> list[int]:
+        """An id for each row that does not end its output."""
+        return [self._rows[row].other_id for row in rows]
 
     def masks(self, rows: Sequence[int], num_before: int = 0) -> torch.Tensor:
         """The ids that these rows may sample, int32 [G, W] on the device: a bit for each id, 1 if it may.
@@ -134,7 +143,7 @@ class RowMatchers:
         return [row for row in rows if self._rows[row].is_late]
 
     def record(self, rows: Sequence[int], ids_G: torch.Tensor, kept_G: torch.Tensor | None = None) -> None:
-        """These rows have sampled these ids (int64), of which those count that are `kept_G` (bool).
+        """Note ids (int64) that these rows have sampled; those count that are `kept_G` (bool).
 
         With `kept_G` there may be more of the same step, and `propose` comes after the last.
         """
@@ -148,7 +157,7 @@ class RowMatchers:
             self._send(ids_G.is_cuda)
 
     def propose(self, drafts_NK: torch.Tensor) -> None:
-        """The drafts (int64) that follow what the rows have sampled, of all rows of the batch."""
+        """Note the drafts (int64), of all rows of the batch, that follow what the rows have sampled."""
         if not self._sampled:
             return
         rows_G = to_device(np.array(self._sampled_rows, np.int64), drafts_NK.device)

@@ -110,10 +110,9 @@ class GraphRecorder:
 
     def _abandon(self) -> None:
         if self._graph is not None:
+            # Error and warning say no more than the error that interrupted the capture.
             with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # neither says more than the error that interrupted the capture
+                warnings.simplefilter("ignore")
                 self._graph.capture_end()
             self._graph = None
 

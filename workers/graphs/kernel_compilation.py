@@ -96,8 +96,10 @@ def _prompt_groups(
     """
     block_size = inputs.limits.block_size
     table = np.zeros((1, -(-(tokens + cached) // block_size)), np.int32)
-    lens = np.array([tokens], np.int32), np.array([tokens + cached], np.int32)
+    query_lens = np.array([tokens], np.int32)
     decode_query_len = 1 + inputs.limits.num_drafts
-    plan = plan_attention(*lens, table, device, inputs.split_tokens, decode_query_len)
+    plan = plan_attention(
+        query_lens, query_lens + cached, table, device, inputs.split_tokens, decode_query_len
+    )
     padded = pad_groups(inputs.empty_step().groups, tokens, 1)
     return [group if isinstance(group, StatePlan) else replace(group, plan=plan) for group in padded]

@@ -75,8 +75,9 @@ def state_shape(args: DeltaArgs, build: BuildContext) -> StateShape:
     """Shape of the state per request on this rank."""
     keys, values = args.local_heads(build)
     channels = 2 * keys.size * args.key_features + values.size * args.value_features
-    sizes = args.key_features, args.value_features
-    return StateShape(channels, args.conv_kernel_size, values.size, *sizes, build.dtype)
+    return StateShape(
+        channels, args.conv_kernel_size, values.size, args.key_features, args.value_features, build.dtype
+    )
 
 
 class GatedDeltaNet(WeightedLayer):

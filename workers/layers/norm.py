@@ -79,8 +79,9 @@ def norm_queries_and_keys(
     q = q_norm.kept
     k = k_norm.kept
     squares_T2 = q_norm.tp.all_reduce(query_key_squares(qkv_TO, q.size, k.size, repeated))
-    weights = q_norm.weight, k_norm.weight
-    return normalised_queries_keys(qkv_TO, squares_T2, *weights, q.total, k.total, q_norm.eps)
+    return normalised_queries_keys(
+        qkv_TO, squares_T2, q_norm.weight, k_norm.weight, q.total, k.total, q_norm.eps
+    )
 
 
 def _factors(zero_centred: bool, scale: float, weight_D: torch.Tensor) -> torch.Tensor:

@@ -75,10 +75,10 @@ def _make_layer(
     if isinstance(group, StateGroup):
         return make_state_layer(num_blocks * group.places, group.shape, device)
     if isinstance(group, LatentGroup):
-        widths = group.latent_width, group.rope_width
-        made = write_latent.pack(
-            make_latent_layer(num_blocks, block_size, *widths, dtype, device, group.shard)
+        empty = make_latent_layer(
+            num_blocks, block_size, group.latent_width, group.rope_width, dtype, device, group.shard
         )
+        made = write_latent.pack(empty)
         if layer not in group.indexed:
             return made
         return replace(made, index=make_index_keys(num_blocks, block_size, group.index_width, dtype, device))
@@ -162,7 +162,7 @@ def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int, use
 
 def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process can still allocate: of the host, or of its control group's limit."""
-    available = _meminfo("MemAvailable")
+    available = _available_on_host()
     limit = _read(group / "memory.max")
     if limit.isdigit():
         used = int(_read(group / "memory.current")) - _cached_files(group / "memory.stat")
@@ -176,12 +176,12 @@ def _cached_files(stat: Path) -> int:
     return sum(int(fields.get(name, 0)) for name in ("active_file", "inactive_file"))
 
 
-def _meminfo(field: str) -> int:
+def _available_on_host() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
-        if name == field:
+        if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    raise RuntimeError(f"/proc/meminfo has no {field}")
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
 def _read(path: Path) -> str:

@@ -80,6 +80,8 @@ class _GrammarRows:
     """Indices among the R rows."""
     indices_G: torch.Tensor
     """int64: indices among the U rows."""
+    other_ids_G: torch.Tensor
+    """int64: an id of each row that does not end its output."""
     num_before: int
     """How many drafts come before what they sample."""
 
@@ -193,7 +195,7 @@ class Sampler:
         return SamplerOutput(ids_R, wanted.indices, logprobs, failed, late, refused)
 
     def propose(self, drafts_NK: torch.Tensor) -> None:
-        """The drafts of all rows (int64), after what they have sampled: their grammars need them."""
+        """Pass the drafts of all rows (int64), after what they have sampled, on to their grammars."""
         self._matchers.propose(drafts_NK)
 
     def _sample_plain(
@@ -225,6 +227,8 @@ class Sampler:
                     logits_UV, grammar.indices_G, self._matchers.masks(grammar.rows, grammar.num_before)
                 )
             ids_U = sample(logits_UV, each.settings, positions_U)
+            if grammar is not None:
+                ids_U = _without_ends(ids_U, logits_UV, grammar)
             sampled.append(ids_U)
             if accepted_R is None or drafts is None:
                 if grammar is not None:
@@ -315,8 +319,10 @@ class Sampler:
             return None
         indices = np.array(with_grammar, np.int64)
         chosen = which[indices]
-        indices_G = to_device(indices, self._device)
-        return _GrammarRows(rows[chosen].tolist(), chosen.tolist(), indices_G, num_before)
+        grammar_rows = rows[chosen].tolist()
+        columns = np.stack((indices, np.array(self._matchers.other_ids(grammar_rows), np.int64)))
+        indices_G, other_ids_G = to_device(columns, self._device)
+        return _GrammarRows(grammar_rows, chosen.tolist(), indices_G, other_ids_G, num_before)
 
     def _processed_rows(self, rows: Rows, which: Rows, drafts: DraftRows | None) -> list[_ProcessedRows]:
         """At most one."""
@@ -345,6 +351,13 @@ class Sampler:
             self._sequence[rows],
             self._device,
         )
+
+
+def _without_ends(ids_U: torch.Tensor, logits_UV: torch.Tensor, grammar: _GrammarRows) -> torch.Tensor:
+    """Sampled ids that end no output whose ids are all excluded: its grammar refuses what it gets instead."""
+    ids_G = ids_U[grammar.indices_G]
+    is_excluded_G = logits_UV[grammar.indices_G, ids_G] == -torch.inf
+    return ids_U.index_copy(0, grammar.indices_G, torch.where(is_excluded_G, grammar.other_ids_G, ids_G))
 
 
 def logprob_slice(vocab_size: int) -> int:

@@ -62,7 +62,7 @@ class AdaptiveDrafts:
         """Whether the model computes nothing."""
 
     def add_rows(self, rows: Rows) -> None:
-        """These rows have new requests."""
+        """Start afresh in rows that have new requests."""
         self.is_off = self.is_off and self._steps_off > 0
         self._accepted[rows], self._verified[rows] = _FIRST
         self._pause[rows] = 0

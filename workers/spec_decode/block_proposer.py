@@ -67,7 +67,7 @@ class BlockProposer(Proposer):
         self._step: tuple[ForwardContext, SamplingBatch] | None = None
 
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
-        """The model's cache is in the rows' blocks."""
+        """Does nothing: the model's cache is in the rows' blocks."""
 
     def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
         """`observe` gets the tokens."""

@@ -56,17 +56,17 @@ class StepTimer:
         self._drafting = 0.0
 
     def begin(self, compares: bool) -> None:
-        """A step begins; `compares`: it computes no prompt."""
+        """Begin to time a step; `compares`: it computes no prompt."""
         self._begun = clock()
         self._compares = compares
         self._following = 0.0
 
     def followed(self, since: float) -> None:
-        """A model that drafts has followed the step since then."""
+        """Note the time, since then, in which a model that drafts has followed the step."""
         self._following = clock() - since
 
     def drafted(self, since: float) -> None:
-        """The drafts of the next step were proposed since then."""
+        """Note the time, since then, in which the drafts of the next step were proposed."""
         self._drafting = clock() - since
 
     def step(self) -> StepSeconds:
@@ -142,7 +142,7 @@ class DraftCosts:
         self._steps: dict[int, _Steps] = {}
 
     def add(self, num_rows: int, num_drafts: int, seconds: StepSeconds) -> None:
-        """A step of these rows had so many drafts in all."""
+        """Count a step of these rows that had so many drafts in all."""
         if seconds.computing <= 0:
             return
         steps = self._of(num_rows)

@@ -40,5 +40,5 @@ class DraftPasses:
         self.num_rows = self._rows[self._dispatch.dp_rank]
 
     def begin(self) -> None:
-        """The next pass of this rank is a prediction."""
+        """Begin a pass that predicts the next draft."""
         self._dispatch.plan(self._rows, eager=True)

@@ -201,7 +201,7 @@ class ModelProposer(Proposer):
         self._followed: tuple[ForwardContext, torch.Tensor] | None = None
 
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
-        """The model's cache is in the rows' blocks."""
+        """Does nothing: the model's cache is in the rows' blocks."""
 
     def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
         """`observe` gets the tokens."""

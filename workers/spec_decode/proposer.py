@@ -63,7 +63,7 @@ class Proposer(ABC):
     def observe(  # noqa: B027 - methods that read the text alone need nothing of it
         self, computed: Computed, sampled: Sampled | None
     ) -> None:
-        """What a step has computed, and sampled after it; None if it sampled nothing.
+        """Follow what a step has computed, and sampled after it; None if it sampled nothing.
 
         The rows are at their last sampled tokens by now.
         """
@@ -74,7 +74,7 @@ class Proposer(ABC):
     def record_outputs(  # noqa: B027 - most methods need nothing of it
         self, rows: Rows, ids_RJ: torch.Tensor, counts_R: torch.Tensor
     ) -> None:
-        """What the rows have sampled in a step: the first `counts_R` (int64) of their `ids_RJ` (int64)."""
+        """Note what rows have sampled in a step: the first `counts_R` (int64) of their `ids_RJ` (int64)."""
 
     @abstractmethod
     def propose(

@@ -78,7 +78,7 @@ class Speculation:
         self._proposer.add_rows(new_rows)
 
     def begin_step(self, decodes_R: NDArray[np.bool_]) -> None:
-        """A step begins, of rows that decode or not; its time is taken where drafts adapt to it."""
+        """Begin a step of rows that decode or not; its time is taken where drafts adapt to it."""
         if self._adaptive is not None:
             self.timer.begin(bool(decodes_R.all()))
 
@@ -141,7 +141,7 @@ class Speculation:
         self.passes.plan(len(rows), num_drafts)
 
     def observe(self, computed: Computed) -> None:
-        """What a step has computed that samples nothing."""
+        """Follow a step that samples nothing."""
         if self._follows:
             self._proposer.observe(computed, None)
         if self.passes is not None:

@@ -78,7 +78,7 @@ class RecentOutputs:
         return self._next
 
     def close(self, number: int) -> None:
-        """No more tokens are added to a segment."""
+        """Close a segment: no more tokens are added to it."""
         if not self._texts.get(number, True):
             del self._texts[number]
 

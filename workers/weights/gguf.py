@@ -43,6 +43,7 @@ from workers.weights.gguf_families import (
     ROPE_FACTORS,
     GGUFFamily,
     Metadata,
+    metadata_value,
     rope_scaling,
     why_refused,
 )
@@ -109,7 +110,8 @@ def convert(path: Path, directory: Path, report: Report, keep_integers: bool = T
     config = _config(reader, model, formats)
     roles = {"bos": "bos", "eos": "eos", "pad": "padding"}
     ids = {
-        f"{role}_token_id": _value(reader, f"tokenizer.ggml.{key}_token_id") for role, key in roles.items()
+        f"{role}_token_id": metadata_value(reader, f"tokenizer.ggml.{key}_token_id")
+        for role, key in roles.items()
     }
     _write_json(directory / "config.json", config | ids)
     _write_json(directory / "generation_config.json", ids | {"eos_token_id": _ends(reader)})
@@ -125,8 +127,8 @@ def convert(path: Path, directory: Path, report: Report, keep_integers: bool = T
 
 def _ends(reader: gguf.GGUFReader) -> list[int]:
     """The ids that end a sequence: those that the file names, and tokens that do by their text."""
-    named = [_value(reader, f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    tokens = _value(reader, "tokenizer.ggml.tokens", [])
+    named = [metadata_value(reader, f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    tokens = metadata_value(reader, "tokenizer.ggml.tokens", [])
     texts = _END_TEXTS - {_HARMONY_MESSAGE} if _HARMONY.issubset(tokens) else _END_TEXTS
     by_text = [number for number, text in enumerate(tokens) if text in texts]
     return [token for token in dict.fromkeys([*named, *by_text]) if token is not None]
@@ -134,8 +136,8 @@ def _ends(reader: gguf.GGUFReader) -> list[int]:
 
 def _family(reader: gguf.GGUFReader) -> GGUFFamily | None:
     """None where transformers reads the settings."""
-    architecture = _value(reader, "general.architecture")
-    if architecture == "llama" and _value(reader, "llama.expert_count", 0):
+    architecture = metadata_value(reader, "general.architecture")
+    if architecture == "llama" and metadata_value(reader, "llama.expert_count", 0):
         return MIXTRAL
     return GGUF_FAMILIES.get(architecture)
 
@@ -147,7 +149,7 @@ def _has_inputs_first(reader: gguf.GGUFReader) -> bool:
 
 def _parts(model: Any, longer: Any, reader: gguf.GGUFReader, path: Path) -> list[Part]:
     """All tensors of the checkpoint. Raises ValueError unless the file has exactly the model's."""
-    architecture, layers = _value(reader, "general.architecture"), model.config.num_hidden_layers
+    architecture, layers = metadata_value(reader, "general.architecture"), model.config.num_hidden_layers
     family = _family(reader)
     if family is None:
         family = _LLAMA if architecture == "llama" else _BY_TRANSFORMERS
@@ -254,11 +256,11 @@ def _open(path: Path) -> gguf.GGUFReader:
     files = gguf_parts(path)
     readers = [_read(file) for file in files]
     first = readers[0]
-    architecture = _value(first, "general.architecture", "(none)")
+    architecture = metadata_value(first, "general.architecture", "(none)")
     if why := why_refused(architecture, _ARCHITECTURES):
         raise ValueError(f"{path.name} has {why}")
     for number, (file, reader) in enumerate(zip(files, readers, strict=True)):
-        found = (_value(reader, "split.no", 0), _value(reader, "split.count", 0) or 1)
+        found = (metadata_value(reader, "split.no", 0), metadata_value(reader, "split.count", 0) or 1)
         if found != (number, len(files)):
             raise ValueError(
                 f"{file.name} is, by its metadata, part {found[0] + 1} of {found[1]} of a model, which its "
@@ -266,7 +268,7 @@ def _open(path: Path) -> gguf.GGUFReader:
             )
     for reader in readers[1:]:
         first.tensors += reader.tensors
-    total = _value(first, "split.tensors.count", len(first.tensors))
+    total = metadata_value(first, "split.tensors.count", len(first.tensors))
     if total != len(first.tensors):
         raise ValueError(f"the parts of {path.name} have {len(first.tensors)} tensors, and not {total}")
     return first
@@ -279,15 +281,10 @@ def _read(path: Path) -> gguf.GGUFReader:
         raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
 
 
-def _value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
-    field = reader.get_field(key)
-    return default if field is None else field.contents()
-
-
 def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any, Any]:
     """(tokenizer, model without weights, and one with the layer for multi-token prediction or None)."""
     logging.set_verbosity_error()
-    pre_tokenizer = _value(reader, "tokenizer.ggml.pre", "default")
+    pre_tokenizer = metadata_value(reader, "tokenizer.ggml.pre", "default")
     # The file's own metadata takes precedence.
     add_bos = {"add_bos_token": True} if pre_tokenizer in WITH_BOS else {}
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
@@ -308,7 +305,7 @@ def _model_configs(reader: gguf.GGUFReader, source: Mapping[str, Any]) -> tuple[
     """transformers' configurations: of the file's model, and with its layer for multi-token prediction."""
     if (family := _family(reader)) is None:
         return AutoConfig.from_pretrained(**source), None
-    data = Metadata(reader, _value(reader, "general.architecture"))
+    data = Metadata(reader, metadata_value(reader, "general.architecture"))
     settings = dict(family.config(data))
     name = settings.pop("model_type")
     longer = AutoConfig.for_model(name, **with_mtp_layer(settings)) if data.mtp_layers == 1 else None
@@ -357,7 +354,7 @@ def _config(reader: gguf.GGUFReader, model: Any, formats: Mapping[str, Format]) 
 def _rope(reader: gguf.GGUFReader, config: Any) -> dict[str, Any]:
     """rope_parameters with the file's scaling, which transformers does not read."""
     plain: dict[str, Any] = config.rope_parameters
-    architecture = _value(reader, "general.architecture")
+    architecture = metadata_value(reader, "general.architecture")
     family = _family(reader)
     if family is not None and ROPE_FACTORS not in family.settings:
         return plain

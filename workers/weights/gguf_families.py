@@ -23,6 +23,12 @@ ROPE_FACTORS = "rope_freqs.weight"
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
+def metadata_value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
+    """The value with this name in a file's metadata, or the default."""
+    field = reader.get_field(key)
+    return default if field is None else field.contents()
+
+
 class Metadata:
     """A file's settings, without the architecture before their names, and its tensors by name."""
 
@@ -37,8 +43,7 @@ class Metadata:
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value with this whole name, or the default."""
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        return metadata_value(self._reader, key, default)
 
     def need(self, key: str) -> Any:
         """The setting. Raises ValueError if there is none, or one for each layer."""

@@ -6,6 +6,7 @@ import gguf
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from workers.checkpoint.byte_pairs import KIMI_PATTERN
+from workers.weights.gguf_families import metadata_value
 
 __all__ = ["WITH_BOS", "complete_tokenizer"]
 
@@ -38,9 +39,9 @@ _SPLITS = {
 
 def complete_tokenizer(backend: Any, reader: gguf.GGUFReader, pre_tokenizer: str) -> None:
     """Set what is left out for this `pre_tokenizer` (tokenizer.ggml.pre). Raises ValueError for others."""
-    if _value(reader, "tokenizer.ggml.model") != "gpt2":
-        stated = bool(_value(reader, "tokenizer.ggml.add_space_prefix", True))
-        if stated == (_value(reader, "general.architecture") in _WITHOUT_PREFIX):
+    if metadata_value(reader, "tokenizer.ggml.model") != "gpt2":
+        stated = bool(metadata_value(reader, "tokenizer.ggml.add_space_prefix", True))
+        if stated == (metadata_value(reader, "general.architecture") in _WITHOUT_PREFIX):
             raise ValueError(f"add_space_prefix = {str(stated).lower()} is not supported")
         return
     if pre_tokenizer in _SINGLE_DIGITS:
@@ -58,8 +59,3 @@ def complete_tokenizer(backend: Any, reader: gguf.GGUFReader, pre_tokenizer: str
         backend.model.ignore_merges = True
     elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and pre_tokenizer not in _GPT2:
         raise ValueError(f"its pre-tokenizer {pre_tokenizer!r} is not supported")
-
-
-def _value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
-    field = reader.get_field(key)
-    return default if field is None else field.contents()

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-import uvloop
-
 from atom.benchmarks.agentic.cache_hits import read_cache_hits
 from atom.benchmarks.agentic.contexts import Tokens
 from atom.benchmarks.agentic.flags import check, make_parser, session_model
@@ -28,28 +26,16 @@ from atom.benchmarks.serving.datasets import TextSource
 from atom.benchmarks.serving.errors import BenchmarkError
 from atom.benchmarks.serving.load import open_session
 from atom.benchmarks.serving.report import failures
-from atom.benchmarks.serving.run import check_server, count_tokens, server_url, text_source
+from atom.benchmarks.serving.run import count_tokens, run_checked, server_url, text_source
 from atom.benchmarks.serving.sweep import Point, check_plotting, table, write_sweep
-from atom.shared.utils.open_files import OpenFilesError, raise_open_files_limit
 
 __all__ = ["main"]
-
-_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if the benchmark cannot run or every request failed."""
     args = make_parser().parse_args(argv)
-    try:
-        check(args)
-        check_server(server_url(args))
-        raise_open_files_limit()
-        return uvloop.run(_sweep(args) if args.sweep else _single(args))
-    except (BenchmarkError, OpenFilesError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    return run_checked(args, check, _sweep if args.sweep else _single)
 
 
 async def _single(args: argparse.Namespace) -> int:

@@ -3,11 +3,14 @@
 import argparse
 import random
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import uvloop
 
 from atom.benchmarks.backend_request_func import (
     ASYNC_REQUEST_FUNCS,
@@ -26,10 +29,21 @@ from atom.benchmarks.serving.tokenizer import (
     load_tokenizer,
     vocabulary_size,
 )
+from atom.shared.utils.open_files import OpenFilesError, raise_open_files_limit
 
-__all__ = ["Run", "benchmark", "check_server", "count_tokens", "request_inputs", "server_url", "text_source"]
+__all__ = [
+    "Run",
+    "benchmark",
+    "check_server",
+    "count_tokens",
+    "request_inputs",
+    "run_checked",
+    "server_url",
+    "text_source",
+]
 
 _CONNECT_DEADLINE_S = 5.0
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,24 @@ class Run:
     """In the order of the requests."""
     speculation: Speculation | None
     """Speculative decoding in this run; None if the server has no such counters."""
+
+
+def run_checked(
+    args: argparse.Namespace,
+    check: Callable[[argparse.Namespace], None],
+    measure: Callable[[argparse.Namespace], Coroutine[Any, Any, int]],
+) -> int:
+    """Returns the exit status of `measure`; 1, after a line on the error, if the benchmark cannot run."""
+    try:
+        check(args)
+        check_server(server_url(args))  # before tokenizers and prompts, which take a minute
+        raise_open_files_limit()
+        return uvloop.run(measure(args))
+    except (BenchmarkError, OpenFilesError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def text_source(args: argparse.Namespace) -> TextSource:

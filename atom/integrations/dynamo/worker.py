@@ -115,7 +115,7 @@ class AtomWorker(LLMEngine):
             raise exceptions.WorkerUnavailable(error.message) from None
 
     async def abort(self, context: Any) -> None:
-        """The client is gone: end its request."""
+        """End the request of a client that is gone."""
         with contextlib.suppress(EngineLostError, UnavailableError):
             await self.engine.abort(context.id())
 

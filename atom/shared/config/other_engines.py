@@ -4,7 +4,6 @@ The command line accepts those that have nothing to change here, with a line in 
 others with the flag to use. docs/use/coming-from.md is made from these tables.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -235,9 +234,9 @@ def other_flags() -> dict[str, tuple[str, OtherFlag]]:
     return found
 
 
-def setting_advice(name: str, flags: Mapping[str, tuple[str, OtherFlag]] | None = None) -> str:
+def setting_advice(name: str) -> str:
     """What to do about a setting `name` (with dashes or underscores) of another engine; empty if unknown."""
-    found = (flags or other_flags()).get("--" + name.replace("_", "-"))
+    found = other_flags().get("--" + name.replace("_", "-"))
     if found is None:
         return ""
     engine, flag = found

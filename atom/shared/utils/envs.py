@@ -80,10 +80,6 @@ def _cache_dir() -> str:
     return str(Path(base) / "atom")
 
 
-def _fusion(name: str, default: bool, help_text: str) -> Variable:
-    return Variable(name, bool, default, Area.AITER, help_text)
-
-
 def _on_rocm(name: str, default: bool, help_text: str) -> Variable:
     return Variable(name, bool, default, Area.ROCM, help_text)
 
@@ -178,7 +174,7 @@ VARIABLES: dict[str, Variable] = {
             "Keep SGLang's own attention backends, and register the rest of the plugin.",
         ),
         _on_rocm("ATOM_USE_TRITON_GEMM", False, "MXFP4 GEMMs by AITER's Triton kernel instead of assembly."),
-        _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched GEMMs in MLA."),
+        Variable("ATOM_USE_TRITON_MXFP4_BMM", bool, False, Area.AITER, "FP4 batched GEMMs in MLA."),
         Variable(
             "ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION",
             bool,

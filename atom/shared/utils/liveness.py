@@ -122,14 +122,13 @@ class PeerMonitor:
         """One line on a peer that does not respond; empty when all do."""
         return next((_line(peer, silence) for peer, silence in self._unresponsive.items()), "")
 
-    def hung(self, peer: str | None = None) -> str:
-        """One line on a peer, or on `peer`, that was silent for the whole timeout; else empty."""
-        peers = self._unresponsive if peer is None else [peer]
-        silences = ((name, self._unresponsive.get(name, 0.0)) for name in peers)
-        return next((_line(name, s) for name, s in silences if s >= self._timeout_s), "")
+    def hung(self) -> str:
+        """One line on a peer that was silent for the whole timeout; else empty."""
+        silences = self._unresponsive.items()
+        return next((_line(peer, silence) for peer, silence in silences if silence >= self._timeout_s), "")
 
     def seen(self, peer: str) -> None:
-        """A message of `peer` was received. Its silence is measured from its first one on."""
+        """Note a message of `peer`. Its silence is measured from its first one on."""
         self._seen.add(peer)
 
     def update(self) -> bool:

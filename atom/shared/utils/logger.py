@@ -67,7 +67,7 @@ class LogStream:
         self._num_lost = 0
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Does nothing: no text is buffered."""
 
     def close(self) -> None:
         """Close this file, and not the one that it was made of."""

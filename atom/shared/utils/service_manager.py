@@ -50,7 +50,7 @@ class ServiceManager:
         self._report(f"EXTEND_TIMEOUT_USEC={_microseconds(_EXTENSION_S)}", f"STATUS=starting: {what}")
 
     def ready(self, status: str) -> None:
-        """The service is up."""
+        """Report that the service is up, with a line on its status."""
         self._send("READY=1", f"STATUS={status}")
 
     def alive(self) -> None:
@@ -61,12 +61,12 @@ class ServiceManager:
             self._send("WATCHDOG=1")
 
     def stopping(self, at_most_s: float) -> None:
-        """The service ends, which takes at most so many seconds."""
+        """Report that the service ends, which takes at most so many seconds."""
         extension = f"EXTEND_TIMEOUT_USEC={_microseconds(at_most_s)}"
         self._send("STOPPING=1", extension, "STATUS=running requests may finish")
 
     def replaced_by(self, pid: int) -> None:
-        """Another process is the service's main one from now on: only its messages count."""
+        """Make another process the main one of the service: only its messages count from now on."""
         self._send(f"MAINPID={pid}")
         self.close()
 

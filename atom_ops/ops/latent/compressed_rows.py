@@ -13,7 +13,6 @@ sliding window of M or 2 M tokens, and the entries like those of full attention,
 T tokens, W features of an entry, F of a value, M tokens of a window, B tokens of a block.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +24,10 @@ from atom_ops.ops.attention.attention_plan import AttentionPlan, plan_attention
 from atom_ops.ops.attention.kv_cache import store, zeros
 from atom_ops.ops.attention.rotary import rotary, rotation
 from atom_ops.ops.elementwise.norm import rms_norm
-from atom_ops.ops.latent.sparse_attention import TopKIndices, token_positions
+from atom_ops.ops.latent.sparse_attention import TopKIndices, in_chunks, token_positions
 from atom_ops.tolerances import DEFAULT, EXACT, REDUCTION
 
 _CPU = torch.device("cpu")
-# Elements that one chunk of tokens may gather: 64 MiB of float32.
-_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +69,6 @@ def row_slots(cache: CachedRows, row_T: Tensor, position_T: Tensor) -> Tensor:
     """
     block_T = cache.plan.block_table_RW[row_T, position_T // cache.block_size].long()
     return block_T * cache.rows.shape[1] + position_T % cache.block_size // cache.rate
-
-
-def in_chunks(tokens: int, cost: int) -> Iterator[slice]:
-    """The tokens in chunks; one token costs `cost` elements."""
-    step = max(_AT_ONCE // max(cost, 1), 1)
-    return (slice(start, start + step) for start in range(0, tokens, step))
 
 
 def tail_rotary(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def index_topk(
     slots_TJ = torch.full((tokens, count), -1, dtype=torch.int32, device=q_TGI.device)
     counts_T = (last_T + 1).clamp_(max=count).int()
     block_size = keys.keys.shape[1]
-    for chunk in _chunks(tokens, seen_by_most * max(heads, width)):
+    for chunk in in_chunks(tokens, seen_by_most * max(heads, width)):
         seen_TS = position_S <= last_T[chunk, None]
         block_TS = plan.block_table_RW[row_T[chunk]][:, position_S // block_size].long()
         slot_TS = (block_TS * block_size + position_S % block_size).masked_fill_(~seen_TS, 0)
@@ -151,7 +151,7 @@ def _highest(score_TS: Tensor, count: int) -> Tensor:
     return above_TS | (equal_TS & (equal_TS.cumsum(1) <= left_T1))
 
 
-def _chunks(tokens: int, cost: int) -> Iterator[slice]:
+def in_chunks(tokens: int, cost: int) -> Iterator[slice]:
     """The tokens in chunks; one token costs `cost` elements."""
     step = max(_AT_ONCE // max(cost, 1), 1)
     return (slice(start, start + step) for start in range(0, tokens, step))
@@ -201,7 +201,7 @@ def sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, topk: TopKIndices
     tokens, most = topk.slots_TJ.shape
     heads, width = q_THK.shape[1:]
     out_THC = q_THK.new_empty(tokens, heads, cache.latent_width)
-    for chunk in _chunks(tokens, most * max(heads, width)):
+    for chunk in in_chunks(tokens, most * max(heads, width)):
         hidden_T1J = (topk.slots_TJ[chunk] < 0).unsqueeze(1)
         # Padding repeats the first slot: other slots may hold NaN.
         first_T1 = topk.slots_TJ[chunk, :1].clamp(min=0)

@@ -19,8 +19,6 @@ from atom_ops.triton_impl.quantized.four_bit import settings_of
 from atom_ops.triton_impl.quantized.quantized_plans import GemvPlan
 from atom_ops.weights import FourBitWords
 
-_CELLS = tl.constexpr(16)
-"""Cells of a chunk."""
 _CODES = 8
 """Codes of a cell."""
 

@@ -30,7 +30,7 @@ from frontend.api.generation.logprobs import TokenFormatter
 from frontend.api.generation.prompt_images import Grids, PromptImages
 from frontend.api.generation.prompts import Prompt, given_id, salt, text_offsets
 from frontend.api.generation.renderer import Renderer
-from frontend.api.generation.resumption import (
+from frontend.api.generation.resumable_events import (
     Position,
     ResumableEvents,
     ResumeForm,
@@ -41,13 +41,14 @@ from frontend.api.generation.resumption import (
 )
 from frontend.api.generation.sampling import requested_max_tokens, sampling_params, stop_strings
 from frontend.api.generation.structured_output import reply_constraint
+from frontend.api.generation.update_events import raise_error, update_events
 from frontend.api.generation.usage import UsageCounter
 from frontend.api.models.service import ModelService
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.engine_client.admission import AdmissionSlot
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.streams import Deadline, Stream
-from frontend.errors import DeadlineError, EngineError, RequestError
+from frontend.errors import DeadlineError, RequestError
 from frontend.metrics.tracing import RequestTrace, Tracing
 from frontend.text.constraint import Constraint
 from frontend.text.detokenizer import decode
@@ -178,8 +179,13 @@ class Generation:
         if not caller.is_resumable:
             return request
         form = ResumeForm(
-            *(endpoint.id_prefix, body, checked.name, checked.created, started, checked.timeout_s),
-            checked.prompts[0].grids,
+            endpoint=endpoint.id_prefix,
+            body=body,
+            name=checked.name,
+            created=checked.created,
+            started=started,
+            timeout_s=checked.timeout_s,
+            grids=checked.prompts[0].grids,
         )
         key = stream_key(request.id, given_id(parsed.fields, caller))
         own = resumable_requests(request.requests, key, form.encoded())
@@ -244,7 +250,7 @@ class Generation:
             async with self._open(request, slot, every_step=False) as stream:
                 async for updates in stream:
                     for update in updates:
-                        _raise_error(update)
+                        raise_error(update)
                         index = request.index(update)
                         counter.count(index, request.visible(update))
                         results[index] = update  # the only one: see `every_step`
@@ -485,9 +491,16 @@ class Generation:
         check_bad_words(shared, len(ids))
         requests = []
         for index, (prompt, params) in enumerate(zip(checked.prompts, checked.params, strict=True)):
-            request_ids = ids[index * n : (index + 1) * n]
-            more = checked.cache_salt, shared, checked.prediction_ids, prompt.images
-            requests.append(self._inputs.request(prompt.ids, params, request_ids, *more))
+            request = self._inputs.request(
+                prompt.ids,
+                params,
+                request_ids=ids[index * n : (index + 1) * n],
+                cache_salt=checked.cache_salt,
+                checked=shared,
+                prediction_ids=checked.prediction_ids,
+                images=prompt.images,
+            )
+            requests.append(request)
         return requests
 
 
@@ -499,16 +512,7 @@ def _render(
     stream: Stream,
 ) -> bytes:
     """All events of `updates`, for one write."""
-    events = []
-    continuous = request.options.continuous_usage
-    for update in updates:
-        _raise_error(update)
-        index = request.index(update)
-        if counter.is_first(index):
-            events.append(renderer.begin(index, update, counter.usage(stream) if continuous else None))
-        counter.count(index, request.visible(update))
-        events.append(renderer.delta(index, update, counter.usage(stream) if continuous else None))
-    return b"".join(events)
+    return b"".join([update_events(renderer, request, counter, update, stream) for update in updates])
 
 
 def _send(
@@ -591,10 +595,3 @@ def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
     own = copy.copy(params)
     own.max_tokens = max_tokens
     return own
-
-
-def _raise_error(update: SequenceOutput) -> None:
-    if update.is_refused:
-        raise RequestError(update.error)
-    if update.error:
-        raise EngineError(update.error, code="engine_error")

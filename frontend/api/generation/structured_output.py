@@ -57,7 +57,7 @@ def _as_format(content: Constraint) -> Format:
     field = content.field
     if not source.any_whitespace:
         raise RequestError(
-            f"'{field}': 'disable_any_whitespace' cannot be enforced beside tools, or for this model",
+            f"'{field}': 'disable_any_whitespace' cannot be enforced together with tools, or for this model",
             param=field,
         )
     try:

@@ -307,7 +307,7 @@ class TextParser:
         return True
 
     def _open(self, marker: str) -> None:
-        """A tool call begins with `marker`, which was read just now."""
+        """Begin a tool call with `marker`, which was read just now."""
         if self.calls_at is None:
             self.calls_at = self.num_parsed - len(marker)
             self._num_ended = 0

@@ -60,7 +60,7 @@ class TinyWorker:
         return forced_logits(self.worker, core, 0, counts)
 
     def execute(self, batch: ScheduledBatch) -> bytes:
-        return self.worker.execute(batch).token_ids()
+        return self.worker.execute(batch).result().token_ids
 
     def core(self) -> CoreSide:
         """A new core side; all blocks are free."""

@@ -81,7 +81,7 @@ def run(job: Job, mesh: Mesh) -> Outcome:
     cached: list[bool] = []
 
     def execute(batch: ScheduledBatch) -> bytes:
-        ids = worker.execute(batch).token_ids()
+        ids = worker.execute(batch).result().token_ids
         sampled.append(bool(ids))
         cached.append(len(batch.new_rows) < len(batch.rows))
         return ids

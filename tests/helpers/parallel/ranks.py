@@ -18,7 +18,7 @@ from typing import IO
 import msgspec
 
 from atom.shared.messages.launch import Rendezvous
-from atom.shared.utils.rendezvous import open_rendezvous
+from benchmarks.ranks.rendezvous import open_rendezvous
 
 DEADLINE_S = 240.0
 # Keyed by rank: `wheres`, `outputs`. The loop's `else` runs in the first process, what follows in each rank.

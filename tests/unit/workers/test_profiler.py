@@ -66,7 +66,9 @@ def worker_of(
 
 def run(worker: Worker) -> list[list[int]]:
     prompts = [prompt_of(9, 0), prompt_of(5, 1)]
-    return generate(CoreSide(64, 4), lambda batch: worker.execute(batch).token_ids(), prompts, 4, chunk=16)
+    return generate(
+        CoreSide(64, 4), lambda batch: worker.execute(batch).result().token_ids, prompts, 4, chunk=16
+    )
 
 
 def result_of(traces: TraceRecorder) -> RankTrace:

@@ -188,7 +188,7 @@ def launched(made: ModelRunner, rank: int) -> list[bytes]:
     if rank == 1:
         steps = [{0: 4}, {0: 3}, {1: 29}, {0: 1, 2: 9}, *[{0: 1, 1: 1, 2: 1}] * 9]
     for counts in steps:
-        found.append(made.launch(core.plan(counts)).token_ids())
+        found.append(made.launch(core.plan(counts)).result().token_ids)
         core.add_sampled(found[-1])
     return found
 

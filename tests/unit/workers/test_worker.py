@@ -51,7 +51,7 @@ def ready(config: EngineConfig, checkpoint: Checkpoint, blocks: int = BLOCKS) ->
 
 def run(worker: Worker, sampling: Sampling, chunk: int = 16, prompts: int = 3) -> list[list[int]]:
     def execute(batch: ScheduledBatch) -> bytes:
-        return worker.execute(batch).token_ids()
+        return worker.execute(batch).result().token_ids
 
     rows = [prompt_of(10 + 7 * row, row) for row in range(prompts)]
     return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, rows, 16, chunk, 0, sampling)
@@ -103,7 +103,7 @@ def test_a_result_has_one_id_for_each_sampled_row(checkpoint: Checkpoint) -> Non
     for step in counts:
         pending = worker.execute(core.plan(step))
         assert pending.ready()
-        sampled.append(len(unpack_ids(pending.token_ids())))
+        sampled.append(len(unpack_ids(pending.result().token_ids)))
     assert sampled == [0, 2, 2]
 
 
@@ -158,7 +158,9 @@ def test_steps_leave_nothing_to_the_garbage_collector(name: str, tmp_path: Path)
         for sampling in samplings:
             core = CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE)
             prompts = [prompt_of(10 + 7 * row, row) for row in range(3)]
-            generate(core, lambda batch: worker.execute(batch).token_ids(), prompts, 16, 7, 0, sampling)
+            generate(
+                core, lambda batch: worker.execute(batch).result().token_ids, prompts, 16, 7, 0, sampling
+            )
 
     serve()
     gc.collect()

@@ -25,7 +25,7 @@ class SlotMap:
             self.move(self.placement)
 
     def move(self, placement: Sequence[int]) -> None:
-        """The experts are in these slots from the next step on; does not wait for the device.
+        """Route to experts in these slots from the next step on; does not wait for the device.
 
         Data-parallel ranks begin with different replicas, because each of them numbers its tokens from 0.
         """

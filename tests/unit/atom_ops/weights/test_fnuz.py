@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atom_ops import BlockFP8, ChannelFP8
-from atom_ops.weights.fnuz import FNUZ_MAX, as_fnuz, fnuz_values
+from atom_ops.weights.fnuz import as_fnuz, fnuz_values
 
 CODES = torch.arange(256).to(torch.uint8)
 NAN = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
@@ -28,7 +28,7 @@ def test_every_code_is_worth_half() -> None:
         assert after == (0 if before == 0x80 else before)
         assert value == number(before, 8) == number(before, 7) / 2
     assert torch.equal(2 * found.float(), NUMBERS.view(torch.float8_e4m3fn).float())
-    assert found.float().abs().max() == 224 < FNUZ_MAX == torch.finfo(torch.float8_e4m3fnuz).max
+    assert found.float().abs().max() == 224
 
 
 @pytest.mark.parametrize("code", NAN.tolist())

@@ -44,7 +44,7 @@ def test_a_stream_that_is_taken_away_before_its_reader_begins_ends_with_an_error
             engine = client.engines[0]
             resuming = asyncio.create_task(client.resumption.resume("k", ""))
             await asyncio.sleep(0)  # it sends its claim, which the core has not answered yet
-            (number,) = client.resumption._waiting
+            (number,) = client.resumption._claims
             client._process(engine, Claimed(number, "k", found))
             client._process(engine, TokenDeltas(0, [], b"", finished=[end]))
             async with client.open_resumed(await resuming) as stream:

@@ -62,14 +62,14 @@ def test_the_metrics_of_one_sequence() -> None:
     metrics.engine(0).advanced(progress, 1, now=11.1)
     metrics.engine(0).advanced(progress, 2, now=11.5)  # two tokens in one step
     metrics.engine(0).finished(progress, "max_tokens", now=12.0)
-    metrics.engine(0).aborted(2)
+    metrics.engine(0).aborted()
     metrics.engine(0).failed(3)
     found = scrape(metrics, None)
     for prefix in ("atom:", "vllm:"):
         assert found[f"{prefix}prompt_tokens_total", ()] == 30
         assert found[f"{prefix}generation_tokens_total", ()] == 4
         assert found[f"{prefix}request_success_total", ("length",)] == 1
-        assert found[f"{prefix}request_success_total", ("abort",)] == 2
+        assert found[f"{prefix}request_success_total", ("abort",)] == 1
         assert found[f"{prefix}request_success_total", ("error",)] == 3
         sums = {
             name: found[f"{prefix}{name}_seconds_sum", ()]

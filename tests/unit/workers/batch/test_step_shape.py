@@ -155,7 +155,7 @@ def launched(made: ModelRunner, between: StepShape | None = None) -> list[bytes]
     core = TwoGroups(300, LIMITS.block_size)
     found = []
     for counts in random_steps(core, 3):
-        found.append(made.launch(core.plan(counts)).token_ids())
+        found.append(made.launch(core.plan(counts)).result().token_ids)
         core.add_sampled(found[-1])
         if between is not None:
             made.dummy_step(between)
@@ -204,7 +204,7 @@ def test_ranks_plan_the_same_shape_from_the_same_message() -> None:
     core = TwoGroups(300, LIMITS.block_size)
     for counts in random_steps(core, 5):
         batch = core.plan(counts)
-        ids = [made.launch(batch).token_ids() for made, _ in runners]
+        ids = [made.launch(batch).result().token_ids for made, _ in runners]
         core.add_sampled(ids[0])
     first, second = (agreement.planned for _, agreement in runners)
     assert first == second and len(set(first)) >= 4

@@ -9,19 +9,24 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from atom.shared.config.checkpoint import Checkpoint
-from atom.shared.messages.engine import Sampling, pack_ids
+from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids
 from atom.shared.messages.grammar import GrammarLoaded, GrammarSource, LoadGrammar, RowGrammar
 from atom.shared.messages.worker import NewRow
 from parallel.communicator import Communicator
 from tests.helpers.checkpoints import tiny_tokenizer
+from workers.batch.block_table import BatchLimits
+from workers.batch.step_inputs import SamplingRows
 from workers.grammar.compiling import compiled
 from workers.grammar.cost import MAX_TOKEN_S
 from workers.grammar.followed import KEPT_OUTPUTS
 from workers.grammar.library import GrammarLibrary
 from workers.grammar.row_matchers import RowMatchers
 from workers.grammar.vocabulary import tokenizer_info
+from workers.memory.memory_guard import MemoryGuard
+from workers.sampling.sampler import Sampler
 
 KEY, SLOW, THINK, END_THINK = b"k", b"s", "<think>", "</think>"
 AMBIGUOUS = """root ::= a
@@ -212,6 +217,28 @@ def test_the_grammar_begins_after_the_reasoning(checkpoint: Checkpoint, library:
         assert think not in after
     made.set_row(new_row(0, inside, [s, end, y, e]))
     assert allowed(made, 0) == [{s}]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_output_ends_where_its_settings_exclude_every_id(
+    checkpoint: Checkpoint, library: GrammarLibrary, temperature: float
+) -> None:
+    sampler = Sampler(BatchLimits(2, 64, 4), checkpoint.vocab_size, CPU, MemoryGuard(CPU, 1), library)
+    (y,) = letters(checkpoint, "y")
+    excluding = LogitsProcessors(allowed_ids=pack_ids([EOS]))  # which cannot begin "yes" or "no"
+    for row, processors in enumerate((None, excluding)):
+        new = new_row(row, RowGrammar(KEY, [0, EOS, 3]))  # 0 is the smallest id, the argmax of no logits
+        sampling = structs.replace(new.sampling, temperature=temperature, logits_processors=processors)
+        sampler.set_row(structs.replace(new, sampling=sampling))
+    logits_RV = torch.full((2, checkpoint.vocab_size), -50.0)
+    logits_RV[:, y] = 50.0
+    rows_R = torch.arange(2)
+    rows = SamplingRows(np.arange(2), rows_R, rows_R, np.full(2, 4), torch.full((2,), 4))
+    allowed(sampler._matchers, 0, 1)
+    assert sampler.sample(logits_RV, rows).ids_R.tolist() == [y, 2]
+    allowed(sampler._matchers, 0, 1)
+    failures = sampler.sample(logits_RV, rows).refused
+    assert failures.keys() == {1} and "exclude all of them" in failures[1]
 
 
 def test_special_tokens_are_in_no_text(checkpoint: Checkpoint) -> None:

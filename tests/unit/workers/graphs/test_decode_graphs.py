@@ -137,8 +137,8 @@ def test_changing_batches_get_the_same_tokens(sizes: list[int], monkeypatch: pyt
             counts[row] = min(max(core.known[row] - core.computed[row], 1), source.choice([1, 5, 20]))
         for _ in range(source.choice([1, 1, 6])):
             batch = core.plan(counts)
-            ids = captured.launch(batch).token_ids()
-            assert ids == eager.launch(batch).token_ids()
+            ids = captured.launch(batch).result().token_ids
+            assert ids == eager.launch(batch).result().token_ids
             core.add_sampled(ids)
             steps += 1
             if any(core.computed[row] < core.known[row] or len(core.tokens[row]) > 60 for row in counts):
@@ -160,10 +160,10 @@ def test_padding_changes_nothing() -> None:
     one = runner([6])
     core = TwoGroups(100, LIMITS.block_size)
     core.add(3, [5, 6, 7])
-    core.add_sampled(one.launch(core.plan({3: 3})).token_ids())
+    core.add_sampled(one.launch(core.plan({3: 3})).result().token_ids)
     for _ in range(10):
-        core.add_sampled(one.launch(core.plan({3: 1})).token_ids())
+        core.add_sampled(one.launch(core.plan({3: 1})).result().token_ids)
     rows = one._inputs.device_rows
     assert rows.positions_N.tolist() == [-1, -1, -1, 13, -1, -1, -1]
     assert rows.ids_N[3] == core.tokens[3][-1]
-    assert len(unpack_ids(one.launch(core.plan({3: 1})).token_ids())) == 1
+    assert len(unpack_ids(one.launch(core.plan({3: 1})).result().token_ids)) == 1

@@ -49,7 +49,7 @@ class Loaded:
         self.worker.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
 
     def execute(self, batch: ScheduledBatch) -> bytes:
-        return self.worker.execute(batch).token_ids()
+        return self.worker.execute(batch).result().token_ids
 
     def run(self, sampling: Sampling, chunk: int = 16, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
         return generate(fresh_core(), self.execute, prompts, NEW_TOKENS, chunk, 0, sampling)

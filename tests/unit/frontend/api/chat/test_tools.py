@@ -265,7 +265,7 @@ def allowed(*tools: Any, mode: str = "auto") -> dict[str, Any]:
         (
             {"tools": [STRICT], "structured_outputs": {"json": "{", "disable_any_whitespace": True}},
             "structured_outputs",
-            "beside tools",
+            "together with tools",
         ),
         ({"tools": [STRICT], "guided_json": "{"}, "guided_json", "not valid"),
         *(

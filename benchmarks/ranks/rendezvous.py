@@ -1,4 +1,4 @@
-"""Opens the rendezvous of ranks that a benchmark starts, before they start; engines have `NodePorts`."""
+"""Opens the rendezvous of ranks of a benchmark or test, before they start; engines have `NodePorts`."""
 
 import contextlib
 from collections.abc import Iterator

@@ -22,8 +22,9 @@ from atom.shared.messages.resume import MAX_RESUMABLE_BYTES, MAX_RESUMABLE_SEQUE
 from frontend.api.generation.endpoint import ParsedRequest
 from frontend.api.generation.generate_request import GenerateRequest
 from frontend.api.generation.renderer import Renderer
+from frontend.api.generation.update_events import update_events
 from frontend.engine_client.streams import Stream
-from frontend.errors import EngineError, RequestError
+from frontend.errors import RequestError
 from frontend.text.output_processor import OutputProcessor, RequestState, SequenceOutput, end_of
 from frontend.text.reply_formats.base import call_ids
 
@@ -241,10 +242,6 @@ class ResumableEvents:
         done = self._output.process(deltas, self._sequences)
         events = []
         for _, new in done.updates:
-            if new.is_refused:
-                raise RequestError(new.error)
-            if new.error:
-                raise EngineError(new.error, code="engine_error")
             new.cached_tokens = update.cached_tokens
             events.append(self._events(new, stream))
             if new.finished:
@@ -253,15 +250,8 @@ class ResumableEvents:
         return b"".join(events)
 
     def _events(self, update: SequenceOutput, stream: Stream) -> bytes:
-        request, counter, renderer = self._request, self._counter, self._renderer
-        index = request.index(update)
-        continuous = request.options.continuous_usage
-        first = b""
-        if counter.is_first(index):
-            first = renderer.begin(index, update, counter.usage(stream) if continuous else None)
-        counter.count(index, request.visible(update))
-        more = renderer.delta(index, update, counter.usage(stream) if continuous else None)
-        return self._numbered(index, first + more)
+        events = update_events(self._renderer, self._request, self._counter, update, stream)
+        return self._numbered(self._request.index(update), events)
 
     def _numbered(self, slot: int, events: bytes) -> bytes:
         """Server-sent events with their ids, without those that the client has."""
