@@ -21,7 +21,7 @@ _PATH = "/v1/responses/{id}"
 routes = web.RouteTableDef()
 
 
-@routes.get(_PATH)
+@routes.get(_PATH, allow_head=False)
 async def get_response(request: web.Request) -> web.StreamResponse:
     """A stored response, complete; or with `stream` the rest of one that was begun as a resumable stream."""
     if request.query.get("stream") == "true":

@@ -25,7 +25,7 @@ async def history(request: web.Request) -> web.Response:
     return _json(request.app[STATUS].history(request.match_info["range"]))
 
 
-@routes.get("/status/events")
+@routes.get("/status/events", allow_head=False)
 async def events(request: web.Request) -> web.StreamResponse:
     """Server-sent events: the whole state, then a tick a second; 503 when too many clients listen."""
     feed = request.app[STATUS]

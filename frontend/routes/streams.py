@@ -43,7 +43,7 @@ class Asked(NamedTuple):
     """Raises RequestError if the stream is not the one that it means."""
 
 
-@routes.get("/v1/streams/{id}")
+@routes.get("/v1/streams/{id}", allow_head=False)  # its headers alone would take the stream from its client
 async def get_stream(request: web.Request) -> web.StreamResponse:
     """The events of a stream after the one in `Last-Event-ID`, or all."""
     key = request.match_info["id"]

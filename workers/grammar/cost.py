@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_TOKEN_S = 0.1
 """Most CPU time for one token: to accept it, and to find those that may follow."""
-_MAX_TOTAL_S = 2.0
+_MAX_TOTAL_S = 4.0
 _MAX_TOKENS = 64
 _RANDOM_OUTPUTS = 2
 _SEED = 0

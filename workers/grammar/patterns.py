@@ -32,6 +32,9 @@ PLAIN: Ranges = intersection(ANYTHING, ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10F
 """All that may stand in a JSON string without an escape sequence."""
 
 _MAX_CACHED = 1024  # expressions have few different sets
+_BLOCK = 32
+"""Characters of the blocks of a long repetition. Twice as many double its compiled size, and half as many the
+time that a mask takes."""
 _EMPTY = Join(())
 _REST = Repeat(Chars(ANYTHING), 0, None)
 
@@ -82,6 +85,8 @@ def spelled(node: Node, allowed: Ranges) -> str | None:
             text = None if high == 0 else spelled(part, allowed)
             if not text:
                 return "" if text == "" or low == 0 or high == 0 else None
+            if isinstance(part, Chars) and max(low, high or 0) >= 2 * _BLOCK:
+                return _spelled_run(text, low, high)
             return f"(?:{text}){_spelled_bounds(low, high)}"
     raise AssertionError(f"{node} is resolved before")
 
@@ -90,6 +95,23 @@ def _spelled_bounds(low: int, high: int | None) -> str:
     if high is None:
         return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
     return f"{{{low},{high}}}"
+
+
+def _spelled_run(chars: str, low: int, high: int | None) -> str:
+    """Many characters of a set, in blocks.
+
+    Within a repetition of more than 128 xgrammar 0.2.8 may allow tokens of which only the first character
+    fits, and tries the whole vocabulary again for each mask, which takes 14 ms with 49,000 tokens. Within
+    blocks it tries it near their ends alone.
+    """
+    block = f"(?:{chars}{{{_BLOCK}}})"
+    count, rest = divmod(low, _BLOCK)
+    least = (f"{block}{{{count}}}" if count else "") + (f"{chars}{{{rest}}}" if rest else "")
+    if high is None:
+        return f"{least}{chars}*"
+    count = max(0, (high - low + 1) // _BLOCK - 1)
+    rest = high - low - count * _BLOCK
+    return least + (f"{block}{{0,{count}}}" if count else "") + (f"{chars}{{0,{rest}}}" if rest else "")
 
 
 @lru_cache(_MAX_CACHED)

@@ -44,6 +44,7 @@ class MessagesEndpoint:
     operation: ClassVar[str] = "chat"
     field_names: ClassVar[Mapping[str, str]] = {
         "prompt": "messages",
+        "reasoning_effort": "output_config.effort",
         "response_format": "output_config.format",
         "stop": "stop_sequences",
     }

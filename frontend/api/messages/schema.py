@@ -183,7 +183,13 @@ class CountResponse(msgspec.Struct, frozen=True):
 
 
 _CACHE = frozenset({"cache_control"})
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "speed": ("standard",), "container": ()}
+_STATE = frozenset({"thread"})
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "container": (),
+    **dict.fromkeys(_STATE, ()),
+}
 _HARMLESS = _CACHE | {
     "anthropic_beta",
     "diagnostics",
@@ -202,8 +208,8 @@ _NESTED: dict[str, Schema[Any] | None] = {
     "tool_choice": None,
 }
 
-MESSAGES = Schema(MessagesRequest, _NEUTRAL, _HARMLESS, _NESTED)
-COUNT = Schema(CountRequest, _NEUTRAL, _HARMLESS, _NESTED)
+MESSAGES = Schema(MessagesRequest, _NEUTRAL, _HARMLESS, _NESTED, state=_STATE)
+COUNT = Schema(CountRequest, _NEUTRAL, _HARMLESS, _NESTED, state=_STATE)
 TURN = Schema(Turn, {}, frozenset())
 BLOCKS: dict[str, Schema[Any]] = {
     "text": Schema(TextBlock, {"citations": ([],)}, _CACHE),

@@ -43,7 +43,16 @@ class ItemReferences:
             name, _, place = item.id.partition("_")[2].rpartition("_")
             response_id = f"resp_{name}"
             self._places[index] = response_id, place
-            self._bodies[response_id] = store.get(tenant, response_id, f"input[{index}]").body
+            stored = store.find(tenant, response_id, f"input[{index}]")
+            if stored is None:
+                raise RequestError(
+                    f"'input[{index}]' refers to the item {item.id!r:.140}, which no stored response has, or "
+                    "no longer: send the item itself",
+                    param=f"input[{index}]",
+                    status=404,
+                    code="response_not_found",
+                )
+            self._bodies[response_id] = stored.body
 
     @property
     def size(self) -> int:

@@ -61,12 +61,18 @@ class ResponseStore:
 
     def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
         """Raises RequestError: 404 for an unknown response, 400 where none are kept."""
+        response = self.find(tenant, response_id, param)
+        if response is None:
+            raise _unknown(response_id, param)
+        return response
+
+    def find(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse | None:
+        """None for an unknown response. Raises RequestError where none are kept."""
         self._check_is_on(param)
         with self._lock:
             response = self._responses.get((tenant, response_id))
-            if response is None:
-                raise _unknown(response_id, param)
-            self._responses.move_to_end((tenant, response_id))
+            if response is not None:
+                self._responses.move_to_end((tenant, response_id))
         return response
 
     def delete(self, tenant: str, response_id: str) -> None:

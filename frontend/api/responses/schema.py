@@ -240,6 +240,7 @@ RESPONSES = Schema(
         "tool_choice": None,
     },
     harmless_types=HARMLESS_TYPES,
+    state=frozenset({"conversation"}),
 )
 ITEMS: dict[str, Schema[Any]] = {
     "message": Schema(MessageItem, {}, _OBJECT | {"phase"}),

@@ -56,6 +56,8 @@ class Schema(Generic[T]):
     """Supported fields that hold an object, with its schema; None for any unique names."""
     harmless_types: Mapping[str, Any] = field(default_factory=dict)
     """Harmless fields whose type is checked, with a decoder."""
+    state: frozenset[str] = frozenset()
+    """Unsupported fields that stand for an earlier conversation: refused with --lenient-fields, too."""
 
     def decode(self, body: bytes, lenient: bool, where: str = "") -> tuple[T, list[str]]:
         """(the object, warnings). Raises RequestError naming the field at fault.
@@ -73,7 +75,10 @@ class Schema(Generic[T]):
             return self._convert(body, raw), warnings
         except msgspec.ValidationError as error:
             raise _type_error(error, where) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UnicodeDecodeError as error:
+            wrong = f"a text has the byte 0x{error.object[error.start]:02x}, not UTF-8"
+            raise RequestError(f"the body is not valid JSON: {wrong}") from None
+        except (msgspec.DecodeError, RecursionError) as error:
             raise RequestError(f"the body is not valid JSON: {error}") from None
 
     @cached_property
@@ -117,6 +122,13 @@ class Schema(Generic[T]):
         refused = [name for name in raw.keys() - self._accepted if not self._is_neutral(name, raw[name])]
         if not refused:
             return []
+        if lenient and (lost := self.state.intersection(refused)):
+            name = min(lost)
+            raise RequestError(
+                f"'{where}{name}' {self._reason(name)}: send the whole conversation without it",
+                param=where + name,
+                code="unsupported_parameter",
+            )
         shown = heapq.nsmallest(_MAX_REPORTED, refused)
         texts = [f"'{where}{name}' {self._reason(name)}" for name in shown]
         if not lenient:

@@ -245,6 +245,8 @@ def test_unknown_models_routes_and_methods(client: Client) -> None:
     status, data, headers = client.exchange("GET", "/v1/completions")
     assert (status, headers["allow"]) == (405, "POST")
     assert json.loads(data)["error"]["message"] == "/v1/completions supports POST, not GET"
+    for path in ("/status/events", "/v1/streams/x", "/v1/responses/x"):  # a stream is no body for HEAD
+        assert client.exchange("HEAD", path)[0] == 405
 
 
 def test_a_body_over_the_limit_is_a_413(client: Client) -> None:

@@ -191,7 +191,12 @@ REFUSED: dict[str, dict[str, Any]] = {
         "top_logprobs": 2,
         "truncation": "auto",
     },
-    "messages": {"mcp_servers": [{"name": "x"}], "speed": "fast", "container": "c"},
+    "messages": {
+        "mcp_servers": [{"name": "x"}],
+        "speed": "fast",
+        "container": "c",
+        "thread": {"type": "create"},
+    },
     "tokenize": {"chat_template": "x", "mm_processor_kwargs": {"a": 1}, "media_io_kwargs": {"a": 1}},
     "detokenize": {},
 }

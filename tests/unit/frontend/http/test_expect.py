@@ -51,6 +51,11 @@ def test_a_client_that_waits_is_told_to_continue_once_it_has_shown_its_key(clien
         assert read_response(connection)[0] == 401
 
 
+def test_a_body_that_is_too_large_is_not_asked_for(client: Client) -> None:
+    status, _, body = raw_response(client, post_head(9 << 20, KEY, "Expect: 100-continue"))
+    assert status == 413 and "--max-body-bytes" in error_of(body)["message"]
+
+
 @pytest.mark.parametrize("path", ["/unknown", "/health"])
 def test_other_paths_answer_in_their_own_way(client: Client, path: str) -> None:
     head = f"GET {path} HTTP/1.1\r\nHost: x\r\n{KEY}\r\nExpect: 100-continue\r\n\r\n".encode()

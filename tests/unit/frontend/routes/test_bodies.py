@@ -137,6 +137,11 @@ def test_unique_names_are_accepted(body: bytes) -> None:
     COMPLETIONS.decode(body, lenient=False)
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": "a\xe9"}', b'{"prompt": ["a", "\xe9"]}', b'{"\xe9": 1}'])
+def test_a_byte_that_is_not_utf8_is_named(body: bytes) -> None:
+    assert refused(body).message == "the body is not valid JSON: a text has the byte 0xe9, not UTF-8"
+
+
 def test_null_is_absent_at_every_level() -> None:
     body = {"zzz": None, "stream": True, "stream_options": {"include_usage": True, "zzz": None}}
     request, warnings = COMPLETIONS.decode(json.dumps(body).encode(), lenient=False)

@@ -223,6 +223,7 @@ def test_references_to_stored_items(client: Client, model: ToolModel) -> None:
     for wrong in (references[0]["id"], "", "_", "msg_x", last["output"][0]["id"][:-1] + "9", "\u0663"):
         status, refused = client.post(PATH, input=[{"type": "item_reference", "id": wrong}])
         assert status in (400, 404) and refused["error"]["param"] == "input[0]", wrong
+        assert status == 400 or f"the item {wrong!r}" in refused["error"]["message"]
 
 
 def test_a_conversation_with_stored_items_is_bounded_as_a_body_is(model: ToolModel) -> None:

@@ -1,9 +1,13 @@
 """Compiled sources: what is accepted, and what a client is told."""
 
 import json
+import random
+import string
 from typing import Any
 
+import numpy as np
 import pytest
+import xgrammar
 
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
 from tests.helpers.text.byte_grammars import accepts, byte_compiler, compile_bytes
@@ -41,6 +45,41 @@ def test_white_space_is_bounded(kind: str, content: Any) -> None:
         parts = text.split("|")
         long = "".join(parts[: index + 1]) + " " * (MAX_WHITESPACE + 1) + "".join(parts[index + 1 :])
         assert not accepts(grammar, long), long
+
+
+def _bounded(words: list[str], **limits: int) -> tuple[GrammarSource, xgrammar.GrammarCompiler]:
+    """A schema of strings, and a compiler for a vocabulary of `words`, a quote and an end."""
+    vocabulary = [*(word.encode() for word in words), b'"', b""]
+    info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[len(words) + 1])
+    source = GrammarSource("json_schema", json.dumps({"type": "string", **limits}))
+    return source, xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def test_strings_with_long_bounds_are_small_grammars() -> None:
+    """A quarter of what one repetition of 5,000 takes."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices(string.ascii_lowercase, k=1 + n % 12)) for n in range(10_000)]
+    made = compiled(*_bounded(words, maxLength=5000))
+    assert not made.error and len(made.compiled) < 1_500_000
+
+
+@pytest.mark.parametrize(
+    "limits", [{"maxLength": 400}, {"minLength": 300}, {"minLength": 200, "maxLength": 400}]
+)
+def test_masks_within_long_bounds(limits: dict[str, int]) -> None:
+    """A token is allowed if all of it fits, not its beginning alone."""
+    words = ["a", "ab", "abc", " \n", "a\\", 'a"', 'a"b', '"b', "é", "\n"]
+    grammar, _ = compile_source(*_bounded(words, **limits))
+    low, high = limits.get("minLength", 0), limits.get("maxLength", 1000)
+    words_1W = np.zeros((1, 1), np.int32)
+    for length in range(min(high, 500) + 1):
+        matcher = xgrammar.GrammarMatcher(grammar)
+        assert matcher.accept_string('"' + "x" * length)
+        matcher.fill_next_token_bitmask(words_1W, 0)
+        expected = [word for word in ("a", "ab", "abc", "é") if length + len(word) <= high]
+        expected += ['a"'] * (low <= length + 1 <= high) + ['"'] * (low <= length)
+        allowed = [word for bit, word in enumerate([*words, '"']) if words_1W[0, 0] >> bit & 1]
+        assert sorted(allowed) == sorted(expected), length
 
 
 def test_white_space_may_be_fixed() -> None:

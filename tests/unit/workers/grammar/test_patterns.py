@@ -115,6 +115,16 @@ def test_an_expression_that_nothing_matches_is_refused() -> None:
         full_match("[^\\s\\S]")
 
 
+@pytest.mark.parametrize("high", [127, 128, 129, 190, 191, 192, 1000, None])
+@pytest.mark.parametrize("low", [0, 1, 63, 127, 128, 900])
+def test_long_repetitions_have_the_same_lengths(low: int, high: int | None) -> None:
+    if high is not None and low > high:
+        return
+    text = full_match(f"[a-c]{{{low},{'' if high is None else high}}}")
+    for count in range(1100):
+        assert bool(re.fullmatch(text, "b" * count)) == (low <= count and (high is None or count <= high))
+
+
 def test_all_but_some_texts() -> None:
     spelling = spelled(all_but(["a", "ab", "é", ""]), ANYTHING)
     assert spelling is not None

@@ -9,6 +9,10 @@ from typing import Any
 import anthropic
 import pytest
 
+from frontend.api.messages.schema import MESSAGES
+from frontend.api.responses.schema import RESPONSES
+from frontend.api.schemas.fields import Schema
+from frontend.errors import RequestError
 from tests.helpers.servers.http_server import DEADLINE_S, MODEL, Client
 from tests.helpers.servers.tool_model import (
     ANSWER,
@@ -203,7 +207,7 @@ def test_count_tokens(sdk: anthropic.Anthropic) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
-        ({"output_config": {"effort": "huge"}}, "reasoning_effort"),
+        ({"output_config": {"effort": "huge"}}, "'output_config.effort' must be one of"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "schema"),
         ({"stop_sequences": ["x"] * 100}, "stop_sequences"),
@@ -215,6 +219,27 @@ def test_refusals(client: Client, fields: dict[str, Any], text: str) -> None:
     assert status == 400 and set(response) == {"type", "error"}, response
     assert (response["type"], response["error"]["type"]) == ("error", "invalid_request_error")
     assert text in response["error"]["message"]
+
+
+def test_the_tool_runner_goes_on_without_a_thread(sdk: anthropic.Anthropic) -> None:
+    """It asks for a conversation that the server holds, and sends the whole one where that is refused."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather."""
+        return f"sunny in {city}"
+
+    first, last = sdk.beta.messages.tool_runner(**ASKED, tools=[get_weather])
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert last.content[0].text == ANSWER
+
+
+@pytest.mark.parametrize(("schema", "name"), [(MESSAGES, "thread"), (RESPONSES, "conversation")])
+def test_a_conversation_that_the_server_should_have_is_never_left_out(schema: Schema[Any], name: str) -> None:
+    body = json.dumps({"messages": [USER], "max_tokens": 5, "input": "x", name: {"id": "a"}, "zzz": 1})
+    with pytest.raises(RequestError, match="send the whole conversation") as caught:
+        schema.decode(body.encode(), lenient=True)
+    assert caught.value.param == name
 
 
 def test_errors_arrive_as_the_sdks_own(sdk: anthropic.Anthropic, client: Client) -> None:
