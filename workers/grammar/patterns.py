@@ -32,6 +32,8 @@ PLAIN: Ranges = intersection(ANYTHING, ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10F
 """All that may stand in a JSON string without an escape sequence."""
 
 _MAX_CACHED = 1024  # expressions have few different sets
+_LONGEST_REPETITION = 128
+"""Characters of a repetition that is left to xgrammar, which then makes a state of each."""
 _BLOCK = 32
 """Characters of the blocks of a long repetition. Twice as many double its compiled size, and half as many the
 time that a mask takes."""
@@ -85,7 +87,7 @@ def spelled(node: Node, allowed: Ranges) -> str | None:
             text = None if high == 0 else spelled(part, allowed)
             if not text:
                 return "" if text == "" or low == 0 or high == 0 else None
-            if isinstance(part, Chars) and max(low, high or 0) >= 2 * _BLOCK:
+            if isinstance(part, Chars) and max(low, high or 0) > _LONGEST_REPETITION:
                 return _spelled_run(text, low, high)
             return f"(?:{text}){_spelled_bounds(low, high)}"
     raise AssertionError(f"{node} is resolved before")
@@ -100,7 +102,7 @@ def _spelled_bounds(low: int, high: int | None) -> str:
 def _spelled_run(chars: str, low: int, high: int | None) -> str:
     """Many characters of a set, in blocks.
 
-    Within a repetition of more than 128 xgrammar 0.2.8 may allow tokens of which only the first character
+    Within a longer repetition xgrammar 0.2.8 may allow tokens of which only the first character
     fits, and tries the whole vocabulary again for each mask, which takes 14 ms with 49,000 tokens. Within
     blocks it tries it near their ends alone.
     """

@@ -64,7 +64,8 @@ def test_strings_with_long_bounds_are_small_grammars() -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"maxLength": 400}, {"minLength": 300}, {"minLength": 200, "maxLength": 400}]
+    "limits",
+    [{"maxLength": 128}, {"maxLength": 400}, {"minLength": 300}, {"minLength": 200, "maxLength": 400}],
 )
 def test_masks_within_long_bounds(limits: dict[str, int]) -> None:
     """A token is allowed if all of it fits, not its beginning alone."""
