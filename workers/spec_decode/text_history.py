@@ -108,6 +108,10 @@ class TextProposer(Proposer):
         # A slot of -1 is the last entry.
         self._history.ids_S[group.slots_T] = ids_T.int()
 
+    def kept(self, group: int) -> Sequence[torch.Tensor]:
+        ids_S = self._history.ids_S[:-1]
+        return [ids_S.view(-1, self._history.block_size)] if group == self._group else ()
+
 
 def row_text(row: int, last: int, last_id: int, history: TokenHistory) -> NDArray[np.int32]:
     """The prediction, the tokens up to position `last`, and -1 between them if the first are not kept."""
