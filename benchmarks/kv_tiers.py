@@ -25,13 +25,14 @@ from atom import EngineArgs
 from atom.shared.config.cli import CommandLineParser
 from atom.shared.config.resolve import resolve
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, BlockCopy, BlocksCopied, CopyBlocks, TierSlots
+from atom.shared.messages.worker import stored_bytes
 from atom.supervisor import Supervisor
 from atom_ops import gather_block_rows, scatter_block_rows
 from benchmarks.common.arguments import add_output_flag, positive, single_line_errors
 from benchmarks.common.report import report, write
 from benchmarks.ranks.decode_step_rank import DecodeStepLaunch, Steps
 from workers.memory.host_tier import HostTier
-from workers.memory.tier_copier import TierCopier, block_bytes
+from workers.memory.tier_copier import TierCopier
 
 _LINK_BYTES = 1 << 30
 _DEADLINE_S = 60.0
@@ -160,7 +161,7 @@ def measure(
     """Every figure, as a median."""
     copier = steps.worker.tiers
     assert copier is not None and len(steps.specs) == 1, "the tier of a model with one kind of layers"
-    copies = Copies(copier, steps.num_blocks[0], blocks, block_bytes(steps.specs[0]))
+    copies = Copies(copier, steps.num_blocks[0], blocks, stored_bytes(steps.specs[0]))
     steps.start(rows, context, (3 * rounds + 1) * (count + 2) + 16)
 
     def median(measured: Callable[[], float]) -> float:

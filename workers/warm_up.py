@@ -75,8 +75,8 @@ def warm_up(
     A model that reads images computes a prompt with one before, whose kernels may be others. The KV cache
     holds a sequence of `most_tokens`. Engines in lockstep run `idle_step` until all are done.
     """
-    tokens = min(most_tokens, _PROMPT_TOKENS + _DECODES)
-    prompt = max(tokens - _DECODES, 1)
+    prompt = max(min(_PROMPT_TOKENS, builder.most_tokens, most_tokens - _DECODES), 1)
+    tokens = min(most_tokens, prompt + _DECODES)
     decodes = tokens - prompt
     builder.progress("Warming up", 0, 1 + decodes)
     if builder.images is not None:

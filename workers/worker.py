@@ -1,7 +1,6 @@
 """A worker without its sockets: load the model, allocate the KV cache, execute steps."""
 
 import contextlib
-import operator
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,11 +12,12 @@ from atom.shared.config.engine import EngineConfig
 from atom.shared.config.eplb import eplb_config
 from atom.shared.messages.images import LoadImage
 from atom.shared.messages.kv_tiers import REMOTE, StoredBlocks
-from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, ScheduledBatch
+from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, ScheduledBatch, stored_bytes
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.redis_client import RedisClient
 from atom_ops import backend
 from parallel.mesh import Mesh
+from workers.batch.input_batch import InputBatch
 from workers.cpu_threads import CpuThreads
 from workers.expert_balancer import ExpertBalancer
 from workers.grammar.library import GrammarLibrary
@@ -39,7 +39,7 @@ from workers.memory.kv_cache import (
 from workers.memory.memory_guard import SMALLER_CACHE, SMALLER_STEPS, explain_out_of_memory
 from workers.memory.peak import peak_bytes
 from workers.memory.remote_tier import RemoteTier
-from workers.memory.tier_copier import KVTier, TierCopier, block_bytes, staged_bytes
+from workers.memory.tier_copier import KVTier, TierCopier, staged_bytes
 from workers.model_runner import ModelRunner
 from workers.pending_step import PendingStep
 from workers.profiler import TraceRecorder
@@ -246,31 +246,36 @@ class Worker:
         capacity = num_blocks * self._config.block_tokens
         warm_up(self._builder, self._runner, min(capacity, allocate.max_model_len), self.idle_step)
         if allocate.tiers:
-            self._open_tiers(allocate, kv_layers)
+            self._open_tiers(allocate, kv_layers, inputs)
         if self.traces is not None:
             self.traces.prepare()
         if self._device.type != "cpu" and self._tp.rank == 0:
             names = ", ".join(backend.ran_in_torch()) or "none"
             get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
 
-    def _open_tiers(self, allocate: AllocateKV, kv_layers: Sequence[CacheLayer]) -> None:
+    def _open_tiers(self, allocate: AllocateKV, kv_layers: Sequence[CacheLayer], inputs: InputBatch) -> None:
         config = self._config
         specs = rank_specs(config, self._model)
-        sizes = list(map(block_bytes, specs))
-        groups = [
-            BlockRows([kv_layers[layer] for layer in group.layers], num_blocks, size)
-            for group, num_blocks, size in zip(self._model.kv_groups, allocate.num_blocks, sizes, strict=True)
-        ]
-        unused = sum(map(operator.mul, sizes, allocate.num_blocks)) if self._device.type == "cpu" else 0
+        sizes = list(map(stored_bytes, specs))
+        groups = []
+        unused = 0
+        for number, group in enumerate(self._model.kv_groups):
+            layers = [kv_layers[layer] for layer in group.layers]
+            if inputs.speculation is not None:
+                layers += inputs.speculation.kept(number)
+            places = group.places if isinstance(group, StateGroup) else 1
+            num_blocks = allocate.num_blocks[number]
+            groups.append(BlockRows(layers, num_blocks, sizes[number], places))
+            unused += num_blocks * places * sizes[number] if self._device.type == "cpu" else 0
         room = available_memory() // config.parallel.workers_per_node - unused
         tiers: list[KVTier] = []
         for index, slots in enumerate(allocate.tiers):
             if not slots.by_content:
                 tiers.append(HostTier(slots.num_slots, sizes, self._device, room))
                 continue
-            layers = [layout for group in groups for layout in group.layouts]
+            layouts = [layout for group in groups for layout in group.layouts]
             is_remote = slots.medium == REMOTE
-            fingerprint = cache_fingerprint(config, self._checkpoint, specs, layers, by_content=is_remote)
+            fingerprint = cache_fingerprint(config, self._checkpoint, specs, layouts, by_content=is_remote)
             name = f"{fingerprint}-{self._tp.rank}"
             if is_remote:
                 assert config.cache.kv_offload_remote_url is not None, "it has a remote tier"

@@ -207,7 +207,7 @@ class LLMEngine:
         up; they change the speed and not the output.
 
         `stream_callback` is called within `step` with a RequestOutput for each sequence's new
-        output. Raises ValueError or TypeError, and submits nothing, for an invalid prompt.
+        output. Raises ValueError or TypeError, and submits nothing, for an invalid prompt or prediction.
         """
         self._check_open()
         prompts = prompts_of(prompt_or_tokens_list)

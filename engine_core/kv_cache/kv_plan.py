@@ -9,6 +9,7 @@ from atom.shared.messages.worker import (
     PagedSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
+    stored_bytes,
 )
 
 _STATE_SHARE = 2
@@ -111,9 +112,9 @@ def plan_slots(
 ) -> list[int]:
     """Slots of each group in a tier of so many bytes, in the proportion of the cache's `num_blocks`.
 
-    A slot takes `extra_bytes` more than its block.
+    A slot takes `extra_bytes` more than what it keeps of a block.
     """
-    sizes = [unit_bytes(spec) + extra_bytes for spec in specs]
+    sizes = [stored_bytes(spec) + extra_bytes for spec in specs]
     total = sum(map(operator.mul, sizes, num_blocks))
     return [blocks * tier_bytes // total for blocks in num_blocks]
 

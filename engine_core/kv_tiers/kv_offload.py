@@ -21,10 +21,16 @@ from atom.shared.messages.kv_tiers import (
     FindBlocks,
     StoredBlocks,
 )
-from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom.shared.messages.worker import (
+    FullAttentionSpec,
+    KVSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+    stored_bytes,
+)
 from engine_core.kv_cache.block_pool import BlockPool
 from engine_core.kv_cache.kv_events import KVEventLog, listed_group
-from engine_core.kv_cache.kv_plan import first_visible_block, peak_blocks, unit_bytes
+from engine_core.kv_cache.kv_plan import first_visible_block, peak_blocks
 from engine_core.kv_cache.prefix_lookup import visible_prefix
 from engine_core.kv_cache.request_blocks import RequestBlocks
 from engine_core.kv_tiers.block_questions import ASKED_AT_ONCE, BlockQuestions, Question
@@ -105,7 +111,7 @@ class KVOffload:
             if policy.role != "kv_producer":
                 self._questions = BlockQuestions(shared, self._shared, len(specs), policy.num_ranks)
         most = min(pool.num_blocks for pool in pools) // _STORED_SHARE
-        by_size = _STORED_BYTES // max(map(unit_bytes, specs))
+        by_size = _STORED_BYTES // max(map(stored_bytes, specs))
         self._most_stored = max(1, min(_STORED_BLOCKS, most, by_size))
 
     def list_events(self, events: KVEventLog) -> None:

@@ -116,12 +116,7 @@ class InputProcessor:
         try:
             ids = self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self.max_model_len)
         except TooManyTokensError:
-            raise RequestError(
-                f"'prediction' has more than {self.max_model_len} tokens, the model's maximum context "
-                "length: send less text",
-                param="prediction",
-                code="context_length_exceeded",
-            ) from None
+            raise self._too_long_prediction() from None
         # Ids beyond the model's vocabulary are never sampled.
         return [token_id for token_id in ids if token_id < self._vocab_size]
 
@@ -208,12 +203,16 @@ class InputProcessor:
         """The request for the `n` sequences of one prompt with `images`, one for each id.
 
         `checked` is the result of `check_params` for parameters that differ in max_tokens at
-        most. Raises RequestError as `check_params` does, for prompts that are too long or have
-        ids outside the vocabulary, and for more bytes than a message may have.
+        most. Raises RequestError as `check_params` does, for prompts and predictions that are too long
+        or have ids outside the vocabulary, and for more bytes than a message may have.
         """
         checked = checked or self.check_params(params)
         self._check_length(prompt_ids, params.max_tokens)
         self.check_vocabulary(prompt_ids, "prompt")
+        if prediction_ids:
+            if len(prediction_ids) > self.max_model_len:
+                raise self._too_long_prediction()
+            self.check_vocabulary(prediction_ids, "prediction")
         packed = pack_ids(prompt_ids)
         seed = _unsigned_seed(params.seed)
         request = AddRequest(
@@ -245,6 +244,14 @@ class InputProcessor:
                 param="prompt",
             )
         return request
+
+    def _too_long_prediction(self) -> RequestError:
+        return RequestError(
+            f"'prediction' has more than {self.max_model_len} tokens, the model's maximum context "
+            "length: send less of it",
+            param="prediction",
+            code="context_length_exceeded",
+        )
 
     def _too_long(self, count: str) -> RequestError:
         return RequestError(

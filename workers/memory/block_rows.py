@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from atom_ops import BlockTensors, gather_block_rows, scatter_block_rows, to_device
 from workers.layers.context import CacheLayer
@@ -17,17 +18,20 @@ __all__ = ["BlockRows"]
 
 
 class BlockRows:
-    """The tensors of a group's layers, whose first dimension is the block."""
+    """The tensors of a group's layers, whose first dimension is the block, or a place in it."""
 
-    def __init__(self, layers: Sequence[CacheLayer], num_blocks: int, num_bytes: int):
+    def __init__(self, layers: Sequence[CacheLayer], num_blocks: int, num_bytes: int, places: int = 1):
         """`num_bytes`: of a block in all layers, as the group's spec says.
 
+        Of a block that has several `places` only the first one is read and written.
         Raises ValueError for a cache that is not made of blocks of that size.
         """
         self.num_bytes = num_bytes
+        self._places = places
+        entries = num_blocks * places
         tensors = [tensor for layer in layers for tensor in _tensors(layer) if tensor.dim() > 1]
         found = sum(tensor[0].nbytes for tensor in tensors)
-        if found != num_bytes or any(len(each) != num_blocks or not each.is_contiguous() for each in tensors):
+        if found != num_bytes or any(len(each) != entries or not each.is_contiguous() for each in tensors):
             name = type(layers[0]).__name__
             raise ValueError(
                 f"--kv-offload-memory: the cache of {name} has {found} bytes in a block and not {num_bytes}, "
@@ -38,7 +42,7 @@ class BlockRows:
         self.device = tensors[0].device
         # Eight bytes are gathered and scattered as fast as one.
         self._unit = torch.uint8 if any(tensor[0].nbytes % 8 for tensor in tensors) else torch.int64
-        self._blocks = BlockTensors(tuple(tensor.view(num_blocks, -1).view(self._unit) for tensor in tensors))
+        self._blocks = BlockTensors(tuple(tensor.view(entries, -1).view(self._unit) for tensor in tensors))
         # numpy copies in this thread alone; torch would start threads of its own for it.
         on_cpu = self.device.type == "cpu"
         self._arrays = [tensor.numpy() for tensor in self._blocks.tensors] if on_cpu else []
@@ -54,10 +58,10 @@ class BlockRows:
             rows = rows_NS.view(self._unit).numpy()
             for array in self._arrays:
                 end = start + array.shape[1]
-                rows[:, start:end] = array[blocks]
+                rows[:, start:end] = array[self._entries(blocks)]
                 start = end
             return
-        blocks_N = to_device(np.array(blocks, np.int64), self.device)
+        blocks_N = to_device(self._entries(blocks), self.device)
         gather_block_rows(self._blocks, blocks_N, rows_NS.view(self._unit))
 
     def write(self, blocks: Sequence[int], rows_NS: torch.Tensor) -> None:
@@ -67,11 +71,14 @@ class BlockRows:
             rows = rows_NS.view(self._unit).numpy()
             for array in self._arrays:
                 end = start + array.shape[1]
-                array[blocks] = rows[:, start:end]
+                array[self._entries(blocks)] = rows[:, start:end]
                 start = end
             return
-        blocks_N = to_device(np.array(blocks, np.int64), self.device)
+        blocks_N = to_device(self._entries(blocks), self.device)
         scatter_block_rows(self._blocks, blocks_N, rows_NS.view(self._unit))
+
+    def _entries(self, blocks: Sequence[int]) -> NDArray[np.int64]:
+        return np.array(blocks, np.int64) * self._places
 
 
 def _tensors(cache: CacheLayer) -> Iterator[torch.Tensor]:

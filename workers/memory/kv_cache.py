@@ -50,7 +50,7 @@ def kv_specs(groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) 
 
 def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
     if isinstance(group, StateGroup):
-        return RecurrentStateSpec(len(group.layers) * group.places * group.shape.bytes)
+        return RecurrentStateSpec(len(group.layers) * group.places * group.shape.bytes, group.places)
     if isinstance(group, LatentGroup):
         layer_bytes = latent_bytes_per_block(block_size, group.latent_width, group.rope_width, dtype)
         index_bytes = index_bytes_per_block(block_size, group.index_width, dtype)

@@ -19,10 +19,10 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
-from atom.shared.messages.worker import KVSpec, RecurrentStateSpec
+from atom.shared.messages.worker import KVSpec, stored_bytes
 from workers.memory.block_rows import BlockRows
 
-__all__ = ["KVTier", "SharedKVTier", "TierCopier", "block_bytes", "staged_bytes"]
+__all__ = ["KVTier", "SharedKVTier", "TierCopier", "staged_bytes"]
 
 _STAGED_BYTES = 128 << 20
 """Most bytes that are copied at a time on a GPU."""
@@ -61,7 +61,7 @@ class SharedKVTier(KVTier, Protocol):
 
 def staged_bytes(specs: Sequence[KVSpec]) -> int:
     """Bytes on the device for the rows of one tier's copies: those being copied, and one layer's part."""
-    return 2 * max(_STAGED_BYTES, *map(block_bytes, specs))
+    return 2 * max(_STAGED_BYTES, *map(stored_bytes, specs))
 
 
 class TierCopier:
@@ -180,8 +180,3 @@ class TierCopier:
         torch.cuda.set_device(self._device)  # of this thread
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             yield
-
-
-def block_bytes(spec: KVSpec) -> int:
-    """Bytes of one block, or of one state."""
-    return spec.bytes_per_slot if isinstance(spec, RecurrentStateSpec) else spec.bytes_per_block

@@ -60,6 +60,10 @@ class Proposer(ABC):
     def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
         """The tokens that a step computes, drafts included, and the context of each KV group."""
 
+    def kept(self, group: int) -> Sequence[torch.Tensor]:
+        """What it keeps for the blocks of a KV group besides the caches of layers: [blocks, ...] each."""
+        return ()
+
     def observe(  # noqa: B027 - methods that read the text alone need nothing of it
         self, computed: Computed, sampled: Sampled | None
     ) -> None:

@@ -97,6 +97,10 @@ class Speculation:
         """The tokens that a step computes."""
         self._proposer.add_tokens(ids_T, groups)
 
+    def kept(self, group: int) -> Sequence[torch.Tensor]:
+        """What drafts need of the blocks of a KV group besides the caches of layers; see `Proposer`."""
+        return self._proposer.kept(group)
+
     def last_starts(self, rows: Rows) -> Rows:
         """The last position at which each row may still compute a token."""
         return self._limits[rows] - 1

@@ -17,7 +17,7 @@ from atom_ops import StatePlan, TokenHistory, to_device
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows
 from workers.layers.attention.attention import KVGroup
-from workers.layers.attention.cache_groups import CacheGroup
+from workers.layers.attention.cache_groups import CacheGroup, RowGroup
 from workers.layers.context import GroupContext
 from workers.spec_decode.proposer import Method, Proposer
 
@@ -36,7 +36,8 @@ class TextGroup:
 def text_group(groups: Sequence[CacheGroup]) -> TextGroup:
     """The group of a model; every model has a group of blocks. A full one, or the longest window."""
     reaches = [
-        (group.window if isinstance(group, KVGroup) else 0, number) for number, group in enumerate(groups)
+        (group.window if isinstance(group, (KVGroup, RowGroup)) else 0, number)
+        for number, group in enumerate(groups)
     ]
     full = [number for reach, number in reaches if reach == 0]
     if full:
@@ -107,6 +108,10 @@ class TextProposer(Proposer):
         assert isinstance(group, GroupContext)
         # A slot of -1 is the last entry.
         self._history.ids_S[group.slots_T] = ids_T.int()
+
+    def kept(self, group: int) -> Sequence[torch.Tensor]:
+        ids_S = self._history.ids_S[:-1]
+        return [ids_S.view(-1, self._history.block_size)] if group == self._group else ()
 
 
 def row_text(row: int, last: int, last_id: int, history: TokenHistory) -> NDArray[np.int32]:

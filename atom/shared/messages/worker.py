@@ -56,6 +56,8 @@ class RecurrentStateSpec(msgspec.Struct, tag="state", array_like=True, frozen=Tr
 
     bytes_per_slot: int
     """On this rank, over all layers of the group."""
+    places: int = 1
+    """States in a slot, of which the first is saved: with drafts there is one for each token of a step."""
 
 
 MAX_LENGTH = (1 << 31) - 1
@@ -63,6 +65,13 @@ MAX_LENGTH = (1 << 31) - 1
 PagedSpec = FullAttentionSpec | SlidingWindowSpec
 """Groups whose blocks hold tokens."""
 KVSpec = FullAttentionSpec | SlidingWindowSpec | RecurrentStateSpec
+
+
+def stored_bytes(spec: KVSpec) -> int:
+    """Bytes of what a KV tier keeps of a block, or of a slot: its first state."""
+    if isinstance(spec, RecurrentStateSpec):
+        return spec.bytes_per_slot // spec.places
+    return spec.bytes_per_block
 
 
 class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -67,7 +67,10 @@ def row_slots(cache: CachedRows, row_T: Tensor, position_T: Tensor) -> Tensor:
 
     It is in the block of its last token, which is the only one there where a row spans several blocks.
     """
-    block_T = cache.plan.block_table_RW[row_T, position_T // cache.block_size].long()
+    table_RW = cache.plan.block_table_RW
+    if not table_RW.shape[1]:  # a step of padding alone, as where all rows are at their limits
+        return torch.zeros_like(row_T + position_T)
+    block_T = table_RW[row_T, position_T // cache.block_size].long()
     return block_T * cache.rows.shape[1] + position_T % cache.block_size // cache.rate
 
 

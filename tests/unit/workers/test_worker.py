@@ -10,6 +10,7 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
+from atom.shared.config.scheduler import SchedulerConfig
 from atom.shared.messages.engine import LogitsProcessors, Sampling, unpack_ids
 from atom.shared.messages.worker import AllocateKV, FullAttentionSpec, ScheduledBatch
 from tests.helpers.checkpoints.tiny_models import (
@@ -22,6 +23,8 @@ from tests.helpers.checkpoints.tiny_models import (
     tiny,
 )
 from tests.helpers.engine.core_side import CoreSide, generate
+from workers.model_runner import ModelRunner
+from workers.pending_step import PendingStep
 from workers.worker import Worker, worker_device
 
 BLOCKS, BLOCK_SIZE = 64, 4
@@ -91,6 +94,24 @@ def test_warm_up_fits_any_cache(checkpoint: Checkpoint, blocks: int) -> None:
     worker.load()
     worker.allocate(AllocateKV([blocks], MAX_MODEL_LEN))
     assert progress_calls[-1][0] == "Warming up" and progress_calls[-1][1] == progress_calls[-1][2]
+
+
+@pytest.mark.parametrize("most", [1, 6])
+def test_warm_up_computes_no_more_tokens_than_a_step(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """What drafts may have room for the hidden states of such a step alone."""
+    computed: list[int] = []
+    launch = ModelRunner.launch
+
+    def counted(runner: ModelRunner, batch: ScheduledBatch) -> PendingStep:
+        computed.append(sum(batch.counts or [1] * len(batch.rows)))
+        return launch(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "launch", counted)
+    limits = SchedulerConfig(max_num_batched_tokens=most, max_num_seqs=1)
+    ready(replace(engine_config(), scheduler=limits), checkpoint)
+    assert computed == [most, 1, 1]
 
 
 def test_a_result_has_one_id_for_each_sampled_row(checkpoint: Checkpoint) -> None:

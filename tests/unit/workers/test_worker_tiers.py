@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, TierSlots
 from tests.helpers.checkpoints.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
 from tests.helpers.engine.conversations import Conversations, plans
@@ -54,6 +55,25 @@ def test_a_few_random_conversations(tmp_path: Path) -> None:
 
         run()
         made.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("llama-gqa", [18]), ("qwen3-next", [18, 6])], ids=["texts", "texts and states"]
+)
+def test_drafts_of_texts_come_back_too(tmp_path: Path, name: str, blocks: list[int]) -> None:
+    """The texts as if no block had been evicted, and of a slot with states after drafts the first one."""
+    _, checkpoint = save_tiny(tiny(name), tmp_path)
+    speculative = SpeculativeConfig("ngram", 3, 1, 1, spec_decode_adaptive=False)
+    config = dataclasses.replace(engine_config(), speculative=speculative)
+    worker = Worker(config, checkpoint, place(), lambda *progress: None)
+    large = WholeEngine(worker, [200] * len(blocks), max_tokens=64)
+    expected = converse(large)
+    engine = WholeEngine(worker, blocks, max_tokens=64, tiers=tiers_of(blocks, HOST_MEMORY))
+    assert converse(engine) == expected
+    stats = engine.core.stats()
+    assert stats.kv_tiers[0].loaded > 0
+    assert stats.num_draft_tokens == large.core.stats().num_draft_tokens > 5
+    worker.close()
 
 
 def converse(engine: WholeEngine) -> list[list[int]]:

@@ -7,6 +7,7 @@ from engine_core.kv_cache.kv_plan import (
     longest_sequence,
     peak_blocks,
     plan_blocks,
+    plan_slots,
 )
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=100)
@@ -95,3 +96,8 @@ def test_saved_states_take_their_part_of_the_memory() -> None:
     assert slots == pytest.approx(4 + 2 * intervals, rel=0.05)
     _, slots = plan_blocks([FULL, STATE], 100_000, 4, 16, 64, state_interval=1)
     assert slots == 50_000 // STATE.bytes_per_slot
+
+
+def test_a_tier_keeps_the_first_state_of_a_slot() -> None:
+    with_drafts = RecurrentStateSpec(bytes_per_slot=4000, places=4)
+    assert plan_slots([with_drafts, FULL], [6, 10], 60_000) == plan_slots([STATE, FULL], [6, 10], 60_000)

@@ -89,6 +89,18 @@ def test_ids_outside_the_vocabulary_are_refused(inputs: InputProcessor, bad: lis
     assert caught.value.param == "stop_token_ids"
 
 
+@pytest.mark.parametrize(
+    ("prediction", "message"), [([3, -1], "token id -1"), ([1 << 20], "token id"), ([3] * 101, "100 tokens")]
+)
+def test_predicted_ids_that_cannot_be_generated_are_refused(
+    inputs: InputProcessor, prediction: list[int], message: str
+) -> None:
+    assert inputs.request([3], SamplingParams(), [1], prediction_ids=[3] * 100)
+    with pytest.raises(RequestError, match=message) as error:
+        inputs.request([3], SamplingParams(), [1], prediction_ids=prediction)
+    assert error.value.param == "prediction"
+
+
 def test_an_empty_prompt_is_refused(inputs: InputProcessor) -> None:
     with pytest.raises(RequestError, match="empty"):
         inputs.request([], SamplingParams(), [1])

@@ -46,6 +46,16 @@ def test_states_are_rows_too() -> None:
     assert torch.equal(layer.conv[0], layer.conv[2]) and torch.equal(layer.recurrent[0], layer.recurrent[2])
 
 
+def test_of_several_places_the_first_one_is_copied() -> None:
+    states = torch.rand(6, 5)
+    before = states.clone()
+    group = BlockRows([states], 2, 20, places=3)
+    rows_NS = torch.zeros(1, 20, dtype=torch.uint8)
+    group.read([1], rows_NS)
+    group.write([0], rows_NS)
+    assert torch.equal(states[0], before[3]) and torch.equal(states[1:], before[1:])
+
+
 def test_numbers_that_are_no_block_are_left_out() -> None:
     group = BlockRows([WithConstant(torch.rand(3, 4), torch.ones(1))], 3, 16)
     assert group.num_bytes == 16

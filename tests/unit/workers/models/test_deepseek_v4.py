@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load, save_file
 from transformers import AutoModelForCausalLM
 
+from atom.shared.config.speculative import SpeculativeConfig
 from parallel.communicator import Communicator
 from tests.helpers.checkpoints.fp8 import CONFIG, numbers, quantized
 from tests.helpers.checkpoints.mxfp4 import packed_experts
@@ -17,15 +19,19 @@ from tests.helpers.checkpoints.tiny_models import (
     MAX_MODEL_LEN,
     Tiny,
     checkpoint_of,
+    engine_config,
     hf_logits,
+    place,
     prompt_of,
     save_tiny,
     tiny,
 )
 from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.engine.whole_engine import WholeEngine
 from tests.helpers.parallel.thread_ranks import on_ranks
 from workers.layers.context import BuildContext
 from workers.models.registry import build_model
+from workers.worker import Worker
 
 IDS = prompt_of(150, seed=4)
 _NAMES = {
@@ -151,3 +157,16 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     config["layer_types"][0] = "full_attention"
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(tmp_path, "deepseek_v4 with layers .*full_attention.* is not supported")
+
+
+def test_rows_at_their_limits_need_no_blocks(tmp_path: Path) -> None:
+    """Drafts are accepted up to the last token, while the next step is in flight: it computes padding."""
+    _, checkpoint = save_tiny(tiny("deepseek-v4"), tmp_path)
+    speculative = SpeculativeConfig("suffix", 4, spec_decode_adaptive=False)
+    config = replace(engine_config(block_size=16), speculative=speculative)
+    made = WholeEngine(Worker(config, checkpoint, place(), lambda *progress: None), 40, max_tokens=64)
+    for number in range(2):  # the second output is looked up in the first
+        made.add(number, [5, 6, 7, 8] * 3, 12)
+        made.run()
+    assert made.outputs[0].token_ids == made.outputs[1].token_ids
+    assert sum(made.core.stats().num_accepted_tokens_per_pos) > 4

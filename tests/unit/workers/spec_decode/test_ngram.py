@@ -13,7 +13,9 @@ from atom_ops.ops.sampling.draft_inputs import state_case
 from tests.helpers.checkpoints.tiny_models import save_tiny, tiny
 from tests.helpers.engine.drafting import PLAIN, check_few_blocks, drafting_engine
 from tests.helpers.engine.varied_requests import check, run
+from workers.layers.attention.cache_groups import RowGroup, RowShape
 from workers.spec_decode.ngram import row_drafts
+from workers.spec_decode.text_history import TextGroup, text_group
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,3 +102,9 @@ def test_one_row_has_the_drafts_that_the_operator_proposes(reach: int) -> None:
             assert drafts == [*takewhile(lambda token: token != NO_DRAFT, wanted[row])], (rule, row)
             found += len(drafts)
     assert found > 50
+
+
+def test_the_text_is_in_a_group_without_a_window() -> None:
+    groups = [RowGroup([0], [RowShape(8)], window=16), RowGroup([1], [RowShape(8, 4)])]
+    assert text_group(groups) == TextGroup(1, 0)
+    assert text_group(groups[:1]) == TextGroup(0, 16)
