@@ -5,7 +5,7 @@ import msgspec
 from atom.shared.config.checkpoint import Checkpoint
 
 MAX_COMPILED_BYTES = 32 * 1024 * 1024
-"""Most bytes of one `CompiledGrammar.compiled`. With 150,000 ids a string of bounded length takes 5 to 10 MiB."""
+"""Most bytes of one `CompiledGrammar.compiled`. With 150,000 ids a bounded string takes 5 to 10 MiB."""
 MAX_GRAMMAR_MEMORY = 64 * 1024 * 1024
 """Most memory of one compiled grammar in a worker, in bytes."""
 
