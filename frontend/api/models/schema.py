@@ -11,11 +11,18 @@ ToolForm = Literal["template", "generic"]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One served model."""
+    """One served model: an object of OpenAI's API, and of Anthropic's (`type`, `display_name` …)."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    """`created` as a date of RFC 3339."""
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
     max_model_len: int
     owned_by: Literal["atom"] = "atom"
     root: str
@@ -32,5 +39,8 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
     models: list[dict[str, str]] = []
     """Codex looks here for descriptions of OpenAI's own models: there are none."""

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -58,15 +59,21 @@ class ModelService:
 
     def list(self) -> ModelList:
         """The model under all its names."""
-        return ModelList(data=[self.get(name) for name in self._names])
+        data = [self.get(name) for name in self._names]
+        return ModelList(data=data, first_id=self._names[0], last_id=self._names[-1])
 
     def get(self, name: str) -> ModelCard:
         """The model `name`. Raises RequestError with status 404 for any other."""
         self.check(name)
+        longest = self._inputs.max_model_len
         return ModelCard(
             id=name,
             created=self._created,
-            max_model_len=self._inputs.max_model_len,
+            display_name=name,
+            created_at=datetime.fromtimestamp(self._created, UTC).isoformat(),
+            max_input_tokens=longest,
+            max_tokens=longest,
+            max_model_len=longest,
             root=self.name,
             tools=self._tools,
             forced_acceptance_length=self._forced_length,

@@ -179,6 +179,14 @@ def test_what_claude_code_sends(client: Client, model: ToolModel) -> None:
     assert "cch=" not in model.prompt() and "system\nYou are an agent.<|im_end|>" in model.prompt()
 
 
+def test_models_have_the_sdk_s_fields(sdk: anthropic.Anthropic) -> None:
+    (model,) = sdk.models.list()
+    checked = anthropic.types.ModelInfo.model_validate(model.model_dump())
+    assert (checked.id, checked.type, checked.display_name) == (MODEL, "model", MODEL)
+    assert checked.created_at.tzinfo is not None and checked.lifecycle == "active"
+    assert sdk.models.retrieve(MODEL) == model
+
+
 def test_count_tokens(sdk: anthropic.Anthropic) -> None:
     asked = {name: value for name, value in ASKED.items() if name != "max_tokens"}
     counted = sdk.messages.count_tokens(**asked, tools=[WEATHER], system="Be brief.")
