@@ -156,7 +156,7 @@ class EngineCore:
     def grammar_provided(self, message: GrammarBytes) -> dict[bytes, TokenDeltas]:
         """A frontend has sent a grammar for the workers; returns the deltas of failed requests."""
         failed = self._grammars.provided(message)
-        return self._fail(failed, f"its grammar has {len(message.compiled)} bytes: too many")
+        return self._fail(failed, f"its grammar has {len(message.source)} bytes: too many")
 
     def abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
         """End sequences without a response, and those of their resumable streams; unknown ids are ignored."""

@@ -177,7 +177,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         ClientHooks(
             inputs.set_max_model_len,
             None if is_alone else app[keys.SUPERVISOR].want_trial,
-            grammars.live.compiled,
+            grammars.live.source,
             app[keys.SUPERVISOR].handed_stream,
         ),
     )

@@ -99,7 +99,7 @@ class EngineService:
             self.parts.router,
             OutputProcessor(self.parts.inputs.tokenizer if self._with_text else None),
             Metrics(),
-            ClientHooks(self._on_ready, compiled_grammar=self._grammars.live.compiled),
+            ClientHooks(self._on_ready, grammar_source=self._grammars.live.source),
         )
         await self._open.enter_async_context(self.client)
         await asyncio.wait_for(self.client.wait_ready(), _READY_S)

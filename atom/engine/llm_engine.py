@@ -125,9 +125,7 @@ class LLMEngine:
     def _connect(self, parts: ClientParts) -> None:
         self._grammar_process = parts.grammar_process
         self._grammars = LiveGrammars()
-        self._links = CoreLinks(
-            self._context, self._supervisor.engines, parts.router, self._grammars.compiled
-        )
+        self._links = CoreLinks(self._context, self._supervisor.engines, parts.router, self._grammars.source)
         self._links.connect()
         ready = self._wait_for_all(CoreReady, _CORE_READY_DEADLINE_S)
         self.max_model_len: int = min(one.max_model_len for one in ready)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from atom.shared.messages.grammar import (
-    MAX_COMPILED_BYTES,
     MAX_GRAMMAR_MEMORY,
+    MAX_SOURCE_BYTES,
     DropGrammar,
     GetGrammar,
     Grammar,
@@ -141,8 +141,8 @@ class GrammarRegistry:
             return []  # another frontend was asked later, or no request is left
         del self._asked[held.asked.request_id]
         held.asked = None
-        if len(message.compiled) <= MAX_COMPILED_BYTES:
-            self._messages.append(LoadGrammar(message.key, message.compiled))
+        if len(message.source) <= MAX_SOURCE_BYTES:
+            self._messages.append(LoadGrammar(message.key, message.source))
             return []
         del self._held[message.key]
         return held.requests

@@ -447,8 +447,8 @@ class EngineClient:
                 self._ending_life = -1
                 self._replays.connected(engine.rank, engine.life)
             case GetGrammar(key):
-                if (compiled := self._hooks.compiled_grammar(key)) is not None:
-                    engine.link.send(GrammarBytes(key, compiled))
+                if (source := self._hooks.grammar_source(key)) is not None:
+                    engine.link.send(GrammarBytes(key, source))
             case Claimed():
                 self.resumption.answered(engine, message)
             case CoreStats() | ProfileResult() | RequestInfos() | Done():

@@ -63,7 +63,7 @@ class ClientHooks:
     """With the smallest max_model_len of the engines, whenever one has become ready."""
     want_trial: Callable[[int], None] | None = None
     """For the `TrialTurn` of this frontend; None if the engines have no other one."""
-    compiled_grammar: Callable[[bytes], bytes | None] = lambda key: None
-    """The compiled grammar of an unfinished request, by its key."""
+    grammar_source: Callable[[bytes], bytes | None] = lambda key: None
+    """The packed source of the grammar of an unfinished request, by its key."""
     handed_stream: Callable[[str, str], Awaitable[HandedStream]] = _no_stream
     """Takes a stream of the server that this one replaces, by its key and tenant."""

@@ -22,7 +22,7 @@ __all__ = ["CoreLinks"]
 class CoreLinks:
     """Sends each request to the engine that `router` chooses, and grammars to those that ask for one.
 
-    `compiled_grammar` gives that of an unfinished request, by its key.
+    `grammar_source` gives the packed source of an unfinished request, by its key.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class CoreLinks:
         context: "zmq.Context[Any]",
         engines: Iterable[EngineAddress],
         router: DPRouter,
-        compiled_grammar: Callable[[bytes], bytes | None] = lambda key: None,
+        grammar_source: Callable[[bytes], bytes | None] = lambda key: None,
     ):
-        self._compiled_grammar = compiled_grammar
+        self._grammar_source = grammar_source
         self._links = {address.rank: EngineLink(context, address.endpoint, 0) for address in engines}
         self._router = router
         self._charges: dict[int, Charge] = {}  # by request id
@@ -85,7 +85,7 @@ class CoreLinks:
         link = self._links[rank]
         message = link.decode(link.socket.recv(zmq.DONTWAIT))
         if isinstance(message, GetGrammar):
-            if (compiled := self._compiled_grammar(message.key)) is not None:
-                link.send(GrammarBytes(message.key, compiled))
+            if (source := self._grammar_source(message.key)) is not None:
+                link.send(GrammarBytes(message.key, source))
             return None
         return rank, message

@@ -15,7 +15,7 @@ __all__ = ["GrammarCompiler"]
 
 _RETRY_AFTER_S = 60
 _MAX_CACHED = 256
-_MAX_CACHED_BYTES = 256 * 1024 * 1024
+_MAX_CACHED_BYTES = 64 * 1024 * 1024
 _MAX_LIVE_BYTES = 512 * 1024 * 1024
 
 
@@ -94,7 +94,7 @@ class GrammarCompiler:
 
     def _keep(self, key: bytes, compiled: CompiledGrammar) -> None:
         self._cache[key] = compiled
-        self._cached_bytes += len(compiled.compiled)
+        self._cached_bytes += len(compiled.source)
         while len(self._cache) > _MAX_CACHED or self._cached_bytes > _MAX_CACHED_BYTES:
             _, oldest = self._cache.popitem(last=False)
-            self._cached_bytes -= len(oldest.compiled)
+            self._cached_bytes -= len(oldest.source)

@@ -14,7 +14,7 @@ _RETRY_AFTER_S = 5
 
 @dataclass(slots=True)
 class _Live:
-    compiled: bytes
+    source: bytes
     requests: int
     """Those that hold it."""
 
@@ -29,28 +29,28 @@ class LiveGrammars:
         self._lock = threading.RLock()  # garbage collection may release one while another one is added
 
     def grammar(self, row: RowGrammar, compiled: CompiledGrammar) -> Grammar:
-        """The grammar of a request: `compiled` is kept as long as this object. Raises OverloadedError."""
+        """The grammar of a request: its source is kept as long as this object. Raises OverloadedError."""
         key = row.key
         with self._lock:
             live = self._by_key.get(key)
             if live is None:
-                size = len(compiled.compiled)
+                size = len(compiled.source)
                 if self._max_bytes is not None and self._bytes + size > self._max_bytes:
                     raise OverloadedError(
                         f"the grammars of running requests take {self._bytes} bytes; try again later",
                         _RETRY_AFTER_S,
                     )
                 self._bytes += size
-                live = self._by_key[key] = _Live(compiled.compiled, 0)
+                live = self._by_key[key] = _Live(compiled.source, 0)
             live.requests += 1
         grammar = Grammar(row, compiled.memory, compiled.token_us)
         weakref.finalize(grammar, self._release, key).atexit = False
         return grammar
 
-    def compiled(self, key: bytes) -> bytes | None:
+    def source(self, key: bytes) -> bytes | None:
         """What to send to a core; None if no request holds it."""
         live = self._by_key.get(key)
-        return None if live is None else live.compiled
+        return None if live is None else live.source
 
     def _release(self, key: bytes) -> None:
         with self._lock:
@@ -58,4 +58,4 @@ class LiveGrammars:
             live.requests -= 1
             if not live.requests:
                 del self._by_key[key]
-                self._bytes -= len(live.compiled)
+                self._bytes -= len(live.source)

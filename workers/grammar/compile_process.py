@@ -20,7 +20,7 @@ from atom.shared.messages.grammar import GrammarCompilerLaunch, GrammarSource
 from atom.shared.utils.logger import setup_logging
 from atom.shared.utils.process import read_launch
 from workers.forks import ForkLimits, serve_forks
-from workers.grammar.compiling import compiled
+from workers.grammar.compiling import MAX_COMPILE_MEMORY, compiled, make_compiler, num_threads
 from workers.grammar.vocabulary import tokenizer_info
 
 if TYPE_CHECKING:
@@ -29,34 +29,29 @@ if TYPE_CHECKING:
 # Before numpy and torch start pools of threads, which a fork would not have.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-_MAX_MEMORY = 1 << 30  # that a fork may allocate
 _NICE = 10  # compiling gives way to the steps of the engine
-_MAX_THREADS = 8
 
 
 def main() -> None:
     """Serve until the parent closes the control socket."""
     launch = read_launch(GrammarCompilerLaunch)
     setup_logging("grammar compiler")
-    threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
 
     def serve(connection: socket.socket, _: list[int], info: "xgrammar.TokenizerInfo") -> None:
         # Both end the process, whatever it executes. A source is judged by its CPU time: other programs, and
         # the engine's own steps, may have the cores.
         os.nice(_NICE)
-        signal.setitimer(signal.ITIMER_PROF, launch.cpu_s * threads)
+        signal.setitimer(signal.ITIMER_PROF, launch.cpu_s * num_threads())
         signal.alarm(launch.deadline_s)
-        _compile(connection, info, threads)
+        _compile(connection, info)
 
-    limits = ForkLimits(_MAX_MEMORY, launch.max_parallel)
+    limits = ForkLimits(MAX_COMPILE_MEMORY, launch.max_parallel)
     serve_forks(socket.socket(fileno=launch.control_fd), tokenizer_info(launch.checkpoint), limits, serve)
 
 
-def _compile(connection: socket.socket, info: "xgrammar.TokenizerInfo", threads: int) -> None:
+def _compile(connection: socket.socket, info: "xgrammar.TokenizerInfo") -> None:
     """Compile the source that comes over the connection."""
-    import xgrammar
-
-    compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+    compiler = make_compiler(info)
     with connection.makefile("rwb") as stream:
         source = Decoder[GrammarSource](GrammarSource).decode(stream.read())
         with _ended_by_its_peer(connection):

@@ -1,12 +1,14 @@
-"""Compiles one source of a grammar."""
+"""Compiles one source of a grammar: once to judge it, and again in the process that follows its outputs."""
 
+import os
 import re
 import zlib
 from typing import TYPE_CHECKING
 
+from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.grammar import (
-    MAX_COMPILED_BYTES,
     MAX_GRAMMAR_MEMORY,
+    MAX_SOURCE_BYTES,
     CompiledGrammar,
     GrammarSource,
 )
@@ -19,7 +21,10 @@ from workers.grammar.structural_tags import ANY_OBJECT, MAX_WHITESPACE, Prepared
 if TYPE_CHECKING:
     import xgrammar
 
-_COMPRESSION = 1  # the fastest level: JSON of numbers shrinks to a quarter
+MAX_COMPILE_MEMORY = 1 << 30
+"""Bytes that a process may allocate to compile a source."""
+_MAX_TEXT_BYTES = 64 << 20
+_MAX_THREADS = 8
 _MAX_REASON = 400
 _WHERE = re.compile(r"\[[0-9:]+\] \S+?:\d+: ")  # time and place in xgrammar's sources
 
@@ -35,10 +40,11 @@ def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> Com
     except (MemoryError, RecursionError):
         return CompiledGrammar(error="it is too large or nested too deeply")
     memory = grammar.memory_size_bytes
-    data = zlib.compress(grammar.serialize_json().encode(), _COMPRESSION)
+    packed = packed_source(source)
     for size, most, what in (
         (memory, MAX_GRAMMAR_MEMORY, "compiled it takes"),
-        (len(data), MAX_COMPILED_BYTES, "compiled and compressed it takes"),
+        (len(source.text), _MAX_TEXT_BYTES, "its text has"),
+        (len(packed), MAX_SOURCE_BYTES, "its text, compressed, has"),
     ):
         if size > most:
             return CompiledGrammar(
@@ -53,7 +59,30 @@ def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> Com
             "repetition, no rule that begins with itself, fewer alternatives that begin alike"
         )
     warnings = [_one_line(_WHERE.sub("", text)) for text in warnings]
-    return CompiledGrammar(data, memory, max(1, round(seconds * 1e6)), warnings=warnings)
+    return CompiledGrammar(packed, memory, max(1, round(seconds * 1e6)), warnings=warnings)
+
+
+def packed_source(source: GrammarSource) -> bytes:
+    """As in `CompiledGrammar`."""
+    return zlib.compress(encode(source))
+
+
+def unpacked_source(packed: bytes) -> GrammarSource:
+    """What was packed. Raises ValueError, WireError, zlib.error for anything else."""
+    data = zlib.decompressobj().decompress(packed, 2 * _MAX_TEXT_BYTES)
+    return Decoder[GrammarSource](GrammarSource, 2 * _MAX_TEXT_BYTES).decode(data)
+
+
+def make_compiler(info: "xgrammar.TokenizerInfo") -> "xgrammar.GrammarCompiler":
+    """Compiles one source. Its cache holds the masks of equal rules, such as those of all strings."""
+    import xgrammar
+
+    return xgrammar.GrammarCompiler(info, max_threads=num_threads(), cache_enabled=True)
+
+
+def num_threads() -> int:
+    """Threads that compile a source."""
+    return min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
 
 
 def compile_source(

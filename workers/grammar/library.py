@@ -3,7 +3,7 @@
 import os
 import queue
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.codec import Decoder, encode
@@ -22,10 +22,11 @@ from workers.grammar.output_matcher import WORD_BITS
 
 _MODULE = "workers.grammar.matcher_process"
 _START_DEADLINE_S = 120.0
+_MAX_PARALLEL = 4
 
 
 class GrammarLibrary:
-    """Loads grammars in a thread, alongside the steps.
+    """Loads grammars in threads, alongside the steps.
 
     The first one starts the process that forks for each grammar: it imports xgrammar, and computes the bytes
     of each id of the vocabulary.
@@ -38,10 +39,9 @@ class GrammarLibrary:
         self._masks_per_slot = 1 + num_drafts
         self._grammars: dict[bytes, FollowedGrammar] = {}
         self._dead: set[bytes] = set()
-        self._waiting: queue.SimpleQueue[LoadGrammar] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[tuple[GrammarLoaded, FollowedGrammar | None]] = queue.SimpleQueue()
         self._num_loading = 0
-        self._thread: threading.Thread | None = None
+        self._threads = ThreadPoolExecutor(_MAX_PARALLEL, thread_name_prefix="grammars")
 
     @property
     def is_loading(self) -> bool:
@@ -50,11 +50,8 @@ class GrammarLibrary:
 
     def load(self, message: LoadGrammar) -> None:
         """Begin to load a grammar."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._load_all, name="grammars", daemon=True)
-            self._thread.start()
         self._num_loading += 1
-        self._waiting.put(message)
+        self._threads.submit(self._try_to_load, message)
 
     def next_loaded(self) -> GrammarLoaded | None:
         """The result of a `load` that has ended; None if there is none yet."""
@@ -87,19 +84,18 @@ class GrammarLibrary:
         """End all processes."""
         for key in list(self._grammars):
             self.drop(key)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._forks.close()
 
-    def _load_all(self) -> None:
-        """Load the waiting grammars, one after another; runs in a thread."""
-        while True:
-            message = self._waiting.get()
-            try:
-                result = GrammarLoaded(message.key), self._load(message)
-            except Exception as error:  # of any kind: only the requests with this grammar fail
-                reason = f"the grammar could not be loaded: {one_line(error, Exception)}"
-                self._loaded.put((GrammarLoaded(message.key, reason), None))
-            else:
-                self._loaded.put(result)
+    def _try_to_load(self, message: LoadGrammar) -> None:
+        """Load a grammar; runs in a thread."""
+        try:
+            result = GrammarLoaded(message.key), self._load(message)
+        except Exception as error:  # of any kind: only the requests with this grammar fail
+            reason = f"the grammar could not be loaded: {one_line(error, Exception)}"
+            self._loaded.put((GrammarLoaded(message.key, reason), None))
+        else:
+            self._loaded.put(result)
 
     def _load(self, message: LoadGrammar) -> FollowedGrammar:
         """Start a process for the grammar. Raises ValueError for one that it cannot load, OSError."""
@@ -109,7 +105,7 @@ class GrammarLibrary:
             with theirs:
                 self._forks.pass_descriptors([theirs.fileno(), descriptor])
             ours.settimeout(_START_DEADLINE_S)
-            start = StartMatcher(message.compiled, self._num_slots, self._num_words, self._masks_per_slot)
+            start = StartMatcher(message.source, self._num_slots, self._num_words, self._masks_per_slot)
             write_frame(ours, encode(start))
             answer = read_frame(ours)
             if not answer:

@@ -17,8 +17,9 @@ import os
 import select
 import signal
 import socket
-import zlib
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +37,7 @@ from atom.shared.utils.errors import one_line
 from atom.shared.utils.logger import setup_logging
 from atom.shared.utils.process import read_launch
 from workers.forks import ForkLimits, serve_forks
+from workers.grammar.compiling import MAX_COMPILE_MEMORY, compile_source, make_compiler, unpacked_source
 from workers.grammar.frame_socket import read_frame, write_frame
 from workers.grammar.output_matcher import OutputMatcher, Words, fill_masks
 from workers.grammar.vocabulary import tokenizer_info
@@ -48,12 +50,12 @@ os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_
 
 MAX_CPU_S = 0.5
 """CPU time of a fork for the ids of a step, besides `_ID_S` for each."""
-MAX_MEMORY = 512 << 20
-"""Bytes of a fork, besides those it shares: its grammar, and what the outputs so far need."""
+MAX_MEMORY = MAX_COMPILE_MEMORY + (512 << 20)
+"""Bytes of a fork, besides those it shares: to compile, and for what the outputs so far need."""
 _ID_S = 5e-5
 _PIECE = 256  # ids of a resumed output, about a millisecond
 _MAX_FORKS = 1024
-_MAX_TEXT_BYTES = 128 << 20
+_NICE = 10  # compiling gives way to the steps of the engine
 
 
 def main() -> None:
@@ -71,7 +73,7 @@ def _serve(connection: socket.socket, descriptors: list[int], info: "xgrammar.To
     memory = mmap.mmap(descriptors[0], 4 * math.prod(shape))
     words_SJW: Words = np.frombuffer(memory, np.int32).reshape(shape)
     try:
-        compiled = _loaded(start.compiled, info)
+        compiled = _compiled(start.source, info)
     except Exception as error:  # of any kind: only the requests with this grammar fail
         reason = f"the grammar could not be loaded: {one_line(error, Exception)}"
         write_frame(connection, encode(MatcherStarted(reason)))
@@ -158,11 +160,15 @@ def _allow_cpu_time(num_ids: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S + _ID_S * num_ids)
 
 
-def _loaded(compressed: bytes, info: "xgrammar.TokenizerInfo") -> "xgrammar.CompiledGrammar":
-    import xgrammar
+def _compiled(packed: bytes, info: "xgrammar.TokenizerInfo") -> "xgrammar.CompiledGrammar":
+    """Compile in a thread that gives way: a thread has a priority of its own, which it cannot raise again."""
 
-    text = zlib.decompressobj().decompress(compressed, _MAX_TEXT_BYTES)
-    return xgrammar.CompiledGrammar.deserialize_json(text.decode(), info)
+    def compile_nicely() -> "xgrammar.CompiledGrammar":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        return compile_source(unpacked_source(packed), make_compiler(info))[0]
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(compile_nicely).result()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from atom.shared.messages.admin import RequestStatus
 from atom.shared.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
 from atom.shared.messages.grammar import (
-    MAX_COMPILED_BYTES,
     MAX_GRAMMAR_MEMORY,
+    MAX_SOURCE_BYTES,
     DropGrammar,
     GetGrammar,
     Grammar,
@@ -367,6 +367,6 @@ def test_a_grammar_that_is_too_large_fails_its_requests_alone() -> None:
     core = new_core()
     core.add(request(1, b"a"), FRONTEND)
     core.add(request(2, b"b"), FRONTEND)
-    deltas = core.grammar_provided(GrammarBytes(b"a", bytes(MAX_COMPILED_BYTES + 1)))[FRONTEND]
+    deltas = core.grammar_provided(GrammarBytes(b"a", bytes(MAX_SOURCE_BYTES + 1)))[FRONTEND]
     assert [(end.request_id, end.reason) for end in deltas.finished] == [(1, FinishReason.ERROR)]
     assert core.num_live == 1 and core.grammar_messages() == []

@@ -3,7 +3,7 @@ import pytest
 from atom.shared.messages.codec import Decoder
 from atom.shared.messages.engine import Abort, AddRequest, FinishReason, TokenDeltas, pack_ids
 from atom.shared.messages.grammar import (
-    MAX_COMPILED_BYTES,
+    MAX_SOURCE_BYTES,
     Grammar,
     GrammarBytes,
     GrammarLoaded,
@@ -224,7 +224,7 @@ def test_a_stream_whose_grammar_fails_is_forgotten(is_loaded: bool) -> None:
         assert run.core.grammar_provided(GrammarBytes(b"g", b"x")) == {}
         failed = run.core.grammar_loaded(GrammarLoaded(b"g", "no memory"))
     else:
-        failed = run.core.grammar_provided(GrammarBytes(b"g", bytes(MAX_COMPILED_BYTES + 1)))
+        failed = run.core.grammar_provided(GrammarBytes(b"g", bytes(MAX_SOURCE_BYTES + 1)))
     assert [end.reason for end in failed[b"a"].finished] == [FinishReason.ERROR]
     assert claim(run, "k", b"b") == Claimed(7, "k")
     assert run.core.take_streams() == ([], 0) and run.core.num_live == 0

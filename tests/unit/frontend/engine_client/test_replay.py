@@ -123,7 +123,7 @@ def test_a_grammar_is_sent_once_to_each_life_of_an_engine(start: Start) -> None:
     """Requests have its key alone, those that run again, too."""
     old = start(0, script=part_script)
     live = LiveGrammars()
-    hooks = ClientHooks(compiled_grammar=live.compiled)
+    hooks = ClientHooks(grammar_source=live.source)
 
     async def run() -> None:
         async with connected([old], hooks=hooks, max_replays=3) as client:
@@ -144,7 +144,7 @@ def test_a_grammar_is_sent_once_to_each_life_of_an_engine(start: Start) -> None:
 
     asyncio.run(run())
     gc.collect()
-    assert live.compiled(b"key") is None
+    assert live.source(b"key") is None
 
 
 def test_prompts_wait_if_the_engine_ends_before_they_are_sent(

@@ -56,7 +56,7 @@ def test_a_source_is_judged_by_its_cpu_time(process: GrammarProcess, monkeypatch
     exchange = grammar_process.exchange
     monkeypatch.setattr(grammar_process, "CPU_S", 1)
     monkeypatch.setattr(grammar_process, "exchange", late)
-    assert process.compile(QUICK)[0].compiled
+    assert process.compile(QUICK)[0].source
     assert "too much memory" in process._killed(0.5)[0].error
     found, is_final = process._killed(1.5)
     assert "more than 1 s of CPU time" in found.error and not is_final
@@ -66,7 +66,7 @@ def test_a_source_is_judged_by_its_cpu_time(process: GrammarProcess, monkeypatch
 
 def test_a_cancelled_compilation_ends_its_fork(process: GrammarProcess) -> None:
     compiled, is_final = process.compile(QUICK)
-    assert compiled.compiled and is_final
+    assert compiled.source and is_final
     compilation = Compilation()
     results: list[tuple[CompiledGrammar, bool]] = []
     thread = threading.Thread(target=lambda: results.append(process.compile(LONG, compilation)))
@@ -81,5 +81,5 @@ def test_a_cancelled_compilation_ends_its_fork(process: GrammarProcess) -> None:
     while forks_of(process):
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    assert process.compile(QUICK)[0].compiled == compiled.compiled
+    assert process.compile(QUICK)[0].source == compiled.source
     assert process.compile(QUICK, compilation)[0].error == "the request was dropped"

@@ -15,9 +15,9 @@ def test_a_grammar_lives_as_long_as_its_requests() -> None:
     second = live.grammar(RowGrammar(b"a", [2]), COMPILED)
     assert (first.row.stop_ids, second.row.stop_ids, first.memory) == ([1], [2], 7)
     del first
-    assert live.compiled(b"a") is COMPILED.compiled
+    assert live.source(b"a") is COMPILED.source
     del second
-    assert live.compiled(b"a") is None
+    assert live.source(b"a") is None
 
 
 def test_their_bytes_are_bounded_and_each_counts_once() -> None:

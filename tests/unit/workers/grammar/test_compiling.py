@@ -11,7 +11,7 @@ import xgrammar
 
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
 from tests.helpers.text.byte_grammars import accepts, byte_compiler, compile_bytes
-from workers.grammar.compiling import compile_source, compiled
+from workers.grammar.compiling import compile_source, compiled, unpacked_source
 from workers.grammar.structural_tags import MAX_WHITESPACE
 
 PERSON = {
@@ -56,11 +56,36 @@ def _bounded(words: list[str], **limits: int) -> tuple[GrammarSource, xgrammar.G
 
 
 def test_strings_with_long_bounds_are_small_grammars() -> None:
-    """A quarter of what one repetition of 5,000 takes."""
+    """A fraction of what one repetition of 5,000 takes."""
     draw = random.Random(0)
     words = ["".join(draw.choices(string.ascii_lowercase, k=1 + n % 12)) for n in range(10_000)]
     made = compiled(*_bounded(words, maxLength=5000))
-    assert not made.error and len(made.compiled) < 1_500_000
+    assert not made.error and made.memory < 2_500_000
+
+
+def test_a_hundred_tools() -> None:
+    """What xgrammar writes of the compiled grammar would be 100 times as large as the source."""
+    _, compiler = _bounded([*string.printable, "path", "lines"])
+    tags = [
+        {
+            "begin": f'<call>{{"name": "tool_{number}", "arguments": ',
+            "content": {
+                "type": "json_schema",
+                "json_schema": {
+                    "type": "object",
+                    "properties": {"path": {"type": "string"}, f"own_{number}": {"enum": ["a", "b"]}},
+                    "required": ["path"],
+                },
+            },
+            "end": "}</call>",
+        }
+        for number in range(100)
+    ]
+    form = {"type": "triggered_tags", "triggers": ["<call>"], "tags": tags}
+    source = GrammarSource("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    made = compiled(source, compiler)
+    assert not made.error and len(made.source) < 10_000
+    assert unpacked_source(made.source) == source
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,9 +19,9 @@ from parallel.communicator import Communicator
 from tests.helpers.checkpoints import tiny_tokenizer
 from workers.batch.block_table import BatchLimits
 from workers.batch.step_inputs import SamplingRows
-from workers.grammar.compiling import compiled
+from workers.grammar.compiling import compile_source, compiled, packed_source
 from workers.grammar.cost import MAX_TOKEN_S
-from workers.grammar.followed import KEPT_OUTPUTS
+from workers.grammar.followed import KEPT_OUTPUTS, FollowedGrammar
 from workers.grammar.library import GrammarLibrary
 from workers.grammar.row_matchers import RowMatchers
 from workers.grammar.vocabulary import tokenizer_info
@@ -48,12 +48,11 @@ def library(checkpoint: Checkpoint) -> Iterator[GrammarLibrary]:
     import xgrammar
 
     compiler = xgrammar.GrammarCompiler(tokenizer_info(checkpoint), max_threads=1, cache_enabled=False)
-    ambiguous = compiler.compile_grammar(AMBIGUOUS).serialize_json().encode()
     library = GrammarLibrary(checkpoint, max_rows=64, num_drafts=2)
     try:
         for key, source in (
-            (KEY, compiled(GrammarSource("regex", "(yes|no)"), compiler).compiled),
-            (SLOW, zlib.compress(ambiguous)),
+            (KEY, compiled(GrammarSource("regex", "(yes|no)"), compiler).source),
+            (SLOW, packed_source(GrammarSource("grammar", AMBIGUOUS))),
             (b"bad", b""),
         ):
             library.load(LoadGrammar(key, source))
@@ -259,15 +258,32 @@ def test_special_tokens_are_in_no_text(checkpoint: Checkpoint) -> None:
         )
     mask = xgrammar.allocate_token_bitmask(1, checkpoint.vocab_size)
     for source in sources:
-        made = compiled(source, compiler)
-        text = zlib.decompress(made.compiled).decode()
-        matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(text, info))
+        matcher = xgrammar.GrammarMatcher(compile_source(source, compiler)[0])
         if "xml" in source.text:
             assert matcher.accept_string("<parameter=a>")
         matcher.fill_next_token_bitmask(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
         assert {0, 1, 2, 3} & {*allowed.tolist()} <= {EOS}, source
         assert len(allowed)
+
+
+def test_a_grammar_that_takes_long_delays_no_other(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = GrammarLibrary(checkpoint, max_rows=2)
+    gate = threading.Event()
+
+    def load(message: LoadGrammar) -> FollowedGrammar:
+        assert message.key != b"slow" or gate.wait(60)
+        raise ValueError("it was tried")
+
+    monkeypatch.setattr(library, "_load", load)
+    for key in (b"slow", b"quick"):
+        library.load(LoadGrammar(key, b""))
+    assert next_loaded(library).key == b"quick"
+    gate.set()
+    assert next_loaded(library).key == b"slow"
+    library.close()
 
 
 def test_a_grammar_must_be_loaded(checkpoint: Checkpoint) -> None:
