@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 FAMILIES = (
     *("llama-gqa", "mistral-window", "gpt-oss", "qwen3-moe"),
-    *("deepseek-v2-lite", "deepseek-v3.2", "glm-5"),
+    *("deepseek-v2-lite", "deepseek-v3.2", "deepseek-v4", "glm-5"),
 )
 NGRAM = SpeculativeConfig("ngram", 4, 3, 2)
 
