@@ -1,4 +1,4 @@
-"""The compiled grammars of unfinished requests, which engine cores may ask for at any time."""
+"""The sources of the grammars of unfinished requests, which engine cores may ask for at any time."""
 
 import threading
 import weakref

@@ -2,7 +2,7 @@
 
 Each grammar has a fork (`workers.forks`), which shares memory with the worker: a mask for each slot.
 
-    fork <- StartMatcher, -> MatcherStarted, then
+    fork <- StartMatcher, -> MatcherStarted when the source is compiled, then
          <- FollowOutputs, -> MasksReady when the slots' masks are written
          <- ForgetOutput
 
