@@ -286,7 +286,7 @@ class Resumption:
             self._discard(resumable.key)
 
     def lost(self, engine: EngineConnection) -> None:
-        """Stop to wait for the answers of an engine that has ended."""
+        """Stop waiting for the answers of an engine that has ended."""
         self._lost_at = time.monotonic()
         for claim in self._claims.values():
             claim.answered(engine)

@@ -49,8 +49,11 @@ def check(path: str, sent: bytes, status: int, received: bytes) -> None:
     assert not INTERNALS.search(text), where
     if status != 200:
         assert 400 <= status < 500, where
-        more = set() if path.startswith("/v1/messages") else {"param", "code"}
-        assert set(json.loads(text)["error"]) == {"message", "type"} | more, where
+        error = json.loads(text)["error"]
+        more = {"param", "code"}
+        if path.startswith("/v1/messages"):
+            more = {"details"} if "'thread'" in error["message"] else set()
+        assert set(error) == {"message", "type"} | more, where
         return
     for event in text.split("\n\n") if text.startswith(("data: ", "event: ")) else [text]:
         if event and event != "data: [DONE]":

@@ -57,7 +57,7 @@ class Schema(Generic[T]):
     harmless_types: Mapping[str, Any] = field(default_factory=dict)
     """Harmless fields whose type is checked, with a decoder."""
     state: frozenset[str] = frozenset()
-    """Unsupported fields that stand for an earlier conversation: refused with --lenient-fields, too."""
+    """Unsupported fields that stand for an earlier conversation: never left out."""
 
     def decode(self, body: bytes, lenient: bool, where: str = "") -> tuple[T, list[str]]:
         """(the object, warnings). Raises RequestError naming the field at fault.
@@ -122,7 +122,7 @@ class Schema(Generic[T]):
         refused = [name for name in raw.keys() - self._accepted if not self._is_neutral(name, raw[name])]
         if not refused:
             return []
-        if lenient and (lost := self.state.intersection(refused)):
+        if lost := self.state.intersection(refused):
             name = min(lost)
             raise RequestError(
                 f"'{where}{name}' {self._reason(name)}: send the whole conversation without it",
