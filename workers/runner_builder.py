@@ -191,8 +191,7 @@ class RunnerBuilder:
             with self._equal_tokens():
                 settings = self._graph_settings(inputs, sizes)
                 count = compile_kernels(settings, self.model, self.kv_layers(blocks), inputs, self.device)
-        # Of any kind, such as a step that cannot be captured whole: this saves time alone.
-        except Exception as error:
+        except Exception as error:  # any, as of a step that cannot be captured whole: this saves time alone
             get_logger().info("kernels are compiled when they are first launched: %s", one_line(error))
         torch.cuda.empty_cache()
         self.progress("Compiling kernels", 1, 1)

@@ -64,6 +64,6 @@ class ClientHooks:
     want_trial: Callable[[int], None] | None = None
     """For the `TrialTurn` of this frontend; None if the engines have no other one."""
     grammar_source: Callable[[bytes], bytes | None] = lambda key: None
-    """The packed source of the grammar of an unfinished request, by its key."""
+    """The encoded source of the grammar of an unfinished request, by its key."""
     handed_stream: Callable[[str, str], Awaitable[HandedStream]] = _no_stream
     """Takes a stream of the server that this one replaces, by its key and tenant."""

@@ -22,7 +22,7 @@ __all__ = ["CoreLinks"]
 class CoreLinks:
     """Sends each request to the engine that `router` chooses, and grammars to those that ask for one.
 
-    `grammar_source` gives the packed source of an unfinished request, by its key.
+    `grammar_source` gives the encoded source of an unfinished request, by its key.
     """
 
     def __init__(

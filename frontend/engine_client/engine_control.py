@@ -126,7 +126,7 @@ class EngineControl:
             engine.link.send(SetLogLevel(self._log_level))
 
     def answered(self, engine: EngineConnection, answer: CoreStats | ProfileResult | Answer) -> None:
-        """Hand an answer to whoever waits for it."""
+        """Hand an answer to the caller that waits for it."""
         match answer:
             case CoreStats():
                 response = self._stats.pop(engine, None)

@@ -243,7 +243,7 @@ class Resumption:
         resumed.stream.restart([*running, *ended])
 
     def answered(self, engine: EngineConnection, claimed: Claimed) -> None:
-        """Go on here with the sequences of a stream that an engine has sent, even if nobody waits."""
+        """Go on here with the sequences of a stream that an engine has sent, also without a client."""
         claim = self._claims.get(claimed.number)
         if claim is not None:
             self._add(engine, claimed, claim.resumed)

@@ -2,10 +2,9 @@
 
 import os
 import re
-import zlib
 from typing import TYPE_CHECKING
 
-from atom.shared.messages.codec import Decoder, encode
+from atom.shared.messages.codec import encode
 from atom.shared.messages.grammar import (
     MAX_GRAMMAR_MEMORY,
     MAX_SOURCE_BYTES,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_COMPILE_MEMORY = 1 << 30
 """Bytes that a process may allocate to compile a source."""
-_MAX_TEXT_BYTES = 64 << 20
 _MAX_THREADS = 8
 _MAX_REASON = 400
 _WHERE = re.compile(r"\[[0-9:]+\] \S+?:\d+: ")  # time and place in xgrammar's sources
@@ -31,6 +29,9 @@ _WHERE = re.compile(r"\[[0-9:]+\] \S+?:\d+: ")  # time and place in xgrammar's s
 
 def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> CompiledGrammar:
     """The compiled grammar, or why the source cannot be used."""
+    encoded = encode(source)
+    if len(encoded) > MAX_SOURCE_BYTES:
+        return _too_large("its text takes", len(encoded), MAX_SOURCE_BYTES)
     try:
         grammar, warnings = compile_source(source, compiler)
     except SchemaError as error:
@@ -40,17 +41,8 @@ def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> Com
     except (MemoryError, RecursionError):
         return CompiledGrammar(error="it is too large or nested too deeply")
     memory = grammar.memory_size_bytes
-    packed = packed_source(source)
-    for size, most, what in (
-        (memory, MAX_GRAMMAR_MEMORY, "compiled it takes"),
-        (len(source.text), _MAX_TEXT_BYTES, "its text has"),
-        (len(packed), MAX_SOURCE_BYTES, "its text, compressed, has"),
-    ):
-        if size > most:
-            return CompiledGrammar(
-                error=f"{what} {size / (1 << 20):.1f} MiB, at most {most >> 20} are possible: use smaller "
-                "repetitions, enumerations or length limits"
-            )
+    if memory > MAX_GRAMMAR_MEMORY:
+        return _too_large("compiled it takes", memory, MAX_GRAMMAR_MEMORY)
     try:
         seconds = token_s(grammar)
     except CostError as error:
@@ -59,18 +51,14 @@ def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> Com
             "repetition, no rule that begins with itself, fewer alternatives that begin alike"
         )
     warnings = [_one_line(_WHERE.sub("", text)) for text in warnings]
-    return CompiledGrammar(packed, memory, max(1, round(seconds * 1e6)), warnings=warnings)
+    return CompiledGrammar(encoded, memory, max(1, round(seconds * 1e6)), warnings=warnings)
 
 
-def packed_source(source: GrammarSource) -> bytes:
-    """As in `CompiledGrammar`."""
-    return zlib.compress(encode(source))
-
-
-def unpacked_source(packed: bytes) -> GrammarSource:
-    """What was packed. Raises ValueError, WireError, zlib.error for anything else."""
-    data = zlib.decompressobj().decompress(packed, 2 * _MAX_TEXT_BYTES)
-    return Decoder[GrammarSource](GrammarSource, 2 * _MAX_TEXT_BYTES).decode(data)
+def _too_large(what: str, size: int, most: int) -> CompiledGrammar:
+    return CompiledGrammar(
+        error=f"{what} {size / (1 << 20):.1f} MiB, at most {most >> 20} are possible: use smaller "
+        "repetitions, enumerations or length limits"
+    )
 
 
 def make_compiler(info: "xgrammar.TokenizerInfo") -> "xgrammar.GrammarCompiler":

@@ -29,6 +29,7 @@ from atom.shared.messages.grammar import (
     FollowOutputs,
     ForgetOutput,
     GrammarMatcherLaunch,
+    GrammarSource,
     MasksReady,
     MatcherStarted,
     StartMatcher,
@@ -37,7 +38,7 @@ from atom.shared.utils.errors import one_line
 from atom.shared.utils.logger import setup_logging
 from atom.shared.utils.process import read_launch
 from workers.forks import ForkLimits, serve_forks
-from workers.grammar.compiling import MAX_COMPILE_MEMORY, compile_source, make_compiler, unpacked_source
+from workers.grammar.compiling import MAX_COMPILE_MEMORY, compile_source, make_compiler
 from workers.grammar.frame_socket import read_frame, write_frame
 from workers.grammar.output_matcher import OutputMatcher, Words, fill_masks
 from workers.grammar.vocabulary import tokenizer_info
@@ -160,12 +161,13 @@ def _allow_cpu_time(num_ids: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S + _ID_S * num_ids)
 
 
-def _compiled(packed: bytes, info: "xgrammar.TokenizerInfo") -> "xgrammar.CompiledGrammar":
+def _compiled(encoded: bytes, info: "xgrammar.TokenizerInfo") -> "xgrammar.CompiledGrammar":
     """Compile in a thread that gives way: a thread has a priority of its own, which it cannot raise again."""
 
     def compile_nicely() -> "xgrammar.CompiledGrammar":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        return compile_source(unpacked_source(packed), make_compiler(info))[0]
+        source = Decoder[GrammarSource](GrammarSource).decode(encoded)
+        return compile_source(source, make_compiler(info))[0]
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(compile_nicely).result()

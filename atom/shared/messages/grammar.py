@@ -27,7 +27,7 @@ class CompiledGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The response of the compile process: `error`, or a grammar that can be used."""
 
     source: bytes = b""
-    """The `GrammarSource`, encoded and compressed by zlib. The worker compiles it again, which takes less
+    """The `GrammarSource`, encoded. The worker compiles it again, which takes less
     time than to read what xgrammar 0.2.8 writes: that is 600 MB for 100 tools, as each rule repeats all."""
     memory: int = 0
     """Bytes that it takes in a worker."""

@@ -3,15 +3,16 @@
 import json
 import random
 import string
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import xgrammar
 
-from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
+from atom.shared.messages.codec import encode
+from atom.shared.messages.grammar import MAX_SOURCE_BYTES, CompiledGrammar, GrammarSource
 from tests.helpers.text.byte_grammars import accepts, byte_compiler, compile_bytes
-from workers.grammar.compiling import compile_source, compiled, unpacked_source
+from workers.grammar.compiling import compile_source, compiled
 from workers.grammar.structural_tags import MAX_WHITESPACE
 
 PERSON = {
@@ -64,7 +65,7 @@ def test_strings_with_long_bounds_are_small_grammars() -> None:
 
 
 def test_a_hundred_tools() -> None:
-    """What xgrammar writes of the compiled grammar would be 100 times as large as the source."""
+    """xgrammar itself would write far more of the compiled grammar than of its source."""
     _, compiler = _bounded([*string.printable, "path", "lines"])
     tags = [
         {
@@ -84,8 +85,14 @@ def test_a_hundred_tools() -> None:
     form = {"type": "triggered_tags", "triggers": ["<call>"], "tags": tags}
     source = GrammarSource("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
     made = compiled(source, compiler)
-    assert not made.error and len(made.source) < 10_000
-    assert unpacked_source(made.source) == source
+    assert not made.error and made.source == encode(source)
+
+
+def test_a_text_that_is_too_large_is_not_compiled() -> None:
+    source = GrammarSource("regex", "a" * (MAX_SOURCE_BYTES + 1))
+    assert (
+        "its text takes 8.0 MiB, at most 8" in compiled(source, cast("xgrammar.GrammarCompiler", None)).error
+    )
 
 
 @pytest.mark.parametrize(

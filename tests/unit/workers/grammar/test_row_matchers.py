@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import LogitsProcessors, Sampling, pack_ids
 from atom.shared.messages.grammar import GrammarLoaded, GrammarSource, LoadGrammar, RowGrammar
 from atom.shared.messages.worker import NewRow
@@ -19,7 +20,7 @@ from parallel.communicator import Communicator
 from tests.helpers.checkpoints import tiny_tokenizer
 from workers.batch.block_table import BatchLimits
 from workers.batch.step_inputs import SamplingRows
-from workers.grammar.compiling import compile_source, compiled, packed_source
+from workers.grammar.compiling import compile_source, compiled
 from workers.grammar.cost import MAX_TOKEN_S
 from workers.grammar.followed import KEPT_OUTPUTS, FollowedGrammar
 from workers.grammar.library import GrammarLibrary
@@ -52,7 +53,7 @@ def library(checkpoint: Checkpoint) -> Iterator[GrammarLibrary]:
     try:
         for key, source in (
             (KEY, compiled(GrammarSource("regex", "(yes|no)"), compiler).source),
-            (SLOW, packed_source(GrammarSource("grammar", AMBIGUOUS))),
+            (SLOW, encode(GrammarSource("grammar", AMBIGUOUS))),
             (b"bad", b""),
         ):
             library.load(LoadGrammar(key, source))
