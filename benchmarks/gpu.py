@@ -19,6 +19,7 @@ from atom.benchmarks.serving.errors import BenchmarkError
 from atom.shared.config.cli import CommandLineParser, explicit_fields, with_environment
 from atom.shared.config.fields import ConfigError
 from atom.shared.utils.process import spawn
+from benchmarks.common.processes import stop
 from benchmarks.gpu_runs.gpu_document import terminal_table
 from benchmarks.gpu_runs.gpu_results import ResultFile, SettingsError
 from benchmarks.gpu_runs.gpu_rows import READY, READY_FIRST, ROWS, Figure
@@ -35,7 +36,6 @@ _OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "max_num_batched_tokens": 16384,
 }
-_STOP_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _start(run: ModelRun, rows: list[str], deadline: float) -> None:
         text = "out of time; finished rows are stored, run again for the rest"
         raise BenchmarkError(f"{model}: {text}") from None
     finally:
-        _stop(process)
+        stop(process)
     if status:
         raise BenchmarkError(f"{model}: the run ended with exit status {status}")
 
@@ -160,19 +160,6 @@ def _start(run: ModelRun, rows: list[str], deadline: float) -> None:
 def _in_order(rows: list[str]) -> list[str]:
     """The rows with those of the start first, which are measured first."""
     return sorted(rows, key=lambda name: ROWS[name].figure is not Figure.READY)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop the process if it still runs, and its engine with it."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    assert process.stdin is not None
-    process.stdin.close()
 
 
 if __name__ == "__main__":

@@ -131,6 +131,11 @@ class Worker:
         with explain_out_of_memory(self._device, "the KV cache and graphs next to the model", SMALLER_CACHE):
             self._allocate(allocate)
 
+    @property
+    def model(self) -> CausalLM:
+        """The loaded model."""
+        return self._model
+
     def execute(self, batch: ScheduledBatch) -> PendingStep:
         """Launch one step. With several ranks, raises MemoryError if the device lacks memory."""
         if self._cpu_threads is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from atom.benchmarks.serving.errors import BenchmarkError
 from benchmarks.kernel_runs.kernel_shapes import ModelShape, config_file
 
-__all__ = ["Decoder", "decoder"]
+__all__ = ["Decoder", "decoder", "expected_experts"]
 
 _ACT_BYTES = 2
 """Size of a weight, an activation and a value in the KV cache: bfloat16."""
@@ -120,10 +120,12 @@ class Decoder:
 
     def touched(self, tokens: float) -> float:
         """How many of a layer's experts run for so many tokens, if the router spreads them evenly."""
-        shape = self.shape
-        return (
-            shape.experts * (1.0 - (1.0 - shape.chosen / shape.experts) ** tokens) if shape.experts else 0.0
-        )
+        return expected_experts(self.shape.experts, self.shape.chosen, tokens)
+
+
+def expected_experts(experts: int, chosen: int, tokens: float) -> float:
+    """How many of `experts` run for so many tokens of which each chooses `chosen`, all equally likely."""
+    return experts * (1.0 - (1.0 - chosen / experts) ** tokens) if experts else 0.0
 
 
 def decoder(model: str) -> Decoder:
