@@ -1,7 +1,7 @@
 # What measures: a server, the small model (or MODEL) offline, parts of the engine, and a GPU.
 
 .PHONY: bench-latency bench-throughput bench-speculation bench-structured-output bench-scheduler bench-serving bench-gpu \
-	bench-step bench-kernels bench-all-reduce bench-experts bench-document tune-experts tune-quantized
+	bench-step bench-families bench-kernels bench-all-reduce bench-experts bench-document tune-experts tune-quantized
 
 ##@ Measure
 bench-serving: install ## requests to a server on HOST:PORT, as `make serve` starts one; more flags in ARGS
@@ -32,6 +32,9 @@ bench-gpu: $(INSTALLED) ## the engine on a GPU, and vLLM's recorded figures; wri
 
 bench-step: $(INSTALLED) ## what a decode step takes on a GPU, and its kernels; --model PATH in ARGS
 	@$(BIN)/python -m benchmarks.decode_step $(ARGS)
+
+bench-families: $(INSTALLED) ## decode steps of each family's first layers at real width, against their floors
+	@$(BIN)/python -m benchmarks.families $(ARGS)
 
 bench-kernels: $(INSTALLED) ## every op with every provider, and what the device can do
 	@$(BIN)/python -m benchmarks.kernels $(ARGS)

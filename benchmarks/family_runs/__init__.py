@@ -1,0 +1,1 @@
+"""Configurations, runs and floors of `benchmarks.families`."""
