@@ -1,8 +1,9 @@
 """The first layers of published models: every width is theirs, and weights take less than 30 GB.
 
-The numbers are those of config.json in the Hugging Face repository that a family names. DeepSeek-V4, GLM-5.2,
-Kimi-Linear, MiniMax-M2 and the Qwen3.5 models agree with the defaults of their classes in transformers 5.23.
-Where the published layers begin with several dense ones, there may be fewer here, so that some have experts.
+The numbers follow config.json in the Hugging Face repository that a family names; those of DeepSeek-V4,
+GLM-5.2, Kimi-Linear, MiniMax-M2 and Qwen3.5 were compared with the defaults of their classes in transformers
+5.23. Where the published layers begin with several dense ones, there may be fewer here, so that some have
+experts.
 """
 
 from dataclasses import dataclass

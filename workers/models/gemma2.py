@@ -43,7 +43,9 @@ class Gemma2ForCausalLM(DecoderLM):
             attention_soft_cap=config["attn_logit_softcapping"] or 0.0,
             logits_soft_cap=config["final_logit_softcapping"] or 0.0,
             # Rounded as the embeddings are.
-            embedding_scale=float(torch.tensor(config["hidden_size"] ** 0.5, dtype=build.dtype)),
+            embedding_scale=float(
+                torch.tensor(config["hidden_size"] ** 0.5, dtype=build.dtype, device="cpu")
+            ),
         )
         super().__init__(config, args, build)
 

@@ -56,7 +56,9 @@ class Gemma3ForCausalLM(DecoderLM):
             attention_scale=config["query_pre_attn_scalar"] ** -0.5,
             sees_ahead="vision_config" in config,
             # Rounded as the embeddings are.
-            embedding_scale=float(torch.tensor(config["hidden_size"] ** 0.5, dtype=build.dtype)),
+            embedding_scale=float(
+                torch.tensor(config["hidden_size"] ** 0.5, dtype=build.dtype, device="cpu")
+            ),
         )
         super().__init__(config, args, build)
 

@@ -19,28 +19,20 @@ from parallel.communicator import Communicator
 from parallel.mesh import Mesh
 from tests.helpers.checkpoints.fp8 import FP8_MODELS, save_fp8
 from tests.helpers.checkpoints.mxfp4 import save_mxfp4
-from tests.helpers.checkpoints.tiny_models import checkpoint_of, engine_config, save_tiny, tiny
+from tests.helpers.checkpoints.tiny_models import (
+    TINY_MODELS,
+    checkpoint_of,
+    engine_config,
+    save_tiny,
+    tiny,
+)
 from tests.helpers.source import ROOT
 from workers.checkpoint.hf_directory import read_directory
 from workers.memory.plan_memory import plan
 from workers.worker import Worker
 
-FAMILIES = [
-    "llama-gqa",
-    "llama-mha-tied",
-    "mistral-window",
-    "qwen2",
-    "qwen3-odd-gqa-biases-windows",
-    "qwen3-moe",
-    "mixtral",
-    "glm4-moe",
-    "deepseek-v2-lite",
-    "deepseek-v3-biases-halves-tied",
-    "deepseek-v3.2",
-    "glm-5",
-    "gpt-oss",
-    "qwen3-next",
-]
+FAMILIES = list({model.model_type: model.name for model in reversed(TINY_MODELS)}.values())
+"""The first tiny model of each type."""
 BIG = ROOT / "benchmarks/models"
 
 
