@@ -320,22 +320,22 @@ class Scheduler:
             if prompt.num_left:
                 return None
         hits = self._kv.find_prefix(request.blocks) if request.prompt_logprobs < 0 else 0
-        if hits is None or not self._reach(request):
+        if hits is None or not self._look_up_in_tiers(request):
             return None
         self._is_preparing = False
         return hits
 
-    def _reach(self, request: Request) -> bool:
+    def _look_up_in_tiers(self, request: Request) -> bool:
         """Look up the request's prefix in KV tiers; False if a later iteration must continue."""
         offload = self._kv.offload
-        return offload is None or request.prompt_logprobs >= 0 or offload.reach(request.blocks)
+        return offload is None or request.prompt_logprobs >= 0 or offload.look_up(request.blocks)
 
     def _waits_for_tier(self, request: Request, hits: int) -> bool:
         """Let the request wait if a KV tier has more of its prefix than the `hits` cached blocks."""
         offload = self._kv.offload
         if offload is None or request.prompt_logprobs >= 0:
             return False
-        load = offload.load(request.blocks, hits, self._clock())
+        load = offload.wait_for(request.blocks, hits, self._clock())
         if load is None:
             return False
         self._states.wait_for_tier(request, load.deadline)
@@ -366,7 +366,7 @@ class Scheduler:
         if request.prompt_logprobs < 0:
             self.counters.prefix_queries += request.num_tokens
             self.counters.prefix_hits += cached
-            for tier, blocks in enumerate(request.blocks.num_fetched):
+            for tier, blocks in enumerate(request.blocks.lookup.num_loaded):
                 self.counters.tier_hits[tier] += min(blocks * self._kv.block_size, cached)
 
     def _token_budget(self, plan: StepPlan) -> int:

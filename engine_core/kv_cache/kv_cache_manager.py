@@ -225,7 +225,7 @@ class KVCacheManager:
         blocks.shared_step = shared_step
         blocks.first_live[:] = starts
         blocks.num_cached = blocks.num_hits = hits
-        blocks.num_waits = 0
+        blocks.lookup.admit()
         return True
 
     def reset(self, owners: Iterable[RequestBlocks]) -> int:

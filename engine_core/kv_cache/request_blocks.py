@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from atom.shared.messages.admin import Miss
+from engine_core.kv_tiers.request_tiers import PrefixLookup, SharedStore
 from engine_core.requests.token_ids import TokenIds
 
 __all__ = ["RequestBlocks"]
@@ -33,18 +34,8 @@ class RequestBlocks:
     """The first block that was not cached then; -1 if all that may be were."""
     num_hits: int = 0
     """Leading blocks that were cached at the latest admission."""
-    num_reached: int = 0
-    """Leading blocks that the cache or a KV tier had when they were looked up; before the first miss."""
-    num_waits: int = 0
-    """Times that the request has waited for blocks from a KV tier since it was queued."""
-    num_fetched: list[int] = field(default_factory=list)
-    """Blocks that each KV tier gave back since it was queued."""
-    num_asked: int = 0
-    """Leading blocks up to which the workers were asked what a shared KV tier has."""
-    num_pushed: int = 0
-    """Leading blocks that were given to a shared KV tier while the request was running."""
-    num_storing: int = 0
-    """Blocks of it that are still to be stored in a shared KV tier."""
+    lookup: PrefixLookup = field(default_factory=PrefixLookup)
+    shared_store: SharedStore = field(default_factory=SharedStore)
     shared_step: int = 0
     """The last unconfirmed step, at admission, that writes one of the shared blocks; 0 if there is none."""
 

@@ -8,7 +8,7 @@ other that finds its prefix in the cache. While a copy is under way its blocks a
 request waits for tiers a few times at most, and computes what has not come.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -35,14 +35,14 @@ from engine_core.kv_cache.prefix_lookup import visible_prefix
 from engine_core.kv_cache.request_blocks import RequestBlocks
 from engine_core.kv_tiers.block_questions import ASKED_AT_ONCE, BlockQuestions, Question
 from engine_core.kv_tiers.kv_tier import KVTier
-from engine_core.kv_tiers.tier_copies import Copied, Freed, Load, Message, OffloadPolicy
+from engine_core.kv_tiers.tier_copies import Copied, Freed, Load, Message, OffloadPolicy, Store, Transfer
 from engine_core.requests.iteration_quota import LOOKUPS_PER_UNIT, IterationQuota
 
 __all__ = ["KVOffload"]
 
 LOAD_DEADLINE_S = 10.0
 """A request does not wait longer for a load. While one takes longer, no further one begins."""
-_MAX_WAITS = 2
+_MAX_LOADS = 2
 _LOOKED_UP_AT_ONCE = 64
 _STORED_BYTES = 128 << 20
 _STORED_BLOCKS = 256
@@ -97,7 +97,7 @@ class KVOffload:
         self._messages: dict[int, Message] = {}
         self._last_number = 0
         self._unsent: list[CopyBlocks] = []
-        self._loads: dict[Load, None] = {}
+        self._transfers: dict[Store | Load, None] = {}
         self._loading: dict[tuple[int, bytes], Load] = {}
         self._storing: list[set[tuple[int, bytes]]] = [set() for _ in tiers]
         self._freed: list[deque[Freed]] = [deque() for _ in tiers]
@@ -141,23 +141,15 @@ class KVOffload:
 
     # Loads
 
-    def reach(self, blocks: RequestBlocks) -> bool:
+    def look_up(self, blocks: RequestBlocks) -> bool:
         """Look up how many leading blocks the full-attention groups have in the cache or in a tier.
 
         False when the iteration's quota is spent; a call in the next iteration continues.
         """
-        if not self._look_up(blocks):
-            return False
-        if self._questions is None or blocks.num_asked > blocks.num_reached:
-            return True
-        end = min(self._limit(blocks), blocks.num_reached + ASKED_AT_ONCE)
-        return self._hash(blocks, end) >= end  # the question after this has digests
-
-    def _look_up(self, blocks: RequestBlocks) -> bool:
+        lookup = blocks.lookup
+        lookup.num_present = max(lookup.num_present, blocks.num_found)
         limit = self._limit(blocks)
-        blocks.num_reached = max(blocks.num_reached, blocks.num_found)
-        while blocks.num_reached < limit:
-            start = blocks.num_reached
+        while (start := lookup.num_present) < limit:
             end = self._hash(blocks, min(limit, start + _LOOKED_UP_AT_ONCE))
             if end <= start:
                 return False
@@ -166,39 +158,52 @@ class KVOffload:
             self._quota.spend(_UNITS_PER_LOOKED_UP * len(digests))
             for digest, hash_input in zip(digests, hash_inputs, strict=True):
                 if not all(self._has(group, digest, hash_input) for group in self._full):
-                    return True
-                blocks.num_reached += 1
+                    return self._may_ask(blocks, limit)
+                lookup.num_present += 1
             if self._quota.is_spent:
                 return False
-        return True
+        return self._may_ask(blocks, limit)
 
-    def load(self, blocks: RequestBlocks, hits: int, now: float) -> Load | Question | None:
-        """Begin to load blocks after the `hits` cached ones, or find the load that has them already.
+    def _may_ask(self, blocks: RequestBlocks, limit: int) -> bool:
+        """Whether the blocks have digests for which the workers are to be asked next, if any."""
+        lookup = blocks.lookup
+        if self._questions is None or lookup.num_asked > lookup.num_present:
+            return True
+        end = min(limit, lookup.num_present + ASKED_AT_ONCE)
+        return self._hash(blocks, end) >= end
 
-        First the workers are asked what other engines have stored. None when the request need not wait: no
-        tier has more of its prefix, it has waited before, or the free blocks do not hold its tokens.
+    def wait_for(self, blocks: RequestBlocks, hits: int, now: float) -> Load | Question | None:
+        """What a request waits for that is looked up, and has `hits` cached blocks: a question, then loads.
+
+        None when it need not wait: no tier has more of its prefix, it has waited before, or the free blocks
+        do not hold its tokens.
         """
-        is_slow = any(load.deadline < now for load in self._loads)
-        if self._questions is not None and not is_slow and not self._questions.is_slow(now):
-            start = blocks.num_reached
-            digests, _ = blocks.hashes(start, min(self._limit(blocks), start + ASKED_AT_ONCE))
-            if digests and blocks.num_asked <= start:
-                blocks.num_asked = start + len(digests)
-                blocks.num_reached = 0
-                return self._questions.ask(digests, now + LOAD_DEADLINE_S)
-        most_waits = _MAX_WAITS + len(self._specs) * blocks.num_reached // _LOADED_BLOCKS
-        if is_slow or blocks.num_waits >= most_waits or blocks.num_reached <= hits:
+        lookup = blocks.lookup
+        if any(load.deadline <= now for load in self._loads()):
             return None
-        length = self._usable(blocks, hits)
-        load = self._begin(blocks, length, now) if length > hits else None
-        blocks.num_reached = 0  # all is looked up again when the load is done
-        blocks.num_waits += load is not None
-        return load
+        if self._questions is not None and not self._questions.is_slow(now):
+            start = lookup.num_present
+            digests, _ = blocks.hashes(start, min(self._limit(blocks), start + ASKED_AT_ONCE))
+            if digests and lookup.num_asked <= start:
+                lookup.ask(len(digests))
+                return self._questions.ask(digests, now + LOAD_DEADLINE_S)
+        most_loads = _MAX_LOADS + len(self._specs) * lookup.num_present // _LOADED_BLOCKS
+        if lookup.num_loads >= most_loads or lookup.num_present <= hits:
+            return None
+        while (length := self._usable(blocks, hits)) > hits:
+            found = self._begin(blocks, length, now)
+            if isinstance(found, int):  # lost since it was looked up: what is before it may still be there
+                lookup.num_present = found
+                continue
+            if found is not None:
+                lookup.wait_for_load()
+            return found
+        return None
 
     def _usable(self, blocks: RequestBlocks, hits: int) -> int:
         """The longest prefix of which the cache and the tiers have what every group needs; `hits` or more."""
         prompt = blocks.tokens.prompt
-        length = prompt.uncut(blocks.num_reached, self._block_size)
+        length = prompt.uncut(blocks.lookup.num_present, self._block_size)
         digests, hash_inputs = blocks.hashes(0, length)
         self._quota.spend(
             max(length - hits, 0) * (len(self._windows) + len(self._states)) // LOOKUPS_PER_UNIT
@@ -215,7 +220,11 @@ class KVOffload:
             length = saved
         return max(length, hits)
 
-    def _begin(self, blocks: RequestBlocks, length: int, now: float) -> Load | None:
+    def _begin(self, blocks: RequestBlocks, length: int, now: float) -> Load | int | None:
+        """Begin to load what the cache lacks of the first `length` blocks, or find the load that has some.
+
+        The index of a block that a tier has lost since it was looked up; None without room for the tokens.
+        """
         found: list[list[int]] = []
         needed: list[int] = []
         missing: list[_Missing] = []
@@ -238,7 +247,7 @@ class KVOffload:
                 elif (place := self._find(group, digest, hash_inputs[index])) is not None:
                     missing.append((group, index, *place))
                 else:
-                    return None  # lost since it was looked up
+                    return index
         if not missing or not self._has_room(len(blocks.tokens), length, found, needed):
             return None
         kept = list(zip(self._pools, found, strict=True))
@@ -249,7 +258,12 @@ class KVOffload:
             (block,) = self._pools[group].allocate(1)
             copies.append(Copied(group, block, tier, slot, digests[index], hash_inputs[index]))
         self._quota.spend(_UNITS_PER_LOADED * len(copies))
-        return self._send_load(Load([], copies, now + LOAD_DEADLINE_S, blocks, kept))
+        load = Load(copies, now + LOAD_DEADLINE_S, blocks, kept)
+        for copy in copies:
+            self._loading[copy.group, copy.digest] = load
+            self.tiers[copy.tier].hold(copy.group, copy.slot)
+        self._send(load)
+        return load
 
     def _has_room(
         self, num_tokens: int, length: int, found: Sequence[Sequence[int]], needed: Sequence[int]
@@ -270,45 +284,27 @@ class KVOffload:
                 return False
         return True
 
-    def _send_load(self, load: Load) -> Load:
-        self._loads[load] = None
-        for copy in load.copies:
-            self._loading[copy.group, copy.digest] = load
-            self.tiers[copy.tier].hold(copy.group, copy.slot)
-        for tier in range(len(self.tiers)):
-            indices = [index for index, copy in enumerate(load.copies) if copy.tier == tier]
-            if indices:
-                part = [load.copies[index] for index in indices]
-                load.numbers.append(self._send(Message(tier, part, load, indices)))
-        return load
-
     def _end_load(self, load: Load) -> None:
         """Cache the blocks that have arrived."""
-        del self._loads[load]
-        arrived = []
-        for index, copy in enumerate(load.copies):
+        lookup = load.blocks.lookup
+        lookup.num_loaded = lookup.num_loaded or [0] * len(self.tiers)
+        events = None if _is_salted(load.blocks) else self._events
+        for copy in load.copies:
             del self._loading[copy.group, copy.digest]
-            tier = self.tiers[copy.tier]
-            if index in load.failed:
-                self.num_failed[copy.tier] += 1
-                if not load.is_void:
-                    tier.lose(copy.group, copy.slot)
-            elif not load.is_void:
-                self.num_loaded[copy.tier] += 1
-                if self._pools[copy.group].cache(copy.block, copy.digest, copy.hash_input, step=0):
-                    arrived.append(copy)
-        fetched = load.blocks.num_fetched or [0] * len(self.tiers)
-        for copy in reversed(load.copies):  # the first of a sequence is evicted last, here and there
-            self.tiers[copy.tier].release(copy.group, copy.slot)
-            self._pools[copy.group].free([copy.block])
+            if copy.has_failed:
+                self.tiers[copy.tier].lose(copy.group, copy.slot)
+                continue
+            if load.is_void:
+                continue
+            self.num_loaded[copy.tier] += 1
+            is_cached = self._pools[copy.group].cache(copy.block, copy.digest, copy.hash_input, step=0)
+            if is_cached and copy.group == self._listed_group:
+                lookup.num_loaded[copy.tier] += 1
+                if events is not None:
+                    events.stored(copy.digest, copy.hash_input)
+        self._release(load)
         for pool, cached in load.kept:
             pool.free(reversed(cached))
-        for copy in arrived:
-            if copy.group == self._listed_group:
-                fetched[copy.tier] += 1
-                if self._events is not None and not _is_salted(load.blocks):
-                    self._events.stored(copy.digest, copy.hash_input)
-        load.blocks.num_fetched = fetched
 
     # Stores
 
@@ -323,22 +319,22 @@ class KVOffload:
 
     def push(self, blocks: RequestBlocks) -> None:
         """Store what a running request has computed so far where other engines find it."""
-        start, end = blocks.num_pushed, blocks.num_cached
+        start, end = blocks.shared_store.num_pushed, blocks.num_cached
         if self._shared is None or end <= start or blocks.collided:
             return
         # Only the last blocks of a window are used, and states are saved at the end.
         starts = [max(blocks.first_live[group] - start, 0) for group in range(len(self._specs))]
         starts = [first if group in self._full else end for group, first in enumerate(starts)]
         self._queue(self._shared, blocks, start, end, starts)
-        blocks.num_pushed = end
+        blocks.shared_store.num_pushed = end
 
     def _queue(self, tier: int, blocks: RequestBlocks, start: int, end: int, starts: list[int]) -> None:
         """Note blocks start .. end - 1 to be stored; `starts` by group, counted from `start`."""
         if tier == self._shared and self._policy.role == "kv_consumer":
             return
         queue = self._freed[tier]
-        owner = blocks if tier == self._shared else None
-        freed = Freed(*blocks.hashes(start, end), starts, end - start, _is_salted(blocks), owner)
+        store = blocks.shared_store if tier == self._shared else None
+        freed = Freed(*blocks.hashes(start, end), starts, end - start, _is_salted(blocks), store)
         queue.append(freed)
         freed.count(freed.left)
         self._num_freed[tier] += freed.left
@@ -380,7 +376,7 @@ class KVOffload:
             self._num_freed[tier] -= 1
             self._quota.spend(_UNITS_PER_LOOKED_UP * len(self._pools))
         if copies:
-            self._send(Message(tier, copies, None))
+            self._send(Store(copies))
 
     def _to_store(self, tier: int, freed: Freed, index: int) -> list[Copied] | None:
         """Copies of the blocks at an index that the tier lacks; None while a step that writes it may fail."""
@@ -406,23 +402,22 @@ class KVOffload:
                 self._storing[tier].add((group, digest))
                 listed = group == self._listed_group and not freed.is_salted
                 where = group, block, tier, slot
-                copies.append(Copied(*where, digest, hash_input, replaced, listed, freed.owner))
+                copies.append(Copied(*where, digest, hash_input, replaced, listed, freed.store))
         return copies
 
-    def _end_store(self, message: Message) -> None:
-        tier = self.tiers[message.tier]
-        for index, copy in reversed(list(enumerate(message.copies))):  # parents come first
-            self._storing[message.tier].discard((copy.group, copy.digest))
-            if copy.owner is not None:
-                copy.owner.num_storing -= 1
-            if index in message.failed:
-                self.num_failed[message.tier] += 1
-            elif not message.is_void and tier.keep(copy.group, copy.slot, copy.digest, copy.hash_input):
-                self.num_stored[message.tier] += 1
+    def _end_store(self, store: Store) -> None:
+        """Index the blocks that their tier has now."""
+        for copy in reversed(store.copies):  # parents come first
+            tier = self.tiers[copy.tier]
+            self._storing[copy.tier].discard((copy.group, copy.digest))
+            if copy.store is not None:
+                copy.store.num_left -= 1
+            is_kept = not copy.has_failed and not store.is_void
+            if is_kept and tier.keep(copy.group, copy.slot, copy.digest, copy.hash_input):
+                self.num_stored[copy.tier] += 1
                 if copy.is_listed and self._events is not None:
                     self._events.stored(copy.digest, copy.hash_input, tier.medium)
-            tier.release(copy.group, copy.slot)
-            self._pools[copy.group].free([copy.block])
+        self._release(store)
 
     # Both
 
@@ -447,30 +442,36 @@ class KVOffload:
                 "which were not sent to it or are done"
             )
         sent.confirmed.add(message.rank)
-        sent.failed.update(message.failed)
+        for index in message.failed:
+            sent.copies[index].has_failed = True
         if len(sent.confirmed) < self._policy.num_ranks:
             return None
         del self._messages[message.number]
         self.num_copies += 1
-        load = sent.load
-        if load is None:
-            self._end_store(sent)
+        transfer = sent.transfer
+        transfer.num_messages -= 1
+        if transfer.num_messages:
             return None
-        load.failed.update(sent.indices[index] for index in sent.failed)
-        load.numbers.remove(message.number)
-        if load.numbers:
+        del self._transfers[transfer]
+        if isinstance(transfer, Store):
+            self._end_store(transfer)
             return None
-        self._end_load(load)
-        return load
+        self._end_load(transfer)
+        return transfer
+
+    def _release(self, transfer: Transfer) -> None:
+        """Free the blocks and slots of a transfer that has ended; those of the last are evicted first."""
+        for copy in reversed(transfer.copies):
+            self.num_failed[copy.tier] += copy.has_failed
+            self.tiers[copy.tier].release(copy.group, copy.slot)
+            self._pools[copy.group].free([copy.block])
 
     def reset(self) -> None:
         """Forget all blocks of all tiers, those that are being copied included."""
         for tier in self.tiers:
             tier.clear()
-        for message in self._messages.values():
-            message.is_void = True
-        for load in self._loads:
-            load.is_void = True
+        for transfer in self._transfers:
+            transfer.is_void = True
         if self._questions is not None:
             self._questions.reset()
         for queue in self._freed:
@@ -496,16 +497,14 @@ class KVOffload:
 
     def users(self, group: int) -> Iterator[int]:
         """Blocks of a group that are in use for copies; a block may come more than once."""
-        for message in self._messages.values():
-            yield from (copy.block for copy in message.copies if message.load is None and copy.group == group)
-        for load in self._loads:
-            yield from (copy.block for copy in load.copies if copy.group == group)
+        for transfer in self._transfers:
+            yield from (copy.block for copy in transfer.copies if copy.group == group)
+        for load in self._loads():
             yield from load.kept[group][1]
 
     def check_integrity(self) -> Iterator[None]:
         """Raises AssertionError unless the tiers match the copies under way. Yields at intervals."""
-        copies = [copy for message in self._messages.values() if not message.load for copy in message.copies]
-        copies += [copy for load in self._loads for copy in load.copies]
+        copies = [copy for transfer in self._transfers for copy in transfer.copies]
         for index, tier in enumerate(self.tiers):
             held = [
                 [copy.slot for copy in copies if copy.tier == index and copy.group == group]
@@ -513,23 +512,37 @@ class KVOffload:
             ]
             yield from tier.check_integrity(held)
             assert self._num_freed[index] == sum(freed.left for freed in self._freed[index])
-        loading = {(copy.group, copy.digest) for load in self._loads for copy in load.copies}
-        assert loading == self._loading.keys(), "a load is lost"
+        sent = Counter(message.transfer for message in self._messages.values())
+        assert sent == {each: each.num_messages for each in self._transfers}, "a transfer never ends"
+        loading = {(copy.group, copy.digest): load for load in self._loads() for copy in load.copies}
+        assert loading == self._loading, "a load is lost"
+        stores = [each.copies for each in self._transfers if isinstance(each, Store)]
+        storing = sorted((copy.tier, copy.group, copy.digest) for part in stores for copy in part)
+        noted = sorted((tier, *key) for tier, keys in enumerate(self._storing) for key in keys)
+        assert storing == noted, "a store is lost"
 
-    def _send(self, message: Message) -> int:
-        self._last_number += 1
-        self.num_copies += 1
-        self._messages[self._last_number] = message
-        by_content = self.tiers[message.tier].by_content
-        copies = [
-            BlockCopy(copy.group, copy.block, copy.slot, copy.digest, copy.hash_input, copy.replaced)
-            if by_content
-            else BlockCopy(copy.group, copy.block, copy.slot)
-            for copy in message.copies
-        ]
-        is_load = message.load is not None
-        self._unsent.append(CopyBlocks(self._last_number, message.tier, is_load, copies))
-        return self._last_number
+    def _loads(self) -> Iterator[Load]:
+        """The loads under way."""
+        return (transfer for transfer in self._transfers if isinstance(transfer, Load))
+
+    def _send(self, transfer: Store | Load) -> None:
+        """Begin a transfer: each tier gets the copies that it has a part in."""
+        self._transfers[transfer] = None
+        for index, tier in enumerate(self.tiers):
+            part = [copy for copy in transfer.copies if copy.tier == index]
+            if not part:
+                continue
+            self._last_number += 1
+            self.num_copies += 1
+            transfer.num_messages += 1
+            self._messages[self._last_number] = Message(transfer, part)
+            copies = [
+                BlockCopy(copy.group, copy.block, copy.slot, copy.digest, copy.hash_input, copy.replaced)
+                if tier.by_content
+                else BlockCopy(copy.group, copy.block, copy.slot)
+                for copy in part
+            ]
+            self._unsent.append(CopyBlocks(self._last_number, index, isinstance(transfer, Load), copies))
 
     def _has(self, group: int, digest: bytes, hash_input: bytes) -> bool:
         return (

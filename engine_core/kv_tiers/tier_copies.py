@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from atom.shared.config.kv_transfer import KVRole
 from engine_core.kv_cache.block_pool import BlockPool
 from engine_core.kv_cache.request_blocks import RequestBlocks
+from engine_core.kv_tiers.request_tiers import SharedStore
 
-__all__ = ["Copied", "Freed", "Load", "Message", "OffloadPolicy"]
+__all__ = ["Copied", "Freed", "Load", "Message", "OffloadPolicy", "Store", "Transfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class OffloadPolicy:
     """What this engine does with the tier that others share."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Copied:
     """One block of a copy that is under way."""
 
@@ -39,42 +40,52 @@ class Copied:
     """Digest of the block to be removed from the slot."""
     is_listed: bool = False
     """Whether KV events may tell of a block that is stored."""
-    owner: RequestBlocks | None = None
-    """The request whose `num_storing` counts it."""
+    store: SharedStore | None = None
+    """That of its request, which counts it."""
+    has_failed: bool = False
+    """Whether a rank could not copy its part."""
 
 
 @dataclass(eq=False, slots=True)
-class Load:
+class Transfer:
+    """Blocks that are copied together, by a message for each tier.
+
+    under way    the blocks and their slots are in use
+    void         so they are, but the prefix cache was reset: nothing is cached when it ends
+    ended        all ranks have confirmed all messages: what did not fail is cached, here or in the tier
+    """
+
+    copies: list[Copied]
+    num_messages: int = field(default=0, init=False)
+    """Those that not all ranks have confirmed."""
+    is_void: bool = field(default=False, init=False)
+    """Whether the prefix cache was reset since."""
+
+
+@dataclass(eq=False, slots=True)
+class Store(Transfer):
+    """Blocks that one tier gets."""
+
+
+@dataclass(eq=False, slots=True)
+class Load(Transfer):
     """Blocks that tiers give back for one request."""
 
-    numbers: list[int]
-    """Those of its messages: one for each tier that has some of the blocks."""
-    copies: list[Copied]
     deadline: float
     """When requests stop to wait for it."""
     blocks: RequestBlocks
     kept: list[tuple[BlockPool, list[int]]]
     """Cached blocks of the same prefix, in use until the others are there."""
-    failed: set[int] = field(default_factory=set)
-    """Indices in `copies`."""
-    is_void: bool = False
-    """Whether the prefix cache was reset since."""
 
 
 @dataclass(eq=False, slots=True)
 class Message:
     """A message to the workers that not all have confirmed."""
 
-    tier: int
+    transfer: Store | Load
     copies: list[Copied]
-    load: Load | None
-    """None: the blocks are stored."""
-    indices: list[int] = field(default_factory=list)
-    """Those of its copies in the load."""
     confirmed: set[int] = field(default_factory=set)
     """Ranks."""
-    failed: set[int] = field(default_factory=set)
-    is_void: bool = False
 
 
 @dataclass(slots=True)
@@ -92,10 +103,10 @@ class Freed:
     """How many of them, from the first one on, are still to be stored."""
     is_salted: bool
     """Whether only requests of the same salt may use them."""
-    owner: RequestBlocks | None = None
-    """The request, in a tier that other engines share."""
+    store: SharedStore | None = None
+    """That of the request, in a tier that other engines share."""
 
     def count(self, change: int) -> None:
         """More or fewer of its blocks are still to be stored."""
-        if self.owner is not None:
-            self.owner.num_storing += change
+        if self.store is not None:
+            self.store.num_left += change

@@ -47,7 +47,7 @@ class StoredEnds:
         due: list[_End] = []
         waiting: list[_End] = []
         for end in self._ends:
-            is_due = not end.request.blocks.num_storing or end.deadline <= now
+            is_due = not end.request.blocks.shared_store.num_left or end.deadline <= now
             (due if is_due else waiting).append(end)
         self._ends = waiting
         return [(end.request, end.finished) for end in due]

@@ -56,7 +56,13 @@ _CHECK_S = 1.0
 
 @dataclass(slots=True)
 class _Case:
-    """A request that was running when an engine ended."""
+    """A request that was running when an engine ended. Each of its sequences is in one phase:
+
+    waiting      in `Replays._waiting`, until an engine may run it
+    starting     sent again, without a new token yet: it has `starting_ids`
+    running      has new tokens
+    suspected    in `suspected`, until its group is tried: then it waits, and is in `Replays._trial`
+    """
 
     deaths: int = 0
     died_at: float = 0.0
@@ -65,8 +71,7 @@ class _Case:
     sequences: set[RunningSequence] = field(default_factory=set)
     """Its sequences that have lost an engine and not ended."""
     suspected: set[RunningSequence] = field(default_factory=set)
-    """Those of `sequences` that wait to be tried."""
-    in_group: bool = False
+    """Those of `sequences` that wait to be tried; the request is in a group while there are any."""
 
 
 @dataclass(slots=True)
@@ -138,13 +143,12 @@ class Replays:
             by_stream.setdefault(sequence.stream, []).append(sequence)
             self._started(sequence)
         tried = self._end_of_trial(by_stream)
-        if is_planned and tried:
-            self._num_ended -= 1
+        self._num_ended += bool(tried) and not is_planned
         blamed = set() if is_planned else self._blamed(by_stream, tried, life)
         weight = 2 if len(tried) == 1 and blamed == tried and self._knows_all else 1
         self._blames[rank] = _Blame(life, blamed, weight)
         failed = []
-        suspected: dict[Stream, None] = {}
+        suspected: list[Stream] = []
         for stream, sequences in by_stream.items():
             case = self._cases.setdefault(stream, _Case())
             case.sequences.update(sequences)
@@ -156,9 +160,8 @@ class Replays:
             if case.deaths > self.most:
                 failed += sequences
             elif stream in tried or (stream in blamed and case.deaths >= _SUSPECT):
-                if not case.in_group:
-                    suspected[stream] = None
-                case.in_group = True
+                if stream in tried or not case.suspected:  # else it is in a group already
+                    suspected.append(stream)
                 case.suspected.update(sequences)
             else:
                 self._waiting.update(dict.fromkeys(sequences))
@@ -213,7 +216,6 @@ class Replays:
         trial = self._trial
         if trial is None or not (tried := trial.streams.intersection(lost)):
             return set()
-        self._num_ended += 1
         trial.streams -= tried
         for stream in tried:
             case = self._cases[stream]
@@ -243,7 +245,7 @@ class Replays:
         """Let sequences of a request wait that could not be sent, as the engine of others has ended."""
         case = self._cases.setdefault(stream, _Case())
         case.sequences.update(sequences)
-        if case.in_group:
+        if case.suspected:
             case.suspected.update(sequences)
         else:
             self._waiting.update(dict.fromkeys(sequences))
@@ -321,7 +323,6 @@ class Replays:
                     case = self._cases[stream]
                     sequences |= case.suspected
                     case.suspected = set()
-                    case.in_group = False
                 self._waiting.update(dict.fromkeys(sorted(sequences, key=lambda each: each.id)))
                 self._trial = _Trial(streams, sequences)
                 break
@@ -354,13 +355,12 @@ class Replays:
         self._waiting.pop(sequence, None)
         self._leave_trial(sequence)
         case.sequences.discard(sequence)
-        case.suspected.discard(sequence)
-        if case.in_group and not case.suspected:
-            case.in_group = False
+        if case.suspected == {sequence}:
             for group in self._groups:
                 if stream in group:
                     group.remove(stream)
             self.wake()  # perhaps nothing is left to be tried
+        case.suspected.discard(sequence)
         if not case.sequences:
             del self._cases[stream]
 

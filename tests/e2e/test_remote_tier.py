@@ -61,13 +61,17 @@ def two_servers(store: RedisProcess, directory: Path, *roles: str) -> Iterator[l
 
 
 async def post(session: aiohttp.ClientSession, path: str, body: object = None) -> Any:
-    """The response's JSON. Requests are refused while the only engine starts again."""
+    """The response's JSON. Requests are refused while the only engine starts again.
+
+    One that the engine had when it was killed gets an `engine_dead`.
+    """
     async with asyncio.timeout(DEADLINE_S):
         while True:
             async with session.post(path, json=body) as response:
                 if response.status == 200:
                     return await response.json()
-                assert response.status == 503, await response.text()
+                text = await response.text()
+                assert response.status == 503 or json.loads(text)["error"]["code"] == "engine_dead", text
             await asyncio.sleep(0.1)
 
 

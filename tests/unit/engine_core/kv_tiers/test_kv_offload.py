@@ -12,7 +12,9 @@ from atom.shared.messages.engine import pack_ids, unpack_ids
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, REMOTE, BlocksCopied, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.kv_cache import state_checkpoints
+from engine_core.kv_tiers import kv_offload
 from engine_core.kv_tiers.kv_offload import LOAD_DEADLINE_S
+from engine_core.requests import iteration_quota
 from engine_core.requests.request import State
 from engine_core.requests.token_ids import Prompt, TokenIds
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
@@ -137,6 +139,26 @@ def test_the_rest_of_a_prefix_is_computed(lost: int) -> None:
     run.run()
     assert run.done[2].cached_tokens == 4 * lost
     assert run.core.stats().kv_tiers[0].failed == 1
+
+
+def test_a_block_that_is_lost_during_a_long_lookup_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = driver()
+    turn(run, 1, FIRST)
+    evict(run, 10)
+    monkeypatch.setattr(kv_offload, "_LOOKED_UP_AT_ONCE", 1)
+    monkeypatch.setattr(iteration_quota, "UNITS_PER_ITERATION", 12)
+    run.add(2, FIRST, 2)
+    for _ in range(2):
+        run.send()
+    assert not run.copies and run.core.has_deferred_work, "the lookup is over"
+    (digest,), (hash_input,) = run.core._scheduler.requests[2].blocks.hashes(3, 4)
+    assert run.core._kv.offload is not None
+    (tier,) = run.core._kv.offload.tiers
+    slot = tier.find(0, digest, hash_input)
+    assert slot is not None
+    tier.lose(0, slot)
+    run.run()
+    assert run.done[2].cached_tokens == 12
 
 
 def test_an_abort_leaves_the_load_to_its_end() -> None:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from atom.shared.messages.engine import Finished, FinishReason
+from engine_core.kv_tiers.request_tiers import SharedStore
 from engine_core.requests.stored_ends import StoredEnds
 
 
@@ -12,7 +13,7 @@ def request(number: int, stores: bool = True, left: int = 1, frontend: bytes = b
         request_id=number,
         frontend=frontend,
         settings=SimpleNamespace(stores_prompt=stores),
-        blocks=SimpleNamespace(num_storing=left),
+        blocks=SimpleNamespace(shared_store=SharedStore(num_left=left)),
     )
 
 
@@ -26,7 +27,7 @@ def test_only_ends_by_the_limit_of_stored_requests_wait() -> None:
     finished = [(request(1), stop), (request(2, stores=False), limit(2)), (request(3), limit(3))]
     assert ends.hold(finished) == finished[:2]
     assert len(ends) == 1 and ends.take() == []
-    finished[2][0].blocks.num_storing = 0
+    finished[2][0].blocks.shared_store.num_left = 0
     assert ends.take() == finished[2:] and ends.take() == []
 
 
