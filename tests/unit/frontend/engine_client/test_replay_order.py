@@ -2,7 +2,11 @@
 
 import asyncio
 import itertools
+import random
+from collections import Counter
 from collections.abc import Callable
+
+import pytest
 
 from atom.shared.messages.engine import AddRequest, Sampling
 from atom.shared.messages.supervisor import Trial, WantTrial
@@ -323,3 +327,37 @@ def test_planned_ends_are_no_deaths_of_any_request() -> None:
         assert replays.due(lambda sequence: True) == [one, other]
         for sequence in (one, other):
             replays.sent(sequence, 20)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_suspected_request_is_in_one_group(seed: int) -> None:
+    """Sequences of a request run on two engines, which end at random, also during its trial."""
+    source = random.Random(seed)
+    replays = Replays(100)
+    ranks = {
+        sequence: source.randrange(2) for _ in range(6) for sequence in case(20, source.choice([1, 2, 3]))
+    }
+    running = dict.fromkeys(ranks)
+    for life in range(60):
+        rank = source.randrange(2)
+        lost = [sequence for sequence in running if ranks[sequence] == rank]
+        for sequence in replays.died(lost, rank, life):
+            replays.ended(sequence)
+            del ranks[sequence]
+        for sequence in lost:
+            running.pop(sequence)
+        if source.random() < 0.2 and ranks:
+            replays.ended(sequence := source.choice(list(ranks)))
+            running.pop(sequence, None)
+            del ranks[sequence]
+        closed = source.choice([-1, 0, 1])  # an engine that is not ready yet
+        for sequence in replays.due(lambda each: ranks[each] != closed):  # noqa: B023
+            replays.sent(sequence, 20)
+            running[sequence] = None
+        for sequence in running:
+            if source.random() < 0.3:
+                sequence.progress.tokens += 16
+                replays.advanced(sequence)
+        places = Counter(stream for group in replays._groups for stream in group)
+        suspected = [stream for stream, each in replays._cases.items() if each.suspected]
+        assert places == Counter(suspected)
