@@ -255,6 +255,7 @@ RESPONSES = Schema(
     nested=_NESTED | {"metadata": None, "stream_options": Schema(StreamOptions, {}, frozenset())},
     harmless_types=HARMLESS_TYPES,
     state=frozenset({"conversation"}),
+    instead={"background": "use 'stream', with the header X-Resumable-Stream to resume it"},
 )
 INPUT_TOKENS = Schema(
     InputTokensRequest,

@@ -78,12 +78,17 @@ def test_input_tokens_are_those_of_the_response(sdk: openai.OpenAI) -> None:
     assert min(counts[1:]) > counts[0], counts
 
 
+def test_background_is_refused_with_what_to_use(client: Client) -> None:
+    status, response = client.post(PATH, input="hi", background=True)
+    assert status == 400 and "use 'stream'" in response["error"]["message"]
+
+
 def test_input_tokens_refuse_what_responses_refuse(client: Client) -> None:
     for fields, text in (
         ({"input": []}, "'input' must hold"),
         ({"input": "hi", "model": "other"}, "other"),
         ({"input": "hi", "previous_response_id": "resp_1"}, "not stored"),
-        ({"input": "hi", "text": {"format": {"type": "x"}}}, "text.format"),
+        ({"input": "hi", "text": {"format": {"type": "json_schema", "colour": 1}}}, "colour"),
         ({"input": "hi", "temperature": 1}, "'temperature'"),
     ):
         counted = client.post(f"{PATH}/input_tokens", **fields)
