@@ -64,7 +64,7 @@ TARGETS = [
     _target("/tokenize", TOKENIZE, prompt="one two"),
     _target("/detokenize", DETOKENIZE, tokens=[5, 6]),
 ]
-_WEIGHTS = [5, 5, 3, 3, 1, 1, 1]
+_WEIGHTS = [5, 5, 3, 3, 1, 1, 1, 1]
 
 
 def hostile_bodies(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
