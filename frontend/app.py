@@ -212,17 +212,21 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     )
     store = ResponseStore(server.max_stored_response_bytes, launch.num_frontends)
     app[keys.RESPONSE_STORE] = store
-    app[keys.RESPONSES] = ResponsesEndpoint(
+    responses = ResponsesEndpoint(
         inputs,
         _encoder(inputs, server, _CHAT_TOKENS),
         prompts,
+        models_service,
         store,
         limits.max_body_bytes,
         server.lenient_fields,
     )
+    app[keys.RESPONSES] = responses
     messages = MessagesEndpoint(inputs, prompts, models_service, server.lenient_fields)
     app[keys.MESSAGES] = messages
-    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, messages, executor, images)
+    app[keys.TOKENIZATION] = TokenizationService(
+        inputs, models_service, chat, messages, responses, executor, images
+    )
     app.cleanup_ctx.append(lambda _: _shut_down(executor, grammars, images))
 
 

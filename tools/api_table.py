@@ -69,6 +69,7 @@ PROOFS: dict[str, Proofs] = {
     "/v1/chat/completions": _of_openai("chat"),
     "/v1/completions": _of_openai("completions"),
     "/v1/responses": _of_table("responses"),
+    "/v1/responses/input_tokens": _of_table("input_tokens"),
     "/v1/messages": _of_table("messages"),
     "/v1/messages/count_tokens": _of_table("count_tokens"),
     "/tokenize": _of_table("tokenize"),

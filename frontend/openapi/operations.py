@@ -8,7 +8,7 @@ from frontend.api.completions.schema import COMPLETIONS, CompletionResponse
 from frontend.api.messages.schema import COUNT, MESSAGES, CountResponse, MessagesResponse
 from frontend.api.models.schema import ModelCard, ModelList
 from frontend.api.responses.input_items import InputItems
-from frontend.api.responses.schema import RESPONSES, Response
+from frontend.api.responses.schema import INPUT_TOKENS, RESPONSES, InputTokens, Response
 from frontend.api.schemas.fields import Schema
 from frontend.api.schemas.request_info import AbortReport, RequestReport
 from frontend.api.tokenization.schema import DETOKENIZE, TOKENIZE, DetokenizeResponse, TokenizeResponse
@@ -155,6 +155,7 @@ OPERATIONS: tuple[Operation, ...] = (
             }
         },
     ),
+    _text("/v1/responses/input_tokens", "Prompt tokens of a response", INPUT_TOKENS, InputTokens),
     _generation("/v1/messages", "Anthropic's messages", MESSAGES, MessagesResponse, anthropic=True),
     _text(
         "/v1/messages/count_tokens", "Prompt tokens of a conversation", COUNT, CountResponse, anthropic=True

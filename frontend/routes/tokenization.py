@@ -1,9 +1,10 @@
-"""POST /tokenize, /detokenize and /v1/messages/count_tokens."""
+"""POST /tokenize, /detokenize, /v1/messages/count_tokens and /v1/responses/input_tokens."""
 
 from aiohttp import web
 
 from frontend.http.json_response import encoded_response
 from frontend.keys import TOKENIZATION
+from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 
 __all__ = ["routes"]
@@ -30,3 +31,10 @@ async def count_tokens(request: web.Request) -> web.Response:
     """The number of prompt tokens of a conversation in Anthropic's format."""
     async with open_body(request) as body:
         return encoded_response(await request.app[TOKENIZATION].count_tokens(body))
+
+
+@routes.post("/v1/responses/input_tokens")
+async def input_tokens(request: web.Request) -> web.Response:
+    """The number of prompt tokens of a request to /v1/responses."""
+    async with open_body(request) as body:
+        return encoded_response(await request.app[TOKENIZATION].input_tokens(body, request[TENANT]))

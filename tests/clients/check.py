@@ -67,7 +67,7 @@ def openai_chat() -> None:
     assert reply.choices[0].message.content == ANSWER
 
 
-@check("openai", "responses, stream, tools, previous_response_id")
+@check("openai", "responses, stream, tools, previous_response_id, input_tokens")
 def openai_responses() -> None:
     client = openai_client()
     tool = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
@@ -77,6 +77,10 @@ def openai_responses() -> None:
     results = [{"type": "function_call_output", "call_id": call.call_id, "output": "20 °C"} for call in calls]
     last = client.responses.create(model=MODEL, input=results, previous_response_id=first.id, tools=[tool])
     assert len(calls) == NUM_CALLS and last.output_text == ANSWER
+    counted = client.responses.input_tokens.count(
+        model=MODEL, input=results, previous_response_id=first.id, tools=[tool]
+    )
+    assert counted.input_tokens == last.usage.input_tokens
 
 
 @check("anthropic", "messages, stream, tools, count_tokens")

@@ -202,6 +202,7 @@ CHAT = Schema(
     harmless=HARMLESS,
     harmless_types=HARMLESS_TYPES,
     nested=NESTED | {"chat_template_kwargs": None, "tool_choice": None},
+    instead={"functions": "use 'tools'", "function_call": "use 'tool_choice'"},
 )
 
 MESSAGE = Schema(

@@ -1,4 +1,4 @@
-"""Reads the bodies of /v1/responses."""
+"""Reads the bodies of /v1/responses and /v1/responses/input_tokens."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,21 @@ from frontend.api.chat.prompts import ChatPrompts
 from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import ParsedRequest
 from frontend.api.generation.prompts import Prompt, PromptEncoder
+from frontend.api.models.service import ModelService
 from frontend.api.responses.input import ItemReader, tool_choice
 from frontend.api.responses.item_references import ItemReferences
 from frontend.api.responses.renderer import ResponseEcho, ResponsesRenderer
 from frontend.api.responses.response_store import ResponseStore, joined_lists
-from frontend.api.responses.schema import RESPONSES, ResponsesRequest
+from frontend.api.responses.schema import (
+    INPUT_TOKENS,
+    RESPONSES,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.api.schemas.structured_output import RESPONSE_FORMAT, ResponseFormat
 from frontend.errors import RequestError
-from frontend.text.input_processor import InputProcessor
+from frontend.text.input_processor import MAX_EXCESS_TOKENS, InputProcessor
 
 __all__ = ["ResponsesEndpoint"]
 
@@ -64,7 +70,7 @@ _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class ResponsesEndpoint:
-    """POST /v1/responses."""
+    """POST /v1/responses and /v1/responses/input_tokens."""
 
     id_prefix: ClassVar[str] = "resp_"
     operation: ClassVar[str] = "chat"
@@ -83,6 +89,7 @@ class ResponsesEndpoint:
         inputs: InputProcessor,
         encoder: PromptEncoder,
         prompts: ChatPrompts,
+        models: ModelService,
         store: ResponseStore,
         max_bytes: int,
         lenient: bool,
@@ -91,6 +98,7 @@ class ResponsesEndpoint:
         self._inputs = inputs
         self._encoder = encoder
         self._prompts = prompts
+        self._models = models
         self._store = store
         self._max_bytes = max_bytes
         self._lenient = lenient
@@ -100,7 +108,7 @@ class ResponsesEndpoint:
         fields = GenerationRequest(**{name: getattr(request, name) for name in _SAME_NAME})
         fields.max_tokens = request.max_output_tokens
         fields.response_format = _response_format(request)
-        earlier = self._earlier(request, caller)
+        earlier = self._earlier(request, caller.tenant)
         given = _given_items(request.input)
         references = ItemReferences(given, self._store, caller.tenant)
         keeps = request.store is not False and self._store.is_on
@@ -116,6 +124,16 @@ class ResponsesEndpoint:
             warnings=warnings,
         )
 
+    def counted_prompt(self, body: bytes, tenant: str) -> Prompt:
+        """The prompt of a body of input_tokens; runs in any thread. Raises RequestError."""
+        request, warnings = INPUT_TOKENS.decode(body, self._lenient)
+        self._models.check(request.model)
+        _response_format(request)
+        earlier = self._earlier(request, tenant)
+        given = ItemReferences(_given_items(request.input), self._store, tenant).resolved()
+        conversation = self._conversation(request, earlier, given, ItemReader(self._lenient, warnings, set()))
+        return self._prompts.prompt(conversation, warnings, MAX_EXCESS_TOKENS)
+
     def _prompt(
         self,
         request: ResponsesRequest,
@@ -124,32 +142,41 @@ class ResponsesEndpoint:
         references: ItemReferences,
         warnings: list[str],
     ) -> list[Prompt]:
-        earlier_items = _items.decode(earlier)
         given = references.resolved()
+        reader = ItemReader(self._lenient, warnings, echo.custom_tools)
+        conversation = self._conversation(request, earlier, given, reader)
+        if echo.keep is not None:
+            echo.items = joined_lists(earlier, _encode(given))
+        return [self._prompts.prompt(conversation, warnings)]
+
+    def _conversation(
+        self,
+        request: InputTokensRequest,
+        earlier: bytes,
+        given: Sequence[msgspec.Raw],
+        reader: ItemReader,
+    ) -> Conversation:
+        earlier_items = _items.decode(earlier)
         count = len(earlier_items) + len(given) + bool(request.instructions)
         check_message_count(count, self._inputs.max_model_len, "input")
         self._check_size(len(earlier) + sum(len(memoryview(raw)) for raw in given))
-        if echo.keep is not None:
-            echo.items = joined_lists(earlier, _encode(given))
-        reader = ItemReader(self._lenient, warnings, echo.custom_tools)
         named = itertools.chain(
             (("previous_response_id.", raw) for raw in earlier_items),
             ((f"input[{index}].", raw) for index, raw in enumerate(given)),
         )
-        conversation = Conversation(
+        return Conversation(
             turns=reader.turns(request.instructions, named),
             functions=reader.functions(request.tools or ()),
             tool_choice=tool_choice(request.tool_choice),
             parallel=request.parallel_tool_calls is not False,
             effort=None if request.reasoning is None else request.reasoning.effort,
         )
-        return [self._prompts.prompt(conversation, warnings)]
 
-    def _earlier(self, request: ResponsesRequest, caller: Caller) -> bytes:
+    def _earlier(self, request: InputTokensRequest, tenant: str) -> bytes:
         """The items of the conversation that `previous_response_id` names, as a JSON list."""
         if request.previous_response_id is None:
             return b"[]"
-        return self._store.get(caller.tenant, request.previous_response_id, "previous_response_id").items
+        return self._store.get(tenant, request.previous_response_id, "previous_response_id").items
 
     def _check_size(self, size: int) -> None:
         """Raises RequestError for a conversation that would be refused as one body: a reference is short."""
@@ -199,7 +226,7 @@ def _shows_encrypted(include: Sequence[str]) -> bool:
     return _REASONING in include
 
 
-def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
+def _response_format(request: InputTokensRequest) -> ResponseFormat | None:
     """`text.format` in the form of chat completions, whose json_schema has its fields one level deeper."""
     given = request.text and request.text.format
     if not given:

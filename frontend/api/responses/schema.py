@@ -1,4 +1,4 @@
-"""POST /v1/responses, in OpenAI's format."""
+"""POST /v1/responses and /v1/responses/input_tokens, in OpenAI's format."""
 
 from typing import Any, Literal
 
@@ -9,6 +9,7 @@ from frontend.api.schemas.generation import HARMLESS, HARMLESS_TYPES, Metadata, 
 
 __all__ = [
     "CUSTOM_TOOL",
+    "INPUT_TOKENS",
     "ITEMS",
     "PARTS",
     "RESPONSES",
@@ -16,6 +17,8 @@ __all__ = [
     "CustomCallItem",
     "FunctionCallItem",
     "FunctionOutputItem",
+    "InputTokens",
+    "InputTokensRequest",
     "MessageItem",
     "ReasoningItem",
     "Response",
@@ -39,8 +42,8 @@ class TextConfig(msgspec.Struct, frozen=True):
     format: dict[str, Any] | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """A conversation as a text or a list of items, and how to continue it."""
+class InputTokensRequest(msgspec.Struct, kw_only=True):
+    """A conversation as a text or a list of items."""
 
     model: str | None = None
     input: str | list[msgspec.Raw] | None = None
@@ -48,13 +51,18 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """A system message before the conversation."""
     previous_response_id: str | None = None
     """The conversation continues that of a stored response."""
-    store: bool | None = None
-    """Keep the response; defaults to true."""
     tools: list[msgspec.Raw] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
+
+
+class ResponsesRequest(InputTokensRequest, kw_only=True):
+    """A conversation, and how to continue it."""
+
+    store: bool | None = None
+    """Keep the response; defaults to true."""
     include: list[str] | None = None
     metadata: Metadata | None = None
     max_output_tokens: int | None = None
@@ -171,6 +179,13 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
     reasoning_tokens: int
 
 
+class InputTokens(msgspec.Struct, frozen=True):
+    """How many tokens the prompt of a response would have."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 class ResponseUsage(msgspec.Struct, frozen=True):
     """Token counts."""
 
@@ -217,6 +232,11 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OBJECT = frozenset({"id", "status"})
+_NESTED: dict[str, Schema[Any] | None] = {
+    "reasoning": Schema(Reasoning, {"generate_summary": ("auto",)}, frozenset()),
+    "text": Schema(TextConfig, {"verbosity": ("medium",)}, frozenset(), {"format": None}),
+    "tool_choice": None,
+}
 
 RESPONSES = Schema(
     ResponsesRequest,
@@ -232,14 +252,16 @@ RESPONSES = Schema(
         "truncation": ("disabled",),
     },
     harmless=(HARMLESS - {"metadata", "store"}) | {"max_tool_calls"},
-    nested={
-        "metadata": None,
-        "reasoning": Schema(Reasoning, {"generate_summary": ("auto",)}, frozenset()),
-        "stream_options": Schema(StreamOptions, {}, frozenset()),
-        "text": Schema(TextConfig, {"verbosity": ("medium",)}, frozenset(), {"format": None}),
-        "tool_choice": None,
-    },
+    nested=_NESTED | {"metadata": None, "stream_options": Schema(StreamOptions, {}, frozenset())},
     harmless_types=HARMLESS_TYPES,
+    state=frozenset({"conversation"}),
+    instead={"background": "use 'stream', with the header X-Resumable-Stream to resume it"},
+)
+INPUT_TOKENS = Schema(
+    InputTokensRequest,
+    neutral={"conversation": (), "personality": (), "truncation": ("disabled",)},
+    harmless=frozenset(),
+    nested=_NESTED,
     state=frozenset({"conversation"}),
 )
 ITEMS: dict[str, Schema[Any]] = {

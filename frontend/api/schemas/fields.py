@@ -58,6 +58,8 @@ class Schema(Generic[T]):
     """Harmless fields whose type is checked, with a decoder."""
     state: frozenset[str] = frozenset()
     """Unsupported fields that stand for an earlier conversation: never left out."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """What to send in place of an unsupported field."""
 
     def decode(self, body: bytes, lenient: bool, where: str = "") -> tuple[T, list[str]]:
         """(the object, warnings). Raises RequestError naming the field at fault.
@@ -145,8 +147,10 @@ class Schema(Generic[T]):
         return warnings
 
     def _reason(self, name: str) -> str:
-        known = name in self.neutral
-        return "is not supported with this value" if known else "is not a field of this server"
+        if name not in self.neutral:
+            return "is not a field of this server"
+        more = f" ({self.instead[name]})" if name in self.instead else ""
+        return f"is not supported with this value{more}"
 
     def _is_neutral(self, name: str, raw: msgspec.Raw) -> bool:
         value = memoryview(raw)

@@ -27,7 +27,8 @@ class Tool(msgspec.Struct, kw_only=True):
 
 TOOL = Schema(
     Tool,
-    neutral={},
+    neutral={"custom": ()},
     harmless=frozenset({"cache_control"}),
     nested={"function": Schema(Function, neutral={}, harmless=frozenset())},
+    instead={"custom": "custom tools work in /v1/responses; here use a function with one text"},
 )

@@ -1,5 +1,7 @@
 """Tokenize and detokenize without generating."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from frontend.api.chat.endpoint import ChatEndpoint
@@ -9,6 +11,8 @@ from frontend.api.generation.prompts import Prompt
 from frontend.api.messages.endpoint import MessagesEndpoint
 from frontend.api.messages.schema import CountResponse
 from frontend.api.models.service import ModelService
+from frontend.api.responses.endpoint import ResponsesEndpoint
+from frontend.api.responses.schema import InputTokens
 from frontend.api.tokenization.schema import (
     DETOKENIZE,
     TOKENIZE,
@@ -42,6 +46,7 @@ class TokenizationService:
         models: ModelService,
         chat: ChatEndpoint,
         messages: MessagesEndpoint,
+        responses: ResponsesEndpoint,
         executor: TextExecutor,
         images: PromptImages | None = None,
     ):
@@ -51,6 +56,7 @@ class TokenizationService:
         self._models = models
         self._chat = chat
         self._messages = messages
+        self._responses = responses
         self._executor = executor
 
     async def tokenize(self, body: bytes) -> bytes:
@@ -67,10 +73,21 @@ class TokenizationService:
 
     async def count_tokens(self, body: bytes) -> bytes:
         """The number of prompt tokens of /v1/messages. Raises RequestError for an invalid body."""
-        prompt = await self._executor.run(len(body), lambda: self._messages.counted_prompt(body))
+        return msgspec.json.encode(
+            CountResponse(await self._count(body, lambda: self._messages.counted_prompt(body)))
+        )
+
+    async def input_tokens(self, body: bytes, tenant: str) -> bytes:
+        """The number of prompt tokens of /v1/responses. Raises RequestError for an invalid body."""
+        return msgspec.json.encode(
+            InputTokens(await self._count(body, lambda: self._responses.counted_prompt(body, tenant)))
+        )
+
+    async def _count(self, body: bytes, read: Callable[[], Prompt]) -> int:
+        prompt = await self._executor.run(len(body), read)
         if self._images is not None:
             prompt = await self._images.prompt(prompt, MAX_EXCESS_TOKENS)
-        return msgspec.json.encode(CountResponse(len(prompt.ids)))
+        return len(prompt.ids)
 
     def _tokenized(self, ids: list[int], request: TokenizeRequest) -> bytes:
         names = [self._tokenizer().token_text(i) for i in ids] if request.return_token_strs else None

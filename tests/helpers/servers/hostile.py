@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from frontend.api.chat.schema import CHAT
 from frontend.api.completions.schema import COMPLETIONS
 from frontend.api.messages.schema import COUNT, MESSAGES
-from frontend.api.responses.schema import RESPONSES
+from frontend.api.responses.schema import INPUT_TOKENS, RESPONSES
 from frontend.api.tokenization.schema import DETOKENIZE, TOKENIZE
 from frontend.openapi.operations import OPERATIONS
 
@@ -59,11 +59,12 @@ TARGETS = [
     _target("/v1/chat/completions", CHAT, messages=[{"role": "user", "content": "hi"}], max_tokens=2),
     _target("/v1/messages", MESSAGES, messages=[{"role": "user", "content": "hi"}], max_tokens=2),
     _target("/v1/responses", RESPONSES, input="hi", max_output_tokens=2),
+    _target("/v1/responses/input_tokens", INPUT_TOKENS, input="hi"),
     _target("/v1/messages/count_tokens", COUNT, messages=[{"role": "user", "content": "hi"}]),
     _target("/tokenize", TOKENIZE, prompt="one two"),
     _target("/detokenize", DETOKENIZE, tokens=[5, 6]),
 ]
-_WEIGHTS = [5, 5, 3, 3, 1, 1, 1]
+_WEIGHTS = [5, 5, 3, 3, 1, 1, 1, 1]
 
 
 def hostile_bodies(seed: int, count: int) -> Iterator[tuple[str, bytes]]:

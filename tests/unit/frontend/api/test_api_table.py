@@ -12,7 +12,7 @@ import pytest
 
 from atom.shared.messages.engine import AddRequest, LogitsProcessors
 from frontend.api.messages.schema import COUNT, MESSAGES
-from frontend.api.responses.schema import RESPONSES
+from frontend.api.responses.schema import INPUT_TOKENS, RESPONSES
 from frontend.api.schemas.fields import Schema
 from frontend.api.tokenization.schema import DETOKENIZE, TOKENIZE
 from tests.helpers.servers.http_server import MODEL, Client, running_frontend
@@ -21,6 +21,7 @@ from tests.helpers.servers.tool_model import ToolModel, running_model
 USER = {"role": "user", "content": "hi"}
 SCHEMAS: dict[str, Schema[Any]] = {
     "responses": RESPONSES,
+    "input_tokens": INPUT_TOKENS,
     "messages": MESSAGES,
     "count_tokens": COUNT,
     "tokenize": TOKENIZE,
@@ -28,6 +29,7 @@ SCHEMAS: dict[str, Schema[Any]] = {
 }
 PATHS = {
     "responses": "/v1/responses",
+    "input_tokens": "/v1/responses/input_tokens",
     "messages": "/v1/messages",
     "count_tokens": "/v1/messages/count_tokens",
     "tokenize": "/tokenize",
@@ -38,6 +40,7 @@ BASE = 19
 """Tokens of the conversation in MINIMAL."""
 MINIMAL: dict[str, dict[str, Any]] = {
     "responses": {"input": "hi"},
+    "input_tokens": {"input": "hi"},
     "messages": {"messages": [USER], "max_tokens": 100},
     "count_tokens": {"messages": [USER]},
     "tokenize": {"messages": [USER]},
@@ -126,6 +129,17 @@ TABLE: dict[str, dict[str, Row]] = {
         "frequency_penalty": Row(0.5, lambda ran: ran.processors.frequency_penalty == 0.5),
         "repetition_penalty": Row(1.1, lambda ran: ran.processors.repetition_penalty == 1.1),
     },
+    "input_tokens": {
+        "model": Row(MODEL, lambda ran: ran.status == 200, always=True),
+        "input": Row("longer " * 9, lambda ran: count(ran) > BASE),
+        "instructions": Row("Be brief.", lambda ran: count(ran) > BASE),
+        "previous_response_id": Row("STORED", lambda ran: count(ran) > BASE),
+        "tools": Row([OPENAI_TOOL], lambda ran: count(ran) > BASE),
+        "tool_choice": Row("auto", lambda ran: count(ran) > BASE, {"tools": [OPENAI_TOOL]}, always=True),
+        "parallel_tool_calls": Row(False, lambda ran: ran.status == 200, always=True),
+        "reasoning": Row({"effort": "none"}, lambda ran: count(ran) > BASE),
+        "text": Row({"format": {"type": "text"}}, lambda ran: ran.status == 200, always=True),
+    },
     "messages": SAMPLING
     | {
         "messages": Row([{"role": "user", "content": "bonjour"}], lambda ran: "bonjour" in ran.prompt),
@@ -191,6 +205,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "top_logprobs": 2,
         "truncation": "auto",
     },
+    "input_tokens": {"conversation": "conv_1", "personality": "friendly", "truncation": "auto"},
     "messages": {
         "mcp_servers": [{"name": "x"}],
         "speed": "fast",
@@ -231,7 +246,7 @@ def run(client: Client, model: ToolModel, endpoint: str, /, **fields: Any) -> Ra
     model.core.requests.clear()
     body = {name: value for name, value in (MINIMAL[endpoint] | fields).items() if value is not None}
     if body.get("previous_response_id") == "STORED":
-        body["previous_response_id"] = client.post(PATHS[endpoint], **MINIMAL[endpoint])[1]["id"]
+        body["previous_response_id"] = client.post(PATHS["responses"], **MINIMAL["responses"])[1]["id"]
         model.core.requests.clear()
     status, data, _ = client.exchange("POST", PATHS[endpoint], body)
     response = data if body.get("stream") and status == 200 else json.loads(data)
@@ -292,10 +307,12 @@ def test_misspelt_fields_are_named(client: Client, model: ToolModel, endpoint: s
 def test_all_fields_of_the_clients_are_known() -> None:
     from anthropic.types.message_count_tokens_params import MessageCountTokensParams
     from anthropic.types.message_create_params import MessageCreateParamsBase
+    from openai.types.responses.input_token_count_params import InputTokenCountParams
     from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
     params = {
         "responses": ResponseCreateParamsBase,
+        "input_tokens": InputTokenCountParams,
         "messages": MessageCreateParamsBase,
         "count_tokens": MessageCountTokensParams,
     }

@@ -54,6 +54,56 @@ def sdk(client: Client) -> Iterator[openai.OpenAI]:
         yield sdk
 
 
+def test_input_tokens_are_those_of_the_response(sdk: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    form = {"type": "json_schema", "name": "answer", "schema": schema}
+    first = sdk.responses.create(**ASKED)
+    item = next(item for item in first.output if item.type == "function_call")
+    conversations: list[dict[str, Any]] = [
+        {"input": "hi"},
+        {**ASKED, "instructions": "Be brief.", "tool_choice": "none", "text": {"format": form}},
+        {"input": "hi", "previous_response_id": first.id, "reasoning": {"effort": "none"}},
+        {
+            "input": [USER, {"type": "item_reference", "id": item.id}, *results([item])],
+            "tools": [{"type": "custom", "name": "run", "description": "Runs a script"}],
+            "parallel_tool_calls": False,
+        },
+    ]
+    counts = []
+    for asked in conversations:
+        counted = sdk.responses.input_tokens.count(**{"model": MODEL, **asked})
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == sdk.responses.create(**{"model": MODEL, **asked}).usage.input_tokens
+        counts.append(counted.input_tokens)
+    assert min(counts[1:]) > counts[0], counts
+
+
+def test_background_is_refused_with_what_to_use(client: Client) -> None:
+    status, response = client.post(PATH, input="hi", background=True)
+    assert status == 400 and "use 'stream'" in response["error"]["message"]
+
+
+def test_input_tokens_refuse_what_responses_refuse(client: Client) -> None:
+    for fields, text in (
+        ({"input": []}, "'input' must hold"),
+        ({"input": "hi", "model": "other"}, "other"),
+        ({"input": "hi", "previous_response_id": "resp_1"}, "not stored"),
+        ({"input": "hi", "text": {"format": {"type": "json_schema", "colour": 1}}}, "colour"),
+        ({"input": "hi", "temperature": 1}, "'temperature'"),
+    ):
+        counted = client.post(f"{PATH}/input_tokens", **fields)
+        assert counted[0] in (400, 404) and text in counted[1]["error"]["message"], counted
+        if "temperature" not in fields:
+            assert client.post(PATH, **fields)[0] == counted[0]
+
+
+def test_input_tokens_of_a_conversation_that_is_too_long(client: Client) -> None:
+    long = "q " * 150_000
+    assert client.post(PATH, input=long)[0] == 400
+    status, counted = client.post(f"{PATH}/input_tokens", input=long)
+    assert status == 200 and counted["input_tokens"] > 300_000
+
+
 def results(calls: list[Any]) -> list[dict[str, str]]:
     return [{"type": "function_call_output", "call_id": call.call_id, "output": "20 °C"} for call in calls]
 

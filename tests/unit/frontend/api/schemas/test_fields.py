@@ -341,6 +341,18 @@ def test_refused_fields_are_named(rig: Rig, endpoint: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"functions": [{"name": "f"}]}, "'functions' is not supported with this value (use 'tools')"),
+        ({"function_call": {"name": "f"}}, "(use 'tool_choice')"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "custom tools work in /v1/responses"),
+    ],
+)
+def test_refusals_say_what_to_use(rig: Rig, fields: dict[str, Any], text: str) -> None:
+    assert text in rig.refused("chat", **fields)["message"]
+
+
+@pytest.mark.parametrize(
     ("endpoint", "name"),
     [(endpoint, name) for endpoint in SCHEMAS for name in sorted(HARMLESS)],
 )
