@@ -45,15 +45,16 @@ class Family:
     """The repository on the Hugging Face hub with its config.json."""
     config: dict[str, Any]
     """config.json, with fewer layers."""
-    experts_per_token: int = 0
-    """0: it has no experts."""
+
+    @property
+    def experts_per_token(self) -> int:
+        """0: it has no experts."""
+        return self.config.get("num_experts_per_tok") or self.config.get("num_experts_per_token") or 0
 
 
-def _family(
-    source: str, model_type: str, architecture: str, experts_per_token: int = 0, /, **config: Any
-) -> Family:
+def _family(source: str, model_type: str, architecture: str, /, **config: Any) -> Family:
     named = {"model_type": model_type, "architectures": [architecture]}
-    return Family(source, {**_COMMON, **named, **config}, experts_per_token)
+    return Family(source, {**_COMMON, **named, **config})
 
 
 def _sizes(hidden: int, features: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
@@ -81,13 +82,13 @@ FAMILIES = {
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     ),
     "llama4": _family(
-        "meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4_text", "Llama4ForCausalLM", 1,
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4_text", "Llama4ForCausalLM",
         **_sizes(5120, 8192, 40, 8, 202048), head_dim=128, intermediate_size_mlp=16384, num_local_experts=16,
         num_experts_per_tok=1, interleave_moe_layer_step=1, attention_chunk_size=8192, use_qk_norm=True,
         rope_theta=500000.0, rms_norm_eps=1e-5, hidden_act="silu", tie_word_embeddings=False,
     ),
     "deepseek_v4": _family(
-        "deepseek-ai/DeepSeek-V4-Flash", "deepseek_v4", "DeepseekV4ForCausalLM", 6,
+        "deepseek-ai/DeepSeek-V4-Flash", "deepseek_v4", "DeepseekV4ForCausalLM",
         vocab_size=129280, hidden_size=4096, moe_intermediate_size=2048, num_attention_heads=64,
         num_key_value_heads=1, head_dim=512, q_lora_rank=1024, qk_rope_head_dim=64, n_routed_experts=256,
         n_shared_experts=1, num_experts_per_tok=6, scoring_func="sqrtsoftplus", norm_topk_prob=True,
@@ -102,13 +103,13 @@ FAMILIES = {
         quantization_config={**_FP8_BLOCKS, "scale_fmt": "ue8m0"},
     ),
     "minimax_m2": _family(
-        "MiniMaxAI/MiniMax-M2", "minimax_m2", "MiniMaxM2ForCausalLM", 8,
+        "MiniMaxAI/MiniMax-M2", "minimax_m2", "MiniMaxM2ForCausalLM",
         **_sizes(3072, 1536, 48, 8, 200064), head_dim=128, rotary_dim=64, num_local_experts=256,
         num_experts_per_tok=8, rope_theta=5000000.0, rms_norm_eps=1e-6, hidden_act="silu",
         tie_word_embeddings=False, quantization_config=_FP8_BLOCKS,
     ),
     "glm4_moe_lite": _family(
-        "zai-org/GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", 4,
+        "zai-org/GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM",
         **_sizes(2048, 10240, 20, 20, 154880), **_LATENT, q_lora_rank=768, qk_nope_head_dim=192,
         v_head_dim=256,
         first_k_dense_replace=1, moe_intermediate_size=1536, n_routed_experts=64, n_shared_experts=1,
@@ -116,7 +117,7 @@ FAMILIES = {
         rope_theta=1000000.0, rms_norm_eps=1e-5, hidden_act="silu", tie_word_embeddings=False,
     ),
     "glm_moe_dsa": _family(
-        "zai-org/GLM-5.2-FP8", "glm_moe_dsa", "GlmMoeDsaForCausalLM", 8,
+        "zai-org/GLM-5.2-FP8", "glm_moe_dsa", "GlmMoeDsaForCausalLM",
         **_sizes(6144, 12288, 64, 64, 154880), **_LATENT, q_lora_rank=2048, qk_nope_head_dim=192,
         v_head_dim=256,
         # Published are three dense layers.
@@ -126,7 +127,7 @@ FAMILIES = {
         hidden_act="silu", tie_word_embeddings=False, quantization_config=_FP8_BLOCKS,
     ),
     "kimi_linear": _family(
-        "moonshotai/Kimi-Linear-48B-A3B-Instruct", "kimi_linear", "KimiLinearForCausalLM", 8,
+        "moonshotai/Kimi-Linear-48B-A3B-Instruct", "kimi_linear", "KimiLinearForCausalLM",
         **_sizes(2304, 9216, 32, 32, 163840), **_LATENT, q_lora_rank=None, qk_nope_head_dim=128,
         v_head_dim=128,
         mla_use_nope=True, first_k_dense_replace=1, moe_intermediate_size=1024, num_experts=256,
@@ -140,7 +141,7 @@ FAMILIES = {
     ),
     # The text model alone.
     "kimi_k25": _family(
-        "moonshotai/Kimi-K2.5", "kimi_k2", "DeepseekV3ForCausalLM", 8,
+        "moonshotai/Kimi-K2.5", "kimi_k2", "DeepseekV3ForCausalLM",
         **_sizes(7168, 18432, 64, 64, 163840), **_LATENT, q_lora_rank=1536, qk_nope_head_dim=128,
         v_head_dim=128,
         # Published is one dense layer.
@@ -150,7 +151,7 @@ FAMILIES = {
         hidden_act="silu", tie_word_embeddings=False, quantization_config=_INT4_EXPERTS,
     ),
     "qwen3_next": _family(
-        "Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", "Qwen3NextForCausalLM", 10,
+        "Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", "Qwen3NextForCausalLM",
         **_sizes(2048, 5120, 16, 2, 151936), **_GATED_DELTA_NET, num_experts=512, num_experts_per_tok=10,
         moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[], rope_theta=10000000.0, hidden_act="silu",
@@ -162,7 +163,7 @@ FAMILIES = {
         tie_word_embeddings=False,
     ),
     "qwen3_5_moe": _family(
-        "Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", 8,
+        "Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM",
         **_sizes(2048, 5120, 16, 2, 248320), **_GATED_DELTA_NET, num_experts=256, num_experts_per_tok=8,
         moe_intermediate_size=512, shared_expert_intermediate_size=512, rope_theta=10000000.0,
         hidden_act="silu", tie_word_embeddings=False,

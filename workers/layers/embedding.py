@@ -22,6 +22,11 @@ from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import ShardSpec, WeightedLayer
 
 
+def rounded(scale: float, dtype: torch.dtype) -> float:
+    """A scale of embeddings as it is in `dtype`; on the host, also for a model on the meta device."""
+    return float(torch.tensor(scale, dtype=dtype, device="cpu"))
+
+
 def _add_vocabulary(layer: WeightedLayer, shard: ShardSpec, build: BuildContext) -> bool:
     """Add the matrix of a vocabulary; returns whether it is quantized."""
     scheme = build.quantization.vocabulary(build.prefix)

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from workers.layers.attention.window import every_nth_full, windows_by_type
 from workers.layers.context import BuildContext
 from workers.layers.decoder import SANDWICH_NORMS, DecoderArgs, DecoderLM, common_fields
+from workers.layers.embedding import rounded
 
 _DEFAULTS = {
     "head_dim": 256,
@@ -42,10 +41,7 @@ class Gemma2ForCausalLM(DecoderLM):
             attention_scale=config["query_pre_attn_scalar"] ** -0.5,
             attention_soft_cap=config["attn_logit_softcapping"] or 0.0,
             logits_soft_cap=config["final_logit_softcapping"] or 0.0,
-            # Rounded as the embeddings are.
-            embedding_scale=float(
-                torch.tensor(config["hidden_size"] ** 0.5, dtype=build.dtype, device="cpu")
-            ),
+            embedding_scale=rounded(config["hidden_size"] ** 0.5, build.dtype),  # as the embeddings are
         )
         super().__init__(config, args, build)
 

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from workers.layers.attention.rotary import ropes_by_type
 from workers.layers.attention.window import every_nth_full, windows_by_type
 from workers.layers.context import BuildContext
 from workers.layers.decoder import SANDWICH_NORMS, DecoderArgs, DecoderLM, common_fields
+from workers.layers.embedding import rounded
 
 _DEFAULTS = {
     "hidden_size": 2304,
@@ -55,10 +54,7 @@ class Gemma3ForCausalLM(DecoderLM):
             zero_centred_norms=True,
             attention_scale=config["query_pre_attn_scalar"] ** -0.5,
             sees_ahead="vision_config" in config,
-            # Rounded as the embeddings are.
-            embedding_scale=float(
-                torch.tensor(config["hidden_size"] ** 0.5, dtype=build.dtype, device="cpu")
-            ),
+            embedding_scale=rounded(config["hidden_size"] ** 0.5, build.dtype),  # as the embeddings are
         )
         super().__init__(config, args, build)
 

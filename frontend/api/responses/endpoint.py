@@ -128,7 +128,7 @@ class ResponsesEndpoint:
         """The prompt of a body of input_tokens; runs in any thread. Raises RequestError."""
         request, warnings = INPUT_TOKENS.decode(body, self._lenient)
         self._models.check(request.model)
-        _response_format(request)
+        _response_format(request)  # raises for one of another type; it does not change the prompt
         earlier = self._earlier(request, tenant)
         given = ItemReferences(_given_items(request.input), self._store, tenant).resolved()
         conversation = self._conversation(request, earlier, given, ItemReader(self._lenient, warnings, set()))
