@@ -105,18 +105,18 @@ def attention(heads: int, kv_heads: int, width: int, rule: AttentionRule, split_
 
 
 def prompts(heads: int, kv_heads: int, width: int, rule: AttentionRule) -> None:
-    """By the kernel for Hopper, from both caches, with and without gathered contexts of a float8 one."""
+    """By the kernel for Hopper, from both caches, with and without gathered contexts."""
     from atom_ops.triton_impl.attention import hopper_attention
     from atom_ops.triton_impl.attention.gathered_contexts import gather_contexts
     from atom_ops.triton_impl.attention.query_tiles import ListTiles
 
-    plan = AttentionPlan(ints(2, 64), ints(2), ints(3), 2048, 1024, 1024, 1024)
+    plan = AttentionPlan(ints(2, 4096), ints(2), ints(3), 2048, 1024, 1024, 65536)
     listed = plan.derived(ListTiles(hopper_attention.tile_length(heads, kv_heads), 2))
     q_THE = tensor(2048, heads, width)
     cache, float8 = (make_kv_layer(64, 16, kv_heads, width, dtype, META) for dtype in (BF16, FP8))
-    gathered = gather_contexts(float8, plan, BF16, rule.window)
-    for each, contexts in ((cache, None), (float8, None), (float8, gathered)):
-        hopper_attention.attend(torch.empty_like(q_THE), q_THE, each, contexts, plan, listed, rule, 132)
+    for each in (cache, float8):
+        for contexts in (None, gather_contexts(each, plan, BF16, rule.window)):
+            hopper_attention.attend(torch.empty_like(q_THE), q_THE, each, contexts, plan, listed, rule, 132)
 
 
 def latent_attention(heads: int, split_tokens: int) -> None:

@@ -372,6 +372,25 @@ def test_prompts_of_a_float8_cache_with_other_heads(
 
 
 @pytest.mark.usefixtures("prompt_kernel")
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("room", [1 << 28, 1200])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (64, 8, 64)])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_whose_contexts_are_copied(
+    name: str, heads: tuple[int, int, int], room: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of rows with 100 queries, or as many as 1,200 tokens hold."""
+    from atom_ops.triton_impl.attention import gathered_contexts
+
+    slot_bytes = 4 * heads[1] * heads[2]
+    monkeypatch.setattr(gathered_contexts, "FEWEST_COPIED", 100)
+    monkeypatch.setattr(gathered_contexts, "LEAST_COPIED_BYTES", 1)
+    monkeypatch.setattr(gathered_contexts, "MOST_BYTES", room if room > 1200 else room * slot_bytes)
+    check_prompts(Step(*PROMPTS[name], *heads[:2], dtype=BF16, cache_dtype=BF16, width=heads[2], device=GPU,
+                       window=window))  # fmt: skip
+
+
+@pytest.mark.usefixtures("prompt_kernel")
 @pytest.mark.parametrize("window", [0, 100])
 def test_prompts_ignore_what_a_float8_cache_holds_after_them(window: int) -> None:
     """Codes and scales of tokens that no query sees are NaN."""

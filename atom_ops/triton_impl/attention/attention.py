@@ -189,7 +189,7 @@ def _attend_prompts(
         return False
     length = hopper_attention.tile_length(q_THE.shape[1], cache.kv.shape[3])
     listed = plan.derived(ListTiles(length, min_tokens))
-    gathered = None if cache.scale is None else gather_contexts(cache, plan, q_THE.dtype, rule.window)
+    gathered = gather_contexts(cache, plan, q_THE.dtype, rule.window)
     hopper_attention.attend(out_THE, q_THE, cache, gathered, plan, listed, rule, num_sms(q_THE.device))
     return True
 

@@ -1,9 +1,11 @@
-"""Keys and values of long prompts' contexts from a float8 cache, in the queries' dtype, token after token.
+"""Keys and values of long prompts' contexts, in the queries' dtype, token after token.
 
     gathered [G, 2, K, E]      contexts of as many rows as fit; what is between them is not initialised
 
-A prompt reads its keys and values once for every tile of its queries: converting them once is faster. The
-places of contexts are found on the device, so that a captured graph finds those of its replay.
+A prompt reads its keys and values once for every tile of its queries. Converting those of a float8 cache once
+is faster; so is copying from any cache what is too long for the L2 cache, where blocks of 16 tokens cost
+translations of addresses. The places of contexts are found on the device, so that a captured graph finds
+those of its replay.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,11 @@ from atom_ops.ops.attention.kv_cache import KVLayer
 from atom_ops.triton_impl.quantized.fp8 import decode_fp8
 
 FEWEST_QUERIES = 128
-"""A context is gathered for so many queries of its row: for fewer, that costs more than it saves."""
+"""A context is converted for so many queries of its row: for fewer, that costs more than it saves."""
+FEWEST_COPIED = 1024
+"""A context is copied for so many queries."""
+LEAST_COPIED_BYTES = 64 << 20
+"""A context of fewer bytes stays in the L2 cache, and is not copied."""
 MOST_BYTES = 512 << 20
 """Gathered contexts take no more memory."""
 NOT_GATHERED = tl.constexpr(-(1 << 30))
@@ -50,6 +56,8 @@ class _PlaceContexts:
     """Finds the places of a plan's contexts, as `AttentionPlan.derived` calls it: once for all layers."""
 
     tokens: int
+    fewest_queries: int
+    least_tokens: int
     window: int
     block_size: int
 
@@ -58,29 +66,35 @@ class _PlaceContexts:
         origins_R, ends_R = torch.empty(2, rows, dtype=torch.int32, device=plan.context_lens_R.device)
         _place[(1,)](
             plan.query_starts_R1, plan.context_lens_R, origins_R, ends_R, rows, self.tokens,
-            WINDOW=self.window, BLOCK_SIZE=self.block_size, FEWEST=FEWEST_QUERIES, SHARE=_SHARE, ROWS=_ROWS,
+            self.fewest_queries, self.least_tokens,
+            WINDOW=self.window, BLOCK_SIZE=self.block_size, SHARE=_SHARE, ROWS=_ROWS,
         )  # fmt: skip
         return _Places(origins_R, ends_R)
 
 
 def gather_contexts(cache: KVLayer, plan: AttentionPlan, dtype: torch.dtype, window: int) -> Gathered | None:
     """The contexts of rows of many queries, as far as these see them; None if no row has a place."""
-    assert cache.scale is not None
-    if plan.max_query_len < FEWEST_QUERIES:
-        return None
     _, block_size, _, kv_heads, width = cache.kv.shape
     slot = 2 * kv_heads * width
-    rows = len(plan.context_lens_R)
-    longest = triton.cdiv(plan.max_context_len, _SHARE) * _SHARE
-    most = min(rows, plan.num_tokens // FEWEST_QUERIES)
-    tokens = min(MOST_BYTES // (slot * dtype.itemsize) // _SHARE * _SHARE, most * longest)
-    if not tokens:
+    fewest, least = FEWEST_QUERIES, 1
+    if cache.scale is None:
+        fewest, least = FEWEST_COPIED, triton.cdiv(LEAST_COPIED_BYTES, slot * dtype.itemsize)
+    longest = plan.max_context_len
+    if window:
+        longest = min(longest, plan.max_query_len + window + block_size)
+    if plan.max_query_len < fewest or longest < least:
         return None
-    places = plan.derived(_PlaceContexts(tokens, window, block_size))
+    longest = triton.cdiv(longest, _SHARE) * _SHARE
+    rows = len(plan.context_lens_R)
+    most = min(rows, plan.num_tokens // fewest)
+    tokens = min(MOST_BYTES // (slot * dtype.itemsize) // _SHARE * _SHARE, most * longest)
+    if tokens < least:
+        return None
+    places = plan.derived(_PlaceContexts(tokens, fewest, least, window, block_size))
     kv = torch.empty(tokens, 2, kv_heads, width, dtype=dtype, device=cache.kv.device)
     _gather[(triton.cdiv(tokens, _SHARE),)](
-        cache.kv.view(torch.uint8),
-        cache.scale,
+        cache.kv if cache.scale is None else cache.kv.view(torch.uint8),
+        plan.context_lens_R if cache.scale is None else cache.scale,
         plan.block_table_RW,
         places.origins_R,
         places.ends_R,
@@ -95,18 +109,18 @@ def gather_contexts(cache: KVLayer, plan: AttentionPlan, dtype: torch.dtype, win
         TOKENS=_TOKENS,
         CHUNK=min(triton.next_power_of_2(slot), _CHUNK),
         ROWS=_ROWS,
+        SCALED=cache.scale is not None,
     )
     return Gathered(kv, places.origins_R)
 
 
 @triton.jit(
-    do_not_specialize=["rows", "tokens"],
+    do_not_specialize=["rows", "tokens", "fewest_queries", "least_tokens"],
     do_not_specialize_on_alignment=["starts", "contexts", "origins", "ends"],
 )
 def _place(
-    starts, contexts, origins, ends, rows, tokens,
-    WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, FEWEST: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr,
+    starts, contexts, origins, ends, rows, tokens, fewest_queries, least_tokens,
+    WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (1,). A context that would not fit alone takes no place; of the others the first ones fit."""
     before = 0
@@ -120,7 +134,8 @@ def _place(
         if WINDOW > 0:
             first_R = tl.maximum(context_R - queries_R - WINDOW + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
         taken_R = tl.cdiv(context_R - first_R, SHARE) * SHARE
-        taken_R = tl.where((queries_R >= FEWEST) & (taken_R <= tokens), taken_R, 0)
+        is_wanted_R = (queries_R >= fewest_queries) & (taken_R >= least_tokens) & (taken_R <= tokens)
+        taken_R = tl.where(is_wanted_R, taken_R, 0)
         end_R = before + tl.cumsum(taken_R, 0)
         place_R = end_R - taken_R
         fits_R = (taken_R > 0) & (end_R <= tokens)
@@ -136,7 +151,7 @@ def _place(
 def _gather(
     kv, scales, table, origins, ends, contexts, gathered, table_stride, rows,
     BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
-    TOKENS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Grid (shares of the gathered tokens,)."""
     place = tl.program_id(0) * SHARE
@@ -164,7 +179,8 @@ def _gather(
             at_P = chunk + tl.arange(0, CHUNK)
             wanted_TP = exists_T[:, None] & (at_P < SLOT)[None, :]
             x_TP = tl.load(kv + slot_T[:, None] * SLOT + at_P[None, :], mask=wanted_TP, other=0)
-            scale_at_TP = slot_T[:, None] * (SLOT // WIDTH) + (at_P // WIDTH)[None, :]
-            scale_TP = tl.load(scales + scale_at_TP, mask=wanted_TP, other=0.0)
-            x_TP = (decode_fp8(x_TP, tl.float32) * scale_TP).to(gathered.dtype.element_ty)
+            if SCALED:
+                scale_at_TP = slot_T[:, None] * (SLOT // WIDTH) + (at_P // WIDTH)[None, :]
+                scale_TP = tl.load(scales + scale_at_TP, mask=wanted_TP, other=0.0)
+                x_TP = (decode_fp8(x_TP, tl.float32) * scale_TP).to(gathered.dtype.element_ty)
             tl.store(gathered + to_T[:, None] + at_P[None, :], x_TP, mask=wanted_TP)

@@ -534,7 +534,7 @@ def attend(
 ) -> None:
     """Write the tokens of the listed tiles, of `tile_length` tokens, to `out_THE`, which is contiguous.
 
-    `gathered`: some contexts of a float8 cache, in the queries' dtype.
+    `gathered`: some of the contexts, in the queries' dtype.
     """
     tokens, heads, width = q_THE.shape
     _, block_size, _, kv_heads, _ = cache.kv.shape
