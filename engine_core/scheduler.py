@@ -158,7 +158,7 @@ class Scheduler:
         return (
             self._kv.has_blocks_to_free
             or (self._is_preparing and len(self._states.in_flight) < MAX_IN_FLIGHT)
-            or (self._kv.offload is not None and self._kv.offload.has_work)
+            or (self._kv.offload is not None and self._kv.offload.stores.has_work)
         )
 
     @property
@@ -171,7 +171,7 @@ class Scheduler:
             self._states.last_completed,
             self._kv.num_frees,
             self._kv.num_hashed,
-            0 if self._kv.offload is None else self._kv.offload.num_copies,
+            0 if self._kv.offload is None else self._kv.offload.num_changes,
         )
 
     def add(self, request: Request) -> None:
@@ -211,7 +211,7 @@ class Scheduler:
         for request, count in plan.chunks.values():
             self._kv.cache(request.blocks, request.num_computed_tokens + count, self._states.last_step + 1)
             if request.settings.stores_prompt and self._kv.offload is not None:
-                self._kv.offload.push(request.blocks)
+                self._kv.offload.stores.push(request.blocks)
         # A preempted request had too few blocks; another one would take those that it waits for.
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -328,14 +328,14 @@ class Scheduler:
     def _look_up_in_tiers(self, request: Request) -> bool:
         """Look up the request's prefix in KV tiers; False if a later iteration must continue."""
         offload = self._kv.offload
-        return offload is None or request.prompt_logprobs >= 0 or offload.look_up(request.blocks)
+        return offload is None or request.prompt_logprobs >= 0 or offload.loads.look_up(request.blocks)
 
     def _waits_for_tier(self, request: Request, hits: int) -> bool:
         """Let the request wait if a KV tier has more of its prefix than the `hits` cached blocks."""
         offload = self._kv.offload
         if offload is None or request.prompt_logprobs >= 0:
             return False
-        load = offload.wait_for(request.blocks, hits, self._clock())
+        load = offload.loads.wait_for(request.blocks, hits, self._clock())
         if load is None:
             return False
         self._states.wait_for_tier(request, load.deadline)

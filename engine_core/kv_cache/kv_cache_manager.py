@@ -43,6 +43,7 @@ from engine_core.kv_tiers.block_questions import Question
 from engine_core.kv_tiers.kv_offload import KVOffload
 from engine_core.kv_tiers.kv_tier import KVTier
 from engine_core.kv_tiers.tier_copies import Load, OffloadPolicy
+from engine_core.kv_tiers.tiered_cache import TieredCache
 from engine_core.requests.images import block_mark
 from engine_core.requests.iteration_quota import FREES_PER_UNIT, LOOKUPS_PER_UNIT, IterationQuota
 from engine_core.requests.recent import Recent
@@ -122,9 +123,10 @@ class KVCacheManager:
         if not self._caching:
             raise ValueError("KV tiers need prefix caching")
         policy = OffloadPolicy(min_tokens, num_ranks, self._max_chunk, is_shared, role)
-        self.offload = KVOffload(
+        cache = TieredCache(
             self.specs, self.pools, [KVTier(slots) for slots in tiers], policy, self.quota, self._hash
         )
+        self.offload = KVOffload(cache)
         if self.events is not None:
             self.offload.list_events(self.events)
 
@@ -307,7 +309,7 @@ class KVCacheManager:
         The last blocks are freed first, so that a cached sequence is evicted from its end.
         """
         if self.offload is not None:
-            self.offload.freed(blocks)
+            self.offload.stores.freed(blocks)
         if self._states is not None:
             self._states.drop(self._slots(blocks))
         for pool, table, live in zip(self.pools, blocks.tables, blocks.first_live, strict=True):

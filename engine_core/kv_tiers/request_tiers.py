@@ -7,7 +7,7 @@ __all__ = ["PrefixLookup", "SharedStore"]
 
 @dataclass(slots=True)
 class PrefixLookup:
-    """How much of a waiting request's prefix is in the cache or in a tier. `KVOffload` moves it on.
+    """How much of a waiting request's prefix is in the cache or in a tier. `TierLoads` moves it on.
 
         looking up ──▶ asking ────┐       the workers are asked what other engines have stored from there on
           ▲   │  └───▶ loading ──┐│       blocks that the cache lacks come back

@@ -364,7 +364,7 @@ class Subscriber:
         self.tiers: defaultdict[str, set[bytes]] = defaultdict(set)
         self._kv = kv
         self._salted: set[bytes] = set()
-        self._is_shared = kv.offload is not None and kv.offload._questions is not None
+        self._is_shared = kv.offload is not None and kv.offload.loads.questions is not None
         cache = kv.cache
 
         def note_salted(blocks: RequestBlocks, num_computed: int, step: int) -> None:

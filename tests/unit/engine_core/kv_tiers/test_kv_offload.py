@@ -12,8 +12,8 @@ from atom.shared.messages.engine import pack_ids, unpack_ids
 from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, REMOTE, BlocksCopied, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.kv_cache import state_checkpoints
-from engine_core.kv_tiers import kv_offload
-from engine_core.kv_tiers.kv_offload import LOAD_DEADLINE_S
+from engine_core.kv_tiers import tier_loads
+from engine_core.kv_tiers.tier_loads import LOAD_DEADLINE_S
 from engine_core.requests import iteration_quota
 from engine_core.requests.request import State
 from engine_core.requests.token_ids import Prompt, TokenIds
@@ -145,7 +145,7 @@ def test_a_block_that_is_lost_during_a_long_lookup_ends_the_load(monkeypatch: py
     run = driver()
     turn(run, 1, FIRST)
     evict(run, 10)
-    monkeypatch.setattr(kv_offload, "_LOOKED_UP_AT_ONCE", 1)
+    monkeypatch.setattr(tier_loads, "_LOOKED_UP_AT_ONCE", 1)
     monkeypatch.setattr(iteration_quota, "UNITS_PER_ITERATION", 12)
     run.add(2, FIRST, 2)
     for _ in range(2):
