@@ -60,7 +60,7 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 # The running maximum before any score: finite, because inf - inf would be NaN.
 _LOWEST = gl.constexpr(-1.0e30)
 _HEADS_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
-_ROWS = gl.constexpr(8)
+_PERIOD = gl.constexpr(8)
 """Tokens after which the swizzle repeats."""
 _FIELDS = gl.constexpr(5)
 """Numbers of an item, as `_receive` returns them."""
@@ -259,10 +259,10 @@ def _zero(rows, first, end, start, oldest, stop, stage_row, PIECES: gl.constexpr
     WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 8 // WARPS], [4, 8], [1, WARPS], [1, 0])
     for group in range(first, end):
-        token_R = start + group * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+        token_R = start + group * _PERIOD + gl.arange(0, _PERIOD, gl.SliceLayout(1, layout))
         seen_R = (token_R >= oldest) & (token_R < stop)
         for piece in gl.static_range(PIECES):
-            part = rows.index(stage_row + piece * (TILE // _ROWS) + group)
+            part = rows.index(stage_row + piece * (TILE // _PERIOD) + group)
             part_RE = part.load(layout)
             part.store(gl.where(seen_R[:, None], part_RE, gl.zeros_like(part_RE)))
 
@@ -282,7 +282,7 @@ def _load_values(
     values_ready, values_free = barriers
     PIECES: gl.constexpr = WIDTH // PIECE
     blocks = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // BLOCK), BLOCK, PIECE], SWIZZLED)
-    rows = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // _ROWS), _ROWS, PIECE], SWIZZLED)
+    rows = values._reinterpret(values.dtype, [STAGES * PIECES * (TILE // _PERIOD), _PERIOD, PIECE], SWIZZLED)
     at = start + (num_tiles - 1) * TILE
     slots = slots_of(table, origin, at, stop, num_slots, PAGED, BLOCK, BLOCK_SIZE, TILE)
     for _tile in range(num_tiles):
@@ -296,15 +296,15 @@ def _load_values(
         if ends | begins:
             mbarrier.wait(values_ready.index(STAGES), mended % 2)
             mended += 1
-            stage_row = stage * PIECES * (TILE // _ROWS)
+            stage_row = stage * PIECES * (TILE // _PERIOD)
             if ends:
                 block = (stop - at) // BLOCK + 1
                 _zero(
-                    rows, (stop - at) // _ROWS, block * (BLOCK // _ROWS), at, oldest, stop, stage_row, PIECES,
-                    TILE,
+                    rows, (stop - at) // _PERIOD, block * (BLOCK // _PERIOD), at, oldest, stop, stage_row,
+                    PIECES, TILE,
                 )  # fmt: skip
             if begins:
-                _zero(rows, 0, (oldest - at) // _ROWS + 1, at, oldest, stop, stage_row, PIECES, TILE)
+                _zero(rows, 0, (oldest - at) // _PERIOD + 1, at, oldest, stop, stage_row, PIECES, TILE)
             # WGMMA reads shared memory through the async proxy: plain stores need a fence.
             fence_async_shared()
             release(values_ready.index(stage))

@@ -1,5 +1,7 @@
 """Kernels are collected while they are launched, and compiled afterwards; here by stand-ins for Triton's."""
 
+import importlib
+import pkgutil
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from triton import knobs
+from triton.language import constexpr
+from triton.runtime.jit import JITFunction
 
+from atom_ops import triton_impl
+from atom_ops.triton_impl.hardware import target
 from atom_ops.triton_impl.hardware.parallel_compile import (
     KernelNotLoadedError,
     compile_launched,
@@ -91,3 +97,21 @@ def test_a_kernel_that_is_not_loaded_is_refused() -> None:
     with pytest.raises(KernelNotLoadedError, match="a"), loaded_kernels_only():
         kernel.launch("one")
     assert not kernel.launches and knobs.runtime.jit_cache_hook is None
+
+
+@pytest.mark.skipif(target.INTERPRETED, reason="needs Triton's compiler")
+def test_later_processes_find_what_one_has_compiled() -> None:
+    """Constants of a kernel and of what it calls differ in value only if they differ in name.
+
+    Triton's key has them sorted by name, and those of one name by the address of their module.
+    """
+    modules = pkgutil.walk_packages(triton_impl.__path__, f"{triton_impl.__name__}.")
+    members = [value for each in modules for value in vars(importlib.import_module(each.name)).values()]
+    kernels = [value for value in members if isinstance(value, JITFunction)]
+    assert len(kernels) > 300
+    for kernel in kernels:
+        assert kernel.cache_key  # collects the constants
+        values: dict[str, str] = {}
+        for (name, _), (value, _) in kernel.used_global_vals.items():
+            if isinstance(value, constexpr):
+                assert values.setdefault(name, str(value)) == str(value), f"{kernel.__name__}: {name}"
