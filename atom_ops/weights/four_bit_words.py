@@ -17,7 +17,7 @@ _SCALE_BIAS = 126
 """Is added to the exponents of MXFP4: the kernels decode 2^-126 times a number."""
 _LARGEST_EXPONENT = 128
 """Above it the kernels' scale would be infinite in bfloat16: numbers of 4 to 12."""
-_PACKED_AT_ONCE = 1 << 24
+_PACKED_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +94,28 @@ def _words_of(pairs: Tensor, is_e2m1: bool) -> Tensor:
     rows = pairs.flatten(0, -2)
     bytes_ = pairs.shape[-1]
     chunks = -(-2 * bytes_ // COLUMNS)
+    padding = chunks * COLUMNS // 2 - bytes_
     words = torch.empty(len(rows), chunks * _WORDS, dtype=torch.int16, device=pairs.device)
+    tables = _tables(is_e2m1, pairs.device)
     each = max(_PACKED_AT_ONCE // (chunks * COLUMNS), 1)
-    for part, into in zip(rows.split(each), words.split(each), strict=True):
-        codes = torch.stack((part & 15, part >> 4), -1).flatten(-2).int()
-        codes = functional.pad(codes, (0, chunks * COLUMNS - 2 * bytes_))
-        a, b, c, d = codes.unflatten(-1, (chunks, _QUARTERS, _WORDS)).unbind(-2)
-        if is_e2m1:
-            a, b, c = (code >> 3 << 15 - at | (code & 7) << 6 - at for code, at in ((a, 0), (b, 3), (c, 6)))
-            d = d >> 3 << 14 | (d >> 1 & 3) << 10 | (d & 1) << 13
-        else:
-            b, c, d = b << 4, c << 8, d << 12
-        into.copy_((a | b | c | d).flatten(-2).to(torch.int16))
+    for part, into in zip(rows.split(each), words.view(torch.int32).split(each), strict=True):
+        padded = functional.pad(part, (0, padding)) if padding else part
+        quarters = padded.unflatten(-1, (chunks, _QUARTERS, _WORDS // 2)).unbind(-2)
+        a, b, c, d = (table[quarter.long()] for table, quarter in zip(tables, quarters, strict=True))
+        torch.bitwise_or(a | b, c | d, out=into.unflatten(-1, (chunks, _WORDS // 2)))
     return words.view(*pairs.shape[:-1], -1)
+
+
+def _tables(is_e2m1: bool, device: torch.device) -> Tensor:
+    """For each quarter of a chunk and each byte, the bits of its two codes in two words: int32 [4, 256]."""
+    code = torch.arange(16, dtype=torch.int32)
+    if is_e2m1:
+        first = [code >> 3 << 15 - at | (code & 7) << 6 - at for at in (0, 3, 6)]
+        of_codes = torch.stack((*first, code >> 3 << 14 | (code >> 1 & 3) << 10 | (code & 1) << 13))
+    else:
+        of_codes = torch.stack([code << 4 * quarter for quarter in range(_QUARTERS)])
+    byte = torch.arange(256)
+    return (of_codes[:, byte & 15] | of_codes[:, byte >> 4] << 16).to(device)
 
 
 def _codes_of(words: Tensor, is_e2m1: bool) -> Tensor:

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -116,23 +117,23 @@ def load_dummy(model: WeightedModel, progress: Progress) -> None:
     targets = list(load_targets(model))
     has_lm_head = any(target.name.endswith(_LM_HEAD) for target in targets)
     loading = _Loading(model, targets, progress)
+    generator_on = cache(torch.Generator)  # one for all of thousands of tensors
     for target in targets:
         if target.shard.elsewhere:  # its layer may be processed already
             continue
-        _fill_randomly(target, has_lm_head)
+        _fill_randomly(target, has_lm_head, generator_on(target.device))
         loading.loaded(target)
     loading.finish()
 
 
-def _fill_randomly(target: LoadTarget, has_lm_head: bool) -> None:
+def _fill_randomly(target: LoadTarget, has_lm_head: bool, generator: torch.Generator) -> None:
     buffer = target.buffer
     shard = target.shard
     shape = shard.matrix or shard.shape
     if len(shape) == 1:
         buffer.fill_(0.0 if target.name.endswith("bias") else 1.0)
         return
-    seed = zlib.crc32(f"{target.name}:{shard.kept.start}".encode())
-    generator = torch.Generator(buffer.device).manual_seed(seed)
+    generator.manual_seed(zlib.crc32(f"{target.name}:{shard.kept.start}".encode()))
     std = math.sqrt(1 / shape[-1])
     if has_lm_head and shard.dim == 1:  # row parallel: the output is added to the residual stream
         std *= _RESIDUAL_SCALE / math.sqrt(shape[0])

@@ -120,6 +120,17 @@ def _store(
     gl.store(out + token_T.to(gl.int64)[None, :] * outputs + output_R[:, None], out_RT, mask=inside_RT)
 
 
+@gluon.constexpr_function
+def reader_layout(rows, tokens):
+    """Layout in which the 128 threads of the consumers read partials [rows, tokens], each place by one.
+
+    Of two threads that poll one place, the slower may find a sum and the other still EMPTY. Triton takes
+    their values for equal: it waits for those of one thread, and may store those of the other.
+    """
+    width = min(4, rows * tokens // 128)
+    return gl.BlockedLayout([1, width], [32 * width // tokens, tokens // width], [4, 1], [1, 0])
+
+
 @gluon.jit
 def _program_of(step, all_steps):
     """The program of this step: program p begins at step p * all_steps // programs."""
@@ -133,7 +144,7 @@ def _reduce_partials(
     SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Reduce the partials of a tile for this program's share of its tokens."""
-    loaded: gl.constexpr = gl.BlockedLayout([1, 4], [128 // CHUNK, CHUNK // 4], [4, 1], [1, 0])
+    loaded: gl.constexpr = reader_layout(ROWS, CHUNK)
     first = _program_of(tile * steps, all_steps)
     count = _program_of(tile * steps + steps - 1, all_steps) - first + 1
     row_R = gl.arange(0, ROWS, gl.SliceLayout(1, loaded))
@@ -346,6 +357,11 @@ def multiply_e4m3(
     return out_TO
 
 
+def reduced_at_once(tile: int) -> int:
+    """Tokens of a tile whose partials a program reduces at once."""
+    return min(16, tile // 4)
+
+
 def _launch(
     plan: StreamKPlan,
     x_TI: Tensor,
@@ -386,7 +402,7 @@ def _launch(
         COLUMNS=plan.columns,
         TOKENS=tile,
         STAGES=plan.stages,
-        CHUNK=min(16, tile // 4),
+        CHUNK=reduced_at_once(tile),
         MAX_PARTIALS=max_partials,
         SCALES=kind,
         BLOCK_ROWS=block_rows,

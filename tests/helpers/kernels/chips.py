@@ -1,5 +1,7 @@
 """Compiling Triton kernels for GPUs that this machine does not have."""
 
+import json
+import math
 import re
 import subprocess
 import tempfile
@@ -53,6 +55,8 @@ class Compiled:
     """Registers of a thread; on AMD vector and accumulation registers."""
     spilled: int
     """Bytes of memory for registers that did not fit, for each thread."""
+    shared_polls: int
+    """Volatile loads of which several threads load the same place, and may find different values."""
 
 
 class _Driver:
@@ -109,8 +113,53 @@ def _described(kernel: Any, made: Any, settings: str) -> Compiled:
     amd = "amdgcn" in made.asm
     registers, spilled = _amd_usage(made.asm["amdgcn"]) if amd else _nvidia_usage(made.asm["cubin"])
     return Compiled(
-        kernel_name(kernel), settings, made.metadata.num_warps, made.metadata.shared, registers, spilled
+        kernel_name(kernel),
+        settings,
+        made.metadata.num_warps,
+        made.metadata.shared,
+        registers,
+        spilled,
+        _shared_polls(made.asm["ttgir"]),
     )
+
+
+_POINTERS = re.compile(
+    r"tensor<(?P<shape>[\dx]+)x!tt\.ptr<\w+>, (#ttg\.slice<{dim = (?P<cut>\d), parent = )?#(?P<layout>\w+)"
+)
+
+
+def _shared_polls(source: str) -> int:
+    """Volatile loads of scalars, or in layouts that repeat elements, in Triton's code for the GPU."""
+    layouts = dict(re.findall(r"^#(\w+) = (.+)$", source, re.MULTILINE))
+    count = 0
+    for line in source.splitlines():
+        if "tt.load" in line and "isVolatile = true" in line:
+            tensor = _POINTERS.search(line)
+            count += tensor is None or _repeats(
+                layouts[tensor["layout"]], [int(size) for size in tensor["shape"].split("x")], tensor["cut"]
+            )
+    return count
+
+
+def _repeats(layout: str, shape: list[int], cut: str | None) -> bool:
+    """Whether several threads hold the same element of a tensor; `cut`: a dimension that it lacks."""
+
+    def numbers(name: str) -> Any:
+        found = re.search(rf"\b{name} = (\[.*?\])(, [a-z]|}})", layout)
+        assert found is not None, f"no {name} in {layout}"
+        return json.loads(found[1])
+
+    if layout.startswith("#ttg.linear"):
+        moves = [*numbers("lane"), *numbers("warp")]  # by each bit of a thread's number
+        return not all(any(each for dim, each in enumerate(move) if str(dim) != cut) for move in moves)
+    assert cut is None, f"a slice of {layout}: add how it is told whether threads share elements"
+    if layout.startswith("#ttg.nvidia_mma"):
+        sizes = [numbers("warpsPerCTA"), numbers("instrShape")]
+    else:
+        assert layout.startswith("#ttg.blocked"), layout
+        sizes = [numbers("sizePerThread"), numbers("threadsPerWarp"), numbers("warpsPerCTA")]
+    whole = [math.prod(each) for each in zip(*sizes, strict=False)]  # an instruction's shape has a third
+    return any(size < least for size, least in zip(shape, whole, strict=True))
 
 
 def _amd_usage(assembly: str) -> tuple[int, int]:

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from workers.layers.quantization.scheme import Fill
 
-_FILLED_AT_ONCE = 1 << 22
+_FILLED_AT_ONCE = 1 << 24
+"""Numbers that are in memory in float32: 64 MiB."""
 
 
 def fill_codes(std: float) -> Fill:

@@ -1,10 +1,14 @@
 """Each type of weight stands for the numbers that its formula gives."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from atom_ops import ChannelFP8, ChannelINT8, GroupINT4
+from atom_ops import MXFP4, ChannelFP8, ChannelINT8, GroupINT4
 from atom_ops.weights import Quantized, dequantized_tiles
+from atom_ops.weights.four_bit_words import pack_words
 from atom_ops.weights.samples import Format, random_weight
 
 FORMATS: list[Format] = [
@@ -49,3 +53,31 @@ def test_experts_rows_and_tiles_are_parts(format: Format, monkeypatch: pytest.Mo
     monkeypatch.setattr("atom_ops.weights.types._TILE_NUMBERS", 130 * 128)
     tiles = list(dequantized_tiles(one, torch.float32))
     assert len(tiles) == 3 and torch.equal(torch.cat(tiles), numbers[2])
+
+
+class WrittenBytes(TorchDispatchMode):
+    """Adds up the bytes that operators write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result: Any = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.count += result.nbytes
+        return result
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4_32", "int4_64_zeros"])
+def test_words_hold_every_number_and_are_packed_in_few_passes(format: Format) -> None:
+    """Experts of hundreds of GB are packed while they are loaded."""
+    for inputs in (128, 192, 4096):
+        weight = random_weight((3, 20, inputs), format, torch.float32, torch.Generator().manual_seed(2))
+        assert isinstance(weight, GroupINT4 | MXFP4)
+        with WrittenBytes() as written:
+            packed = pack_words(weight)
+        assert packed is not None
+        assert torch.equal(packed.dequantized(torch.float32), weight.dequantized(torch.float32))
+    # An index of 8 bytes and a word pair of 4 for each two codes, and three ors of a quarter as many.
+    assert written.count < 10 * 3 * 20 * 4096 + (1 << 15)
