@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from atom_ops import normalised_queries_keys, query_key_squares, rms_norm
+from atom_ops import add_rms_norm, normalised_queries_keys, query_key_squares, rms_norm
 from workers.layers.context import BuildContext
 from workers.layers.weighted import CheckpointTensor, ReadDecoded, ShardRange, ShardSpec, WeightedLayer
 
@@ -59,6 +59,22 @@ class RMSNorm(WeightedLayer):
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Begin `add_norm` of a part of the tokens: see `Communicator.begin_all_reduce_add_rms_norm`."""
         return self.tp.begin_all_reduce_add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+
+
+def add_norms(
+    x_norm: RMSNorm | None, norm: RMSNorm | None, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(total), total), where total is x_norm(x) + residual; a norm that is None is left out.
+
+    Both norms have the same epsilon. See `RMSNorm.add_norm` for `x_TD` and a missing residual.
+    """
+    if residual_TD is None:
+        return x_TD if norm is None else norm(x_TD), x_TD
+    if x_norm is None:
+        assert norm is not None, "blocks have a norm before or after them"
+        return norm.add_norm(x_TD, residual_TD)
+    weight_D = None if norm is None else norm.weight
+    return add_rms_norm(x_norm.tp.all_reduce(x_TD), residual_TD, weight_D, x_norm.eps, x_norm.weight)
 
 
 class NormAcrossRanks(RMSNorm):
