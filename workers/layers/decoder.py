@@ -253,8 +253,8 @@ class SelfAttention(WeightedLayer):
         if isinstance(self.q_norm, NormAcrossRanks) and isinstance(self.k_norm, NormAcrossRanks):
             qkv_TO = norm_queries_and_keys(qkv_TO, self.q_norm, self.k_norm, self._repeated)
         if rotation.query_scale_T1 is not None:
-            q_TQ, kv_TO = qkv_TO.split([self._q_features, qkv_TO.shape[1] - self._q_features], 1)
-            qkv_TO = torch.cat(((q_TQ * rotation.query_scale_T1).to(qkv_TO.dtype), kv_TO), 1)
+            # In float32, and rounded once; nothing else reads the projection.
+            qkv_TO[:, : self._q_features].mul_(rotation.query_scale_T1)
         return self.attention(qkv_TO, rotation, ctx, self._head_norms(), self.sinks)
 
     def _head_norms(self) -> HeadNorms | None:
