@@ -88,13 +88,15 @@ class NormAcrossRanks(RMSNorm):
 def norm_queries_and_keys(
     qkv_TO: torch.Tensor, q_norm: NormAcrossRanks, k_norm: NormAcrossRanks, repeated: int
 ) -> torch.Tensor:
-    """A fused projection with normalised queries and keys; one all-reduce for both.
+    """A fused projection with normalised queries and keys; several ranks need one all-reduce for both.
 
     The first `repeated` features of the keys are in the sum of another rank.
     """
     q = q_norm.kept
     k = k_norm.kept
-    squares_T2 = q_norm.tp.all_reduce(query_key_squares(qkv_TO, q.size, k.size, repeated))
+    squares_T2 = None
+    if q_norm.tp.size > 1:
+        squares_T2 = q_norm.tp.all_reduce(query_key_squares(qkv_TO, q.size, k.size, repeated))
     return normalised_queries_keys(
         qkv_TO, squares_T2, q_norm.weight, k_norm.weight, q.total, k.total, q_norm.eps
     )

@@ -50,6 +50,11 @@ def _norm_rows(
         tl.store(out_ptr + row + column, normed_row(x, weight, eps, SIZE), mask=inside)
 
 
+def norm_warps(block: int) -> int:
+    """Warps of a program with a row; like the block, of the width alone, for batch invariance."""
+    return min(max(block // 512, 1), 16)
+
+
 def _launch(
     x_TD: Tensor,
     residual_TD: Tensor | None,
@@ -64,12 +69,10 @@ def _launch(
     out_TD = total_TD if weight_D is None else torch.empty_like(x_TD)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     block = triton.next_power_of_2(size)
-    # Block size and warps depend on the width alone, for batch invariance.
-    warps = min(max(block // 512, 1), 16)
     if x_TD.numel():
         _norm_rows[(x_TD.numel() // size,)](
             x_TD, residual_TD, weight_D, x_weight_D, out_TD, total_TD, eps,
-            SIZE=size, BLOCK=block, num_warps=warps, **launch_options(x_TD.device),
+            SIZE=size, BLOCK=block, num_warps=norm_warps(block), **launch_options(x_TD.device),
         )  # fmt: skip
     return out_TD, total_TD
 
