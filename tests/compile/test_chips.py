@@ -77,8 +77,6 @@ def small_kernels(model: str, tokens: int) -> None:
     run("embedding", ints(tokens, dtype=torch.int64), tensor(151936, hidden), 0)
     run("rms_norm", x, weight, 1e-6)
     run("add_rms_norm", x, x, weight, 1e-6)
-    for norm_weight in (weight, None):
-        run("add_rms_norm", x, x, norm_weight, 1e-6, weight)
     run("silu_and_mul", tensor(tokens, 2 * half))
     run("rotation_at", tensor(8192, width, dtype=torch.float32), ints(tokens, dtype=torch.int64))
     cos, sin = tensor(2, tokens, 1, width, dtype=torch.float32)
