@@ -47,7 +47,7 @@ from atom_ops.ops.experts.experts import (
     experts,
     pack_expert_weight,
 )
-from atom_ops.ops.experts.routing import RoutingRule, route, weights_of_experts
+from atom_ops.ops.experts.routing import RoutingRule, route, weigh_inputs, weights_of_experts
 from atom_ops.ops.latent.compressed_rows import (
     CachedRows,
     compress_rows,
@@ -271,6 +271,7 @@ __all__ = [
     "token_logprobs",
     "unpack_partials",
     "verify_drafts",
+    "weigh_inputs",
     "weights_of_experts",
     "write_index_keys",
     "write_kv",

@@ -32,12 +32,17 @@ def _rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     "aiter",
     needs=NEEDS,
     supported=runs_on,
-    supports=lambda x_TD, residual_TD, weight_D, eps: (
-        takes(x_TD, residual_TD, weight_D) and x_TD.shape[-1] <= MOST_FEATURES
+    supports=lambda x_TD, residual_TD, weight_D, eps, x_weight_D=None: (
+        weight_D is not None
+        and x_weight_D is None
+        and takes(x_TD, residual_TD, weight_D)
+        and x_TD.shape[-1] <= MOST_FEATURES
     ),
     batch_invariant=False,
 )
-def _add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, eps: float, x_weight_D: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     import aiter
 
     rows = _rows(x_TD)

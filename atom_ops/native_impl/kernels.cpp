@@ -27,20 +27,29 @@ template <typename T> inline float norm_factor(const T* x, int64_t size, float e
 
 constexpr int64_t WORTH_THREADS = 16384;  // values, fewer are faster in one thread
 
+template <typename T> inline void norm_row(const T* x, const T* weight, T* out, int64_t size, float eps) {
+    const float factor = norm_factor(x, size, eps);
+    for (int64_t i = 0; i < size; ++i) put(out[i], number(x[i]) * factor * number(weight[i]));
+}
+
+// `x_weight`, if it is given, is that of a norm of x before the residual is added.
 template <typename T>
-void rms_norm(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t rows, int64_t size,
-              float eps) {
+void rms_norm(const T* x, const T* residual, const T* weight, const T* x_weight, T* out, T* total, int64_t rows,
+              int64_t size, float eps) {
 #pragma omp parallel for if (rows * size > WORTH_THREADS)
     for (int64_t row = 0; row < rows; ++row) {
         const T* own = x + row * size;
         if (residual != nullptr) {
             T* sum = total + row * size;
+            if (x_weight != nullptr) {
+                norm_row(own, x_weight, sum, size, eps);
+                own = sum;
+            }
+#pragma omp simd
             for (int64_t i = 0; i < size; ++i) put(sum[i], number(own[i]) + number(residual[row * size + i]));
             own = sum;
         }
-        const float factor = norm_factor(own, size, eps);
-        for (int64_t i = 0; i < size; ++i)
-            put(out[row * size + i], number(own[i]) * factor * number(weight[i]));
+        if (weight != nullptr) norm_row(own, weight, out + row * size, size, eps);
     }
 }
 
@@ -209,9 +218,10 @@ typedef ATOM_DTYPE T;
 #define IS_BFLOAT16_float32 0
 #define IS_BFLOAT16_bfloat16 1
 
-KERNEL(rms_norm)(const void* x, const void* residual, const void* weight, void* out, void* total,
-                 int64_t rows, int64_t size, float eps) {
-    rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)out, (T*)total, rows, size, eps);
+KERNEL(rms_norm)(const void* x, const void* residual, const void* weight, const void* x_weight, void* out,
+                 void* total, int64_t rows, int64_t size, float eps) {
+    rms_norm((const T*)x, (const T*)residual, (const T*)weight, (const T*)x_weight, (T*)out, (T*)total, rows,
+             size, eps);
 }
 
 KERNEL(silu_and_mul)(const void* x, void* out, int64_t rows, int64_t size) {
@@ -272,7 +282,8 @@ KERNEL(linear_argmax)(const void* x, const void* panels, int64_t* found, int64_t
 KERNEL(norm_linear)(const void* x, const void* residual, const void* weight, void* normed, void* total,
                     const void* panels, const void* bias, void* out, int64_t rows, int64_t outputs,
                     int64_t inputs, float eps) {
-    rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)normed, (T*)total, rows, inputs, eps);
+    rms_norm((const T*)x, (const T*)residual, (const T*)weight, (const T*)nullptr, (T*)normed, (T*)total, rows,
+             inputs, eps);
     run_linear(normed, panels, bias, out, rows, outputs, inputs, false);
 }
 
@@ -305,7 +316,8 @@ KERNEL(norm_linear_ints)(const void* x, const void* residual, const void* weight
                          const void* words, const void* terms, const void* units, const void* bias, void* out,
                          int64_t rows, int64_t outputs, int64_t inputs, int64_t bits, int64_t group,
                          int64_t block, int64_t has_offsets, int64_t wide_terms, float eps) {
-    rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)normed, (T*)total, rows, inputs, eps);
+    rms_norm((const T*)x, (const T*)residual, (const T*)weight, (const T*)nullptr, (T*)normed, (T*)total, rows,
+             inputs, eps);
     run_linear_ints(normed, words, terms, units, bias, out, rows, outputs, inputs, bits,
                                        group, block, has_offsets, wide_terms, false);
 }

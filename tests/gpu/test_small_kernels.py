@@ -158,3 +158,7 @@ def test_norms_have_the_reference_bits_or_the_next(weight_dtype: torch.dtype) ->
     assert torch.equal(total, wanted_total)
     torch.testing.assert_close(found, wanted, atol=0, rtol=2**-7)
     assert (found == wanted).float().mean() > 0.99
+    for next_weight in (weight, None):
+        after, total = atom_ops.add_rms_norm(x, residual, next_weight, 1e-6, weight)
+        assert torch.equal(total, atom_ops.rms_norm(x, weight, 1e-6) + residual)
+        assert torch.equal(after, total if next_weight is None else atom_ops.rms_norm(total, weight, 1e-6))

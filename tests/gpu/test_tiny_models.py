@@ -48,6 +48,7 @@ EXPERTS = ("minimax-m2", "minimax-m2-odd-gqa-tied", "glm-4.7-flash", "glm-4.7-fl
 EXPERTS += ("llama4", "llama4-odd-gqa-biases-dense", "llama4-mha-chunks-everywhere")
 OURS = {"rms_norm", "add_rms_norm", "silu_and_mul", "embedding", "rotation_at", "rotate_and_write_kv"}
 OURS |= {"causal_conv", "gated_delta_rule", "kimi_delta_attention", "gated_rms_norm", "sigmoid_and_mul"}
+OURS |= {"normalised_queries_keys", "weigh_inputs"}
 
 pytestmark = [
     pytest.mark.gpu,

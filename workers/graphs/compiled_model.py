@@ -34,7 +34,7 @@ from workers.layers.context import ForwardContext, Mixing
 
 _TRACED = {
     *("rms_norm", "add_rms_norm", "gated_rms_norm", "silu_and_mul", "sigmoid_and_mul", "embedding"),
-    *("gelu_tanh_and_mul", "rotation_at", "add_norm_linear", "silu_and_mul_linear"),
+    *("gelu_tanh_and_mul", "rotation_at", "add_norm_linear", "silu_and_mul_linear", "weigh_inputs"),
 }
 _TOKENS = 7
 """Number of tokens of the traced pass: any above 1 that no other dimension has."""

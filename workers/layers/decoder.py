@@ -22,7 +22,7 @@ docs/develop/qwen3_in_plain_torch.py is the same model in 60 lines. Its lines ar
 
 Each block receives the norm before it (`after_norm`), because most fuse the sum, the norm and their first
 matmul. Its output is a partial sum over the tensor-parallel ranks; the next norm all-reduces it, adds it to
-the residual and normalises in one call.
+the residual and normalises in one call, as a norm after the block does with the one before the next.
 
 T tokens, R sampling rows, D hidden, O features of the fused projection.
 """
@@ -47,7 +47,7 @@ from workers.layers.causal_lm import OTHER_MODALITIES, CausalLM
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, ReorderedLinear, RowParallelLinear, mlp_range
-from workers.layers.norm import NormAcrossRanks, RMSNorm, norm_queries_and_keys
+from workers.layers.norm import NormAcrossRanks, RMSNorm, add_norms, norm_queries_and_keys
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer, consecutive
 from workers.vision.tower import VisionTower
 
@@ -253,8 +253,8 @@ class SelfAttention(WeightedLayer):
         if isinstance(self.q_norm, NormAcrossRanks) and isinstance(self.k_norm, NormAcrossRanks):
             qkv_TO = norm_queries_and_keys(qkv_TO, self.q_norm, self.k_norm, self._repeated)
         if rotation.query_scale_T1 is not None:
-            q_TQ, kv_TO = qkv_TO.split([self._q_features, qkv_TO.shape[1] - self._q_features], 1)
-            qkv_TO = torch.cat(((q_TQ * rotation.query_scale_T1).to(qkv_TO.dtype), kv_TO), 1)
+            # In float32, and rounded once; nothing else reads the projection.
+            qkv_TO[:, : self._q_features].mul_(rotation.query_scale_T1)
         return self.attention(qkv_TO, rotation, ctx, self._head_norms(), self.sinks)
 
     def _head_norms(self) -> HeadNorms | None:
@@ -316,6 +316,9 @@ class FeedForward(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output for norm(x + residual), x + residual), as `TokenMixer.after_norm` returns it."""
 
+    def __call__(self, normed_TD: torch.Tensor) -> torch.Tensor:
+        """This rank's partial sum of the output."""
+
 
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
@@ -363,6 +366,11 @@ class DecoderLayer(nn.Module):
         return None if name is None else cast(RMSNorm, getattr(self, name))
 
     @property
+    def last_norm(self) -> RMSNorm | None:
+        """The norm of its output, before the caller adds it to the residual."""
+        return self._norm(self._norms.after_mlp)
+
+    @property
     def first_norm(self) -> RMSNorm:
         """The norm before attention."""
         norm = self._norm(self._norms.before_attention)
@@ -376,26 +384,20 @@ class DecoderLayer(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
         keep_TD: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output of the MLP, residual), which the caller adds; without a residual their sum.
+        x_norm: RMSNorm | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output of the MLP, residual), which the caller adds, after `last_norm` of the output.
 
-        `keep_TD` gets the sum of the inputs.
+        `x_norm` is `last_norm` of the layer that returned `x_TD`. `keep_TD` gets the sum of the inputs.
         """
-        norms = self._norms
+        names = self._norms
         token_mixer = getattr(self, self._token_mixer)
-        if (norm := self._norm(norms.before_attention)) is not None:
-            out_TD, residual_TD = token_mixer.after_norm(norm, x_TD, residual_TD, rotation, ctx)
-        else:
-            out_TD, residual_TD = token_mixer(x_TD, rotation, ctx), x_TD
+        norm = self._norm(names.before_attention)
+        out_TD, residual_TD = _after_norms(token_mixer, x_norm, norm, x_TD, residual_TD, rotation, ctx)
         if keep_TD is not None:
             keep_TD.copy_(residual_TD)  # later norms may add to the residual in place
-        x_TD, residual_TD = _after_block(self._norm(norms.after_attention), out_TD, residual_TD)
-        if (norm := self._norm(norms.before_mlp)) is not None:
-            out_TD, residual_TD = self.mlp.after_norm(norm, x_TD, residual_TD)
-        else:
-            assert isinstance(self.mlp, GatedMLP)
-            out_TD, residual_TD = self.mlp(x_TD), x_TD
-        return _after_block(self._norm(norms.after_mlp), out_TD, residual_TD)
+        x_norm, norm = self._norm(names.after_attention), self._norm(names.before_mlp)
+        return _after_norms(self.mlp, x_norm, norm, out_TD, residual_TD)
 
     @property
     def has_parts(self) -> bool:
@@ -435,13 +437,20 @@ class DecoderLayer(nn.Module):
         return done
 
 
-def _after_block(
-    norm: RMSNorm | None, out_TD: torch.Tensor, residual_TD: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A block's output, of which the norm after the block needs the sum over the ranks, and the residual."""
-    if norm is None:
-        return out_TD, residual_TD
-    return residual_TD + norm(norm.tp.all_reduce(out_TD)), None
+def _after_norms(
+    block: Any,
+    x_norm: RMSNorm | None,
+    norm: RMSNorm | None,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor | None,
+    *others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output of a token mixer or MLP for norm(total), total); see `add_norms`."""
+    if x_norm is None and norm is not None:
+        fused: tuple[torch.Tensor, torch.Tensor] = block.after_norm(norm, x_TD, residual_TD, *others)
+        return fused
+    normed_TD, total_TD = add_norms(x_norm, norm, x_TD, residual_TD)
+    return block(normed_TD, *others), total_TD
 
 
 def _norm(args: DecoderArgs, build: BuildContext, scale: float = 1.0) -> RMSNorm:
@@ -507,13 +516,15 @@ class DecoderModel(nn.Module):
         ):
             return self._in_parts(x_TD.tensor_split(parts), rotations, ctx)
         aux = self.aux
+        x_norm = None
         for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
             keep_TD = None if aux is None else aux.part(number, len(x_TD))
-            x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx, keep_TD)
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx, keep_TD, x_norm)
+            x_norm = cast(DecoderLayer, layer).last_norm
             if images is not None and 1 + number < images.features_MLD.shape[1]:
                 # To the residual, which every rank has whole: the layer's output is a partial sum.
                 residual_TD.index_add_(0, images.tokens_M, images.features_MLD[:, 1 + number])
-        normed_TD, _ = self.norm.add_norm(x_TD, residual_TD)
+        normed_TD, _ = add_norms(x_norm, self.norm, x_TD, residual_TD)
         return normed_TD
 
     def _in_parts(

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from atom_ops import normalised_queries_keys, query_key_squares, rms_norm
+from atom_ops import add_rms_norm, normalised_queries_keys, query_key_squares, rms_norm
 from workers.layers.context import BuildContext
 from workers.layers.weighted import CheckpointTensor, ReadDecoded, ShardRange, ShardSpec, WeightedLayer
 
@@ -61,6 +61,22 @@ class RMSNorm(WeightedLayer):
         return self.tp.begin_all_reduce_add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
 
+def add_norms(
+    x_norm: RMSNorm | None, norm: RMSNorm | None, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(total), total), where total is x_norm(x) + residual; a norm that is None is left out.
+
+    Both norms have the same epsilon. See `RMSNorm.add_norm` for `x_TD` and a missing residual.
+    """
+    if residual_TD is None:
+        return x_TD if norm is None else norm(x_TD), x_TD
+    if x_norm is None:
+        assert norm is not None, "blocks have a norm before or after them"
+        return norm.add_norm(x_TD, residual_TD)
+    weight_D = None if norm is None else norm.weight
+    return add_rms_norm(x_norm.tp.all_reduce(x_TD), residual_TD, weight_D, x_norm.eps, x_norm.weight)
+
+
 class NormAcrossRanks(RMSNorm):
     """RMSNorm over the features of all heads, of which each rank has a range."""
 
@@ -72,13 +88,15 @@ class NormAcrossRanks(RMSNorm):
 def norm_queries_and_keys(
     qkv_TO: torch.Tensor, q_norm: NormAcrossRanks, k_norm: NormAcrossRanks, repeated: int
 ) -> torch.Tensor:
-    """A fused projection with normalised queries and keys; one all-reduce for both.
+    """A fused projection with normalised queries and keys; several ranks need one all-reduce for both.
 
     The first `repeated` features of the keys are in the sum of another rank.
     """
     q = q_norm.kept
     k = k_norm.kept
-    squares_T2 = q_norm.tp.all_reduce(query_key_squares(qkv_TO, q.size, k.size, repeated))
+    squares_T2 = None
+    if q_norm.tp.size > 1:
+        squares_T2 = q_norm.tp.all_reduce(query_key_squares(qkv_TO, q.size, k.size, repeated))
     return normalised_queries_keys(
         qkv_TO, squares_T2, q_norm.weight, k_norm.weight, q.total, k.total, q_norm.eps
     )

@@ -22,6 +22,18 @@ def _cases(with_residual: bool) -> list[Case]:
     return [case(576, 1), case(64, 7), case(1024, 33), case(48, 3, 5), case(5120, 2), case(16384, 1)]
 
 
+def _after_block_case(tokens: int, hidden: int, with_weight: bool, wide: bool = False) -> Case:
+    """With a norm of x. `wide`: weights in float32."""
+
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor | float | None, ...]:
+        x, residual = torch.randn(2, tokens, hidden, generator=generator).to(dtype)
+        weight, x_weight = torch.rand(2, hidden, generator=generator).to(torch.float32 if wide else dtype)
+        return x, residual, weight if with_weight else None, 1e-5, x_weight
+
+    options = f"{'' if with_weight else '-sum'}{'-float32' if wide else ''}"
+    return Case(f"{tokens}x{hidden}-after-norm{options}", make)
+
+
 @op(_cases(with_residual=False))
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension; any leading dimensions.
@@ -32,11 +44,26 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return normed.to(x_TD.dtype)
 
 
-@op(_cases(with_residual=True))
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual)."""
+@op(
+    [
+        *_cases(with_residual=True),
+        _after_block_case(7, 64, True),
+        _after_block_case(1, 2304, True, wide=True),
+        _after_block_case(3, 576, False),
+    ]
+)
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, eps: float, x_weight_D: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(total), total), where total is x + residual, or rms_norm(x) + residual with `x_weight_D`.
+
+    Every result is rounded to x's dtype, also rms_norm(x). Without `weight_D` the first is the total, too.
+    """
+    if x_weight_D is not None:
+        x_TD = rms_norm.reference(x_TD, x_weight_D, eps)
     total_TD = x_TD + residual_TD
-    return rms_norm.reference(total_TD, weight_D, eps), total_TD
+    normed_TD = total_TD if weight_D is None else rms_norm.reference(total_TD, weight_D, eps)
+    return normed_TD, total_TD
 
 
 def _gated_case(hidden: int, *leading: int) -> Case:

@@ -126,6 +126,23 @@ def weights_of_experts(logits_TX: Tensor, topk_ids_TJ: Tensor, rule: RoutingRule
     return _weights(_scores(logits_TX.float(), rule), topk_ids_TJ, rule)
 
 
+def _inputs_case(tokens: int, hidden: int) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+        return x, torch.rand(tokens, 1, generator=generator)
+
+    return Case(f"{tokens}x{hidden}", make)
+
+
+@op([_inputs_case(1, 5120), _inputs_case(9, 40), _inputs_case(64, 96)])
+def weigh_inputs(x_TD: Tensor, topk_weights_T1: Tensor) -> tuple[Tensor, Tensor]:
+    """(x * weight, ones): an expert's input and weight, where the weight of `route` multiplies the input.
+
+    With one expert per token. The weight is rounded to x's dtype first; the ones are float32 [T, 1].
+    """
+    return x_TD * topk_weights_T1.to(x_TD.dtype), torch.ones_like(topk_weights_T1)
+
+
 def _biased(scores_TX: Tensor, bias_X: Tensor | None) -> Tensor:
     return scores_TX if bias_X is None else scores_TX + bias_X
 

@@ -1,4 +1,9 @@
-"""RMS norms of queries and keys over all heads: one program for each token."""
+"""RMS norms of queries and keys over all heads.
+
+One of several ranks sums a token's squares in one program; after the all-reduce, programs normalise blocks of
+features. One rank alone has whole rows: for each token a program normalises the queries, one normalises the
+keys, and one copies the values.
+"""
 
 import torch
 import triton
@@ -6,10 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.attention.wide_norms import normalised_queries_keys, query_key_squares
-from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.elementwise.norm import norm_warps, normed_row
+from atom_ops.triton_impl.hardware.pdl import (
+    launch_options,
+    pdl_begin,
+    pdl_launch_dependents,
+    pdl_wait,
+)
 from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _MOST_FEATURES = 1 << 20
+_MOST_IN_A_ROW = 16384
 _BLOCK = 1024
 _WARPS = 4
 
@@ -77,17 +89,62 @@ def _normalise_rows(
     tl.store(out_ptr + row * features + column, x * scale * weight * key_weight, mask=inside)
 
 
-@normalised_queries_keys.provider(
-    "triton",
-    needs=NEEDS,
-    supported=runs_on,
-    supports=lambda qkv_TO, squares_T2, query_weight_Q, key_weight_K, all_queries, all_keys, eps: (
-        _supports(qkv_TO) and squares_T2.is_contiguous()
-    ),
-)
+@triton.jit
+def _normalise_row(x_ptr, weight_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies without a weight."""
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    x = tl.load(x_ptr + column, mask=inside, other=0.0)
+    if weight_ptr is not None:
+        x = normed_row(x, tl.load(weight_ptr + column, mask=inside, other=0.0), eps, SIZE)
+    tl.store(out_ptr + column, x, mask=inside)
+
+
+@triton.jit
+def _normalise_whole_rows(
+    x_ptr, query_weight_ptr, key_weight_ptr, out_ptr, stride, eps,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, 3)."""
+    pdl_begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    x_ptr += row * stride
+    out_ptr += row * (QUERIES + KEYS + VALUES)
+    if part == 0:
+        _normalise_row(x_ptr, query_weight_ptr, out_ptr, eps, QUERIES, BLOCK)
+    elif part == 1:
+        _normalise_row(x_ptr + QUERIES, key_weight_ptr, out_ptr + QUERIES, eps, KEYS, BLOCK)
+    else:
+        _normalise_row(x_ptr + QUERIES + KEYS, None, out_ptr + QUERIES + KEYS, eps, VALUES, BLOCK)
+
+
+def _parts(qkv_TO: Tensor, query_weight_Q: Tensor, key_weight_K: Tensor) -> tuple[int, int, int]:
+    """Features of queries, keys and values."""
+    queries, keys = len(query_weight_Q), len(key_weight_K)
+    return queries, keys, qkv_TO.shape[1] - queries - keys
+
+
+def _supports_normalised(
+    qkv_TO: Tensor,
+    squares_T2: Tensor | None,
+    query_weight_Q: Tensor,
+    key_weight_K: Tensor,
+    all_queries: int,
+    all_keys: int,
+    eps: float,
+) -> bool:
+    if not _supports(qkv_TO):
+        return False
+    if squares_T2 is None:
+        return max(_parts(qkv_TO, query_weight_Q, key_weight_K)) <= _MOST_IN_A_ROW
+    return squares_T2.is_contiguous()
+
+
+@normalised_queries_keys.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports_normalised)
 def _normalised_queries_keys(
     qkv_TO: Tensor,
-    squares_T2: Tensor,
+    squares_T2: Tensor | None,
     query_weight_Q: Tensor,
     key_weight_K: Tensor,
     all_queries: int,
@@ -96,7 +153,17 @@ def _normalised_queries_keys(
 ) -> Tensor:
     tokens, features = qkv_TO.shape
     out_TO = torch.empty(tokens, features, dtype=qkv_TO.dtype, device=qkv_TO.device)
-    if tokens:
+    if not tokens:
+        return out_TO
+    if squares_T2 is None:
+        queries, keys, values = _parts(qkv_TO, query_weight_Q, key_weight_K)
+        block = triton.next_power_of_2(max(queries, keys, values))
+        _normalise_whole_rows[(tokens, 3)](
+            qkv_TO, query_weight_Q, key_weight_K, out_TO, qkv_TO.stride(0), eps,
+            QUERIES=queries, KEYS=keys, VALUES=values, BLOCK=block, num_warps=norm_warps(block),
+            **launch_options(qkv_TO.device),
+        )  # fmt: skip
+    else:
         _normalise_rows[(tokens, triton.cdiv(features, _BLOCK))](
             qkv_TO, squares_T2, query_weight_Q, key_weight_K, out_TO, qkv_TO.stride(0),
             len(query_weight_Q), len(key_weight_K), features, all_queries, all_keys, eps,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.ops.experts.routing import TINY, RoutingRule, route, weights_of_experts
+from atom_ops.ops.experts.routing import TINY, RoutingRule, route, weigh_inputs, weights_of_experts
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
 from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
@@ -18,6 +18,7 @@ _TAKEN = tl.constexpr(-(1 << 31))
 """Lower than every rank."""
 _NO_NUMBER = tl.constexpr((1 << 31) - 1)
 _MOST_EXPERTS = 4096
+_INPUTS_AT_ONCE = 1024
 _OF_EACH = ("sigmoid", "sqrtsoftplus")
 """Scores that depend on the expert's own logit alone."""
 _NUMBERS = tl.constexpr((1 << 13) - 1)
@@ -284,3 +285,37 @@ def _launch_weights(logits_TX: Tensor, topk_ids_TJ: Tensor, rule: RoutingRule) -
             num_warps=1, **launch_options(logits_TX.device),
         )  # fmt: skip
     return weights_TJ
+
+
+@triton.jit
+def _weigh_inputs(
+    x_ptr, weights_ptr, out_ptr, ones_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Grid (tokens, blocks of features)."""
+    pdl_begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    x = tl.load(x_ptr + token * SIZE + column, mask=inside, other=0.0)
+    weight = tl.load(weights_ptr + token).to(x.dtype)
+    tl.store(out_ptr + token * SIZE + column, x.to(tl.float32) * weight.to(tl.float32), mask=inside)
+    tl.store(ones_ptr + token, 1.0)  # every block of a token stores the same
+
+
+@weigh_inputs.provider(
+    "triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda x_TD, topk_weights_T1: x_TD.is_floating_point() and topk_weights_T1.is_contiguous(),
+)
+def _launch_inputs(x_TD: Tensor, topk_weights_T1: Tensor) -> tuple[Tensor, Tensor]:
+    x_TD = x_TD.contiguous()
+    tokens, size = x_TD.shape
+    out_TD, ones_T1 = torch.empty_like(x_TD), torch.empty_like(topk_weights_T1)
+    if tokens:
+        block = min(triton.next_power_of_2(size), _INPUTS_AT_ONCE)
+        _weigh_inputs[(tokens, triton.cdiv(size, block))](
+            x_TD, topk_weights_T1, out_TD, ones_T1, SIZE=size, BLOCK=block, num_warps=4,
+            **launch_options(x_TD.device),
+        )  # fmt: skip
+    return out_TD, ones_T1

@@ -30,6 +30,7 @@ from atom_ops import (
     select_slots,
     sigmoid_and_mul,
     tensors_of,
+    weigh_inputs,
     weights_of_experts,
 )
 from parallel.expert.placement import first_placement
@@ -135,8 +136,7 @@ class MoE(nn.Module):
         self, x_TD: torch.Tensor, topk_ids_TJ: torch.Tensor, topk_weights_TJ: torch.Tensor
     ) -> torch.Tensor:
         if self._scales_inputs:
-            x_TD = x_TD * topk_weights_TJ.to(x_TD.dtype)
-            topk_weights_TJ = torch.ones_like(topk_weights_TJ)
+            x_TD, topk_weights_TJ = weigh_inputs(x_TD, topk_weights_TJ)
         routed = self._dispatch.dispatch(x_TD, topk_ids_TJ, topk_weights_TJ, self._num_slots)
         return self._dispatch.combine(self.experts(*routed))
 

@@ -40,6 +40,17 @@ def test_norms_match_the_published_llama_formula(dtype: torch.dtype) -> None:
         torch.testing.assert_close(by_head[:, head], alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_before_the_sum_is_rounded_as_if_it_were_alone(dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 5, 48).to(dtype)
+    weight, x_weight = torch.rand(2, 48).to(dtype)
+    normed, total = atom_ops.add_rms_norm(x, residual, weight, 1e-6, x_weight)
+    assert torch.equal(total, atom_ops.rms_norm(x, x_weight, 1e-6) + residual)
+    assert torch.equal(normed, atom_ops.rms_norm(total, weight, 1e-6))
+    both = atom_ops.add_rms_norm(x, residual, None, 1e-6, x_weight)
+    assert torch.equal(both[0], total) and torch.equal(both[1], total)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rot_dim", [32, 12])
 def test_rotary_is_complex_multiplication(interleaved: bool, rot_dim: int) -> None:

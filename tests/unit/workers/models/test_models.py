@@ -1,17 +1,22 @@
 """Properties of models of every family. The outputs of each family are tested in tests/models."""
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from atom_ops import PackedOneDNN, PackedPanels, native_impl
+from atom_ops.op import Op
 from parallel.communicator import Communicator
 from tests.helpers.checkpoints.mxfp4 import save_mxfp4
 from tests.helpers.checkpoints.tiny_models import build_tiny, hf_greedy, hf_logits, prompt_of, save_tiny, tiny
 from tests.helpers.engine.core_side import generate
 from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.parallel.thread_ranks import on_ranks
+from workers.layers.decoder import DecoderLayer
 from workers.layers.linear import Linear
 
 
@@ -21,6 +26,57 @@ class Loaded(TinyWorker):
     def __init__(self, name: str, directory: Path):
         self.reference, _ = save_tiny(tiny(name), directory)
         super().__init__(directory)
+
+
+class LooseOperators(TorchDispatchMode):
+    """Counts torch's operators in decoder layers, but for those of ops, views and new memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        super().__init__()
+        self.counts = Counter[str]()
+        layer, op = DecoderLayer.forward, Op.__call__
+
+        def counted(*args: Any) -> Any:
+            with self:
+                return layer(*args)
+
+        def uncounted(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return op(*args, **kwargs)
+
+        monkeypatch.setattr(DecoderLayer, "forward", counted)
+        monkeypatch.setattr(Op, "__call__", uncounted)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        first = result if isinstance(result, torch.Tensor) else result[0]
+        storages = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        if name.endswith("_") or first.untyped_storage().data_ptr() not in storages:
+            self.counts[name] += 1
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "operators"),
+    [
+        ("gemma2", {}),
+        ("olmo2", {}),
+        ("ministral3", {"mul_": 3}),
+        # Queries of one layer, and the sum of routed and shared experts.
+        ("llama4", {"mul_": 1, "add": 4}),
+    ],
+)
+def test_layers_run_few_operators_between_ops(
+    name: str, operators: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = Loaded(name, tmp_path)
+    core = loaded.core()
+    core.add(0, prompt_of(9, seed=1))
+    core.add_sampled(loaded.execute(core.plan({0: 9})))
+    loose = LooseOperators(monkeypatch)
+    loaded.execute(core.plan({0: 1}))
+    assert loose.counts == operators
 
 
 @pytest.mark.usefixtures("torch_ops")
