@@ -44,9 +44,12 @@ def flag_tables() -> str:
         parts += [f"### {title}", "", "| flag | default | meaning |", "|---|---|---|"]
         parts += [*map(_flag_row, fields_of(config_class)), ""]
     parts += ["## Flags that are not supported", ""]
-    parts += ['Known, and refused with this reason, except for the value that means "off".', ""]
-    parts += ["| flag | reason |", "|---|---|"]
-    parts += [f"| `--{name.replace('_', '-')}` | {entry.reason} |" for name, entry in REFUSED.items()]
+    parts += ["Known, and refused with this reason, except for the value that changes nothing.", ""]
+    parts += ["| flag | accepted | reason |", "|---|---|---|"]
+    parts += [
+        f"| `--{name.replace('_', '-')}` | {f'`{entry.neutral}`' if entry.neutral else ''} | {entry.reason} |"
+        for name, entry in REFUSED.items()
+    ]
     return "\n".join(parts)
 
 

@@ -303,7 +303,11 @@ class _Refuse(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         bare = values is None
         negated = (option_string or "").startswith(("--no-", "--no_"))
-        if reason := refusal(self.dest, not negated if bare else values):
+        try:
+            reason = refusal(self.dest, not negated if bare else values)
+        except ConfigError as error:
+            reason = str(error)
+        if reason:
             raise argparse.ArgumentError(None, f"{option_string}: {reason}")
 
 

@@ -1,9 +1,11 @@
 """Known settings that are not supported.
 
-They are refused with the reason, except for the value that means "off" (`neutral`).
+They are refused with the reason, except for the value that changes nothing (`neutral`).
 """
 
 from dataclasses import dataclass
+
+from atom.shared.config.fields import parse_switch
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,13 @@ REFUSED: dict[str, Refusal] = {
 
 
 def refusal(name: str, value: object) -> str | None:
-    """The reason for refusing `value`; None if it is neutral. Raises KeyError for an unknown name."""
+    """The reason for refusing `value`; None if it is neutral.
+
+    Raises KeyError for an unknown name, ConfigError for a text that is no value of a switch.
+    """
     entry = REFUSED[name]
+    if isinstance(value, str) and entry.neutral == "True":
+        value = parse_switch(value)
     if value is None or str(value) == entry.neutral:
         return None
     return entry.reason

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from atom.shared.config.fields import ConfigError, Field, parse_switch
+from atom.shared.config.fields import ConfigError, Field
 from atom.shared.config.not_yet import REFUSED, refusal
 from atom.shared.config.other_engines import setting_advice
 from atom.shared.utils.envs import VARIABLES
@@ -90,12 +90,11 @@ def _checked(field: Field, value: Any, where: str) -> Any:
 
 
 def _check_refused(where: str, name: str, value: object) -> None:
-    if isinstance(value, str) and REFUSED[name].neutral in ("True", "False"):
-        try:
-            value = parse_switch(value)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-    if reason := refusal(name, value):
+    try:
+        reason = refusal(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if reason:
         raise ConfigError(f"{where}: {reason}")
 
 

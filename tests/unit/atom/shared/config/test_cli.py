@@ -143,9 +143,10 @@ def test_errors_are_one_line_that_names_the_flag(
 def test_known_but_missing_features_are_refused_with_the_reason(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    reason = not_yet.REFUSED[name].reason
-    assert reason in refused(capsys, "--" + name.replace("_", "-"), "7")
-    assert reason in refused(capsys, f"--{name}=7")
+    entry = not_yet.REFUSED[name]
+    reason, value = entry.reason, "off" if entry.neutral == "True" else "7"
+    assert reason in refused(capsys, "--" + name.replace("_", "-"), value)
+    assert reason in refused(capsys, f"--{name}={value}")
     with pytest.raises(ConfigError, match=name):
         cli.engine_config_from_kwargs(**{name: 7})
 
@@ -156,6 +157,7 @@ def test_known_but_missing_features_are_refused_with_the_reason(
         ["-dp", "1"],
         ["--no-trust-remote-code"],
         ["--enable_chunked_prefill"],
+        ["--enable-chunked-prefill", "true"],
     ],
 )
 def test_neutral_values_are_accepted(args: list[str]) -> None:
@@ -164,6 +166,7 @@ def test_neutral_values_are_accepted(args: list[str]) -> None:
 
 def test_bare_switches_of_missing_features_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "chunked prefill is always on" in refused(capsys, "--no-enable_chunked_prefill")
+    assert "'some/model' is not a switch" in refused(capsys, "--enable-chunked-prefill", "some/model")
 
 
 def test_a_plain_argument_parser_accepts_the_flags() -> None:
