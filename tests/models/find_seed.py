@@ -29,11 +29,12 @@ def main() -> None:
 
 
 def candidates(model: Tiny, scales: list[float], seeds: int) -> Iterator[Tiny]:
-    """The row unchanged, then every seed with the first scale, then with the second, …"""
+    """The row unchanged, then every other seed with the first scale, then with the second, …"""
     yield model
     for scale in scales:
         for seed in range(1, seeds + 1):
-            yield replace(model, seed=seed, scale=scale)
+            if (other := replace(model, seed=seed, scale=scale)) != model:
+                yield other
 
 
 if __name__ == "__main__":
