@@ -32,7 +32,7 @@ $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
 
 .npm-clients/.installed: tests/clients/package.json
 	@$(call NPM,the clients)
-	@echo "installing Codex, Claude Code and npm clients (once, 600 MB)"
+	@echo "installing Codex, Claude Code and npm clients (once, 750 MB)"
 	@mkdir -p $(@D) && cp $< $(@D)
 	@cd $(@D) && npm install --no-audit --no-fund --loglevel=error
 	@touch $@

@@ -83,7 +83,7 @@ pattern that names no layer, or only layers that another pattern before it decid
 FORMATS
 Each matrix is rounded as soon as it is read, a million numbers at a time, so the plain model is never in
 memory. A model of 392 MiB in bfloat16 becomes 213 MiB of weights with `ptpc_fp8`, and loading it needs 32 MiB
-more, or 72 MiB with mapped files (`python -m tests.helpers.engine.load_memory online DIRECTORY 64 12`). All
+more, or 72 MiB with mapped files (`python -m tests.helpers.engine.load_memory online NEW_DIR 64 12`). All
 ranks of a tensor-parallel group get parts of the same numbers.
 
 INT4 has zero points, and each group takes the range, of five, with the smallest squared error. A group of

@@ -35,7 +35,7 @@ class CacheConfig:
     kv_offload_remote: Annotated[int, bytes_from(1)] | None = None
     """Bytes of each worker's blocks in --kv-offload-remote-url, or as 500G."""
     kv_offload_min_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Blocks are kept there of sequences with as many cached tokens, and any that were hit before."""
+    """Keep there only blocks of sequences with so many cached tokens, and any that were hit before."""
     kv_offload_shared: bool = False
     """Find blocks in --kv-offload-dir that other servers store while this one runs, too."""
     kv_transfer_config: Annotated[str, OBJECT] | None = None
