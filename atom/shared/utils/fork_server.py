@@ -1,6 +1,7 @@
 """A child process that forks for each set of descriptors that its parent passes, from the parent's side."""
 
 import contextlib
+import select
 import socket
 import subprocess
 import threading
@@ -23,24 +24,32 @@ class ForkServer:
         """`launch(fd)` is the launch message of `python -m module`, where `fd` is its control socket."""
         self._module = module
         self._launch = launch
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None while it does not run."""
-        process = self._process
-        return process.pid if process is not None and process.poll() is None else None
+        """Its process id; None while it does not run.
 
-    def pass_descriptors(self, descriptors: Sequence[int]) -> None:
-        """Give the process copies of these. Raises OSError if it has ended just now."""
+        Already None when the descriptors that it has not forked for are closed, before it is a zombie.
+        """
+        with self._lock:
+            if self._process is None or self._control is None or self._process.poll() is not None:
+                return None
+            poller = select.poll()
+            poller.register(self._control, 0)
+            return None if poller.poll(0) else self._process.pid
+
+    def pass_descriptors(self, descriptors: Sequence[int]) -> int:
+        """Give the process copies of these; returns its id. Raises OSError if it has ended just now."""
         with self._lock:
             if self.pid is None:
                 self._end()
                 self._start()
-            assert self._control is not None
+            assert self._control is not None and self._process is not None
             socket.send_fds(self._control, [b"d"], list(descriptors))
+            return self._process.pid
 
     def close(self) -> None:
         """End the process and its forks."""
