@@ -49,7 +49,7 @@ class ImageProcess:
                 return self._decoder.decode(answer)
             except WireError as error:
                 raise ImageProcessError(f"the image process sent an {error}") from None
-        if self._forks.pid != pid:
+        if self._forks.has_ended(pid):
             raise ImageProcessError("the image process has ended")
         return PreparedImage(error=f"it takes more than {_CPU_S} s, or too much memory, to decode")
 

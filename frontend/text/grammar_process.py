@@ -97,7 +97,7 @@ class GrammarProcess:
         if compilation.is_cancelled:
             return _CANCELLED, False
         if not answer:
-            if self._forks.pid != pid:
+            if self._forks.has_ended(pid):
                 raise CompileError("the grammar compiler has ended: try again")
             return _killed(time.monotonic() - started), False
         try:

@@ -1,7 +1,6 @@
 """A child process that forks for each set of descriptors that its parent passes, from the parent's side."""
 
 import contextlib
-import select
 import socket
 import subprocess
 import threading
@@ -24,22 +23,26 @@ class ForkServer:
         """`launch(fd)` is the launch message of `python -m module`, where `fd` is its control socket."""
         self._module = module
         self._launch = launch
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None while it does not run.
+        """Its process id; None while it does not run."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
 
-        Already None when the descriptors that it has not forked for are closed, before it is a zombie.
+    def has_ended(self, pid: int, wait_s: float = 0.5) -> bool:
+        """Whether the process `pid` does not run any more.
+
+        Waits for its end: what it had open is closed some time before.
         """
-        with self._lock:
-            if self._process is None or self._control is None or self._process.poll() is not None:
-                return None
-            poller = select.poll()
-            poller.register(self._control, 0)
-            return None if poller.poll(0) else self._process.pid
+        process = self._process
+        if process is not None and process.pid == pid:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(wait_s)
+        return self.pid != pid
 
     def pass_descriptors(self, descriptors: Sequence[int]) -> int:
         """Give the process copies of these; returns its id. Raises OSError if it has ended just now."""
