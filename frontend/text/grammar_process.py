@@ -111,7 +111,10 @@ class GrammarProcess:
 
 
 def _killed(took_s: float) -> CompiledGrammar:
-    """Why a fork has ended without an answer. The system may have lacked memory: another time may do."""
+    """Why a fork has ended without an answer, after so many seconds. Raises BusyError.
+
+    Another time may do: the system may have lacked memory.
+    """
     if took_s >= DEADLINE_S:
         raise BusyError(f"it was not compiled within {DEADLINE_S} s, as the machine is busy: try again later")
     if took_s >= CPU_S:
