@@ -155,6 +155,12 @@ class GrammarRegistry:
         held = self._held.get(message.key)
         if held is None or (message.error and held.asked is not None):
             return [], []  # it is about a load before the grammar was dropped
+        if message.is_lost:
+            held.is_loaded = False
+            self._ask(message.key)
+            if message.key not in self._held:
+                self._messages.append(DropGrammar(message.key))
+            return [], []
         if not message.error:
             held.is_loaded = True
             return self._turns(message.key, held), []

@@ -36,7 +36,7 @@ class ImageProcess:
         with ours:
             with theirs:
                 try:
-                    self._forks.pass_descriptors([theirs.fileno()])
+                    pid = self._forks.pass_descriptors([theirs.fileno()])
                 except OSError as error:
                     raise ImageProcessError(f"the image process has ended: {error}") from None
             deadline = time.monotonic() + _START_DEADLINE_S + 2 * _DEADLINE_S
@@ -49,7 +49,7 @@ class ImageProcess:
                 return self._decoder.decode(answer)
             except WireError as error:
                 raise ImageProcessError(f"the image process sent an {error}") from None
-        if self._forks.pid is None:
+        if self._forks.has_ended(pid):
             raise ImageProcessError("the image process has ended")
         return PreparedImage(error=f"it takes more than {_CPU_S} s, or too much memory, to decode")
 

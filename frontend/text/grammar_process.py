@@ -75,8 +75,8 @@ class GrammarProcess:
     ) -> tuple[CompiledGrammar, bool]:
         """(the grammar, or why the source cannot be used; whether the answer is final).
 
-        Waits for it; of `MAX_PARALLEL` threads at a time. Not final is that it took too long, or was
-        cancelled. Raises CompileError; BusyError where it may succeed later.
+        Waits for it; of `MAX_PARALLEL` threads at a time. Not final is that its fork was killed, or that it
+        was cancelled. Raises CompileError; BusyError where it may succeed later.
         """
         compilation = compilation or Compilation()
         ours, theirs = socket.socketpair()
@@ -86,7 +86,7 @@ class GrammarProcess:
                 return _CANCELLED, False
             with theirs:
                 try:
-                    self._forks.pass_descriptors([theirs.fileno()])
+                    pid = self._forks.pass_descriptors([theirs.fileno()])
                 except OSError as error:
                     raise CompileError(f"the grammar compiler has ended: {error}") from None
             started = time.monotonic()
@@ -97,7 +97,9 @@ class GrammarProcess:
         if compilation.is_cancelled:
             return _CANCELLED, False
         if not answer:
-            return self._killed(time.monotonic() - started)
+            if self._forks.has_ended(pid):
+                raise CompileError("the grammar compiler has ended: try again")
+            return _killed(time.monotonic() - started), False
         try:
             return self._decoder.decode(answer), True
         except WireError as error:
@@ -107,15 +109,16 @@ class GrammarProcess:
         """End the process; a compilation ends without an answer."""
         self._forks.close()
 
-    def _killed(self, took_s: float) -> tuple[CompiledGrammar, bool]:
-        """A connection was closed without an answer."""
-        if self._forks.pid is None:
-            raise CompileError("the grammar compiler has ended")
-        if took_s >= DEADLINE_S:
-            raise BusyError(
-                f"it was not compiled within {DEADLINE_S} s, as the machine is busy: try again later"
-            )
-        if took_s >= CPU_S:
-            error = f"it takes more than {CPU_S} s of CPU time, or too much memory, to compile: simplify it"
-            return CompiledGrammar(error=error), False
-        return CompiledGrammar(error="it takes too much memory to compile: simplify it"), True
+
+def _killed(took_s: float) -> CompiledGrammar:
+    """Why a fork has ended without an answer, after so many seconds. Raises BusyError.
+
+    Another time may do: the system may have lacked memory.
+    """
+    if took_s >= DEADLINE_S:
+        raise BusyError(f"it was not compiled within {DEADLINE_S} s, as the machine is busy: try again later")
+    if took_s >= CPU_S:
+        return CompiledGrammar(
+            error=f"it takes more than {CPU_S} s of CPU time, or too much memory, to compile: simplify it"
+        )
+    return CompiledGrammar(error="it takes too much memory to compile: simplify it")

@@ -6,6 +6,7 @@ import random
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,8 +14,8 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from atom.examples.unbroken_stream import chunks
-from tests.helpers.servers.edges import metrics_text
-from tests.helpers.servers.random_server import ARGS, write_tools_checkpoint
+from tests.helpers.servers.edges import Gauges, metrics_text
+from tests.helpers.servers.random_server import ARGS, ENDLESS, abort_all, write_tools_checkpoint
 from tests.helpers.servers.resuming import OnEvent, Resumed, follow, read
 from tests.helpers.servers.server import Server, running_server
 
@@ -59,10 +60,16 @@ MORE = ("--api-server-count", "2", "--orphan-grace", "150")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def admin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The server's administration socket."""
+    return tmp_path_factory.mktemp("admin") / "socket"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, admin: Path) -> Iterator[Server]:
     small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
     directory = write_tools_checkpoint(tmp_path_factory.mktemp("model") / "model", **small)
-    with running_server("--model", str(directory), *ARGS, *MORE) as running:
+    with running_server("--model", str(directory), *ARGS, *MORE, "--admin-socket", str(admin)) as running:
         asyncio.run(_all(running))  # fills the prefix cache, whose hits are part of the usage
         yield running
 
@@ -181,34 +188,51 @@ def test_of_clients_that_want_one_stream_the_last_gets_all_of_it(server: Server)
     assert whole == 1
 
 
-_GRAMMAR = {"ignore_eos": False, "structured_outputs": {"regex": "([ab]{2}-){6000}"}}
+_GRAMMAR = {"ignore_eos": False, "min_tokens": ENDLESS, "structured_outputs": {"regex": "([ab]{2}-)*"}}
+_UNNOTED = 2000
+"""More tokens than an engine samples between two of its reports."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("fields", [{}, _GRAMMAR], ids=["plain", "grammar"])
 def test_an_engine_dies_while_its_orphans_wait_for_their_client(
-    server: Server, fields: dict[str, Any]
+    server: Server, admin: Path, fields: dict[str, Any]
 ) -> None:
     """Another frontend has kept them by then, and replays them.
 
     It has never compiled their grammar, and cannot send it to the next life before the client asks.
     """
     path, body = REQUESTS[0]
-    body = {**body, "max_tokens": 6000, **fields}
-    expected = asyncio.run(follow(server.url, path, body))
+    body = {**body, "max_tokens": ENDLESS, **fields}
 
-    async def run() -> Resumed:
+    async def read_and_end(resumed: Resumed, count: int) -> None:
+        """Read so many events, then end the request."""
+        ending: list[asyncio.Task[None]] = []
+
+        def end(resumed: Resumed) -> None:
+            if len(resumed.events) == count:
+                ending.append(asyncio.create_task(abort_all(admin)))
+
+        async with asyncio.timeout(200):
+            while not await read(server.url, path, body, resumed, end):
+                await asyncio.sleep(0.2)
+            await asyncio.gather(*ending)
+
+    async def run() -> tuple[list[str], list[str]]:
+        before = Gauges(server)["generation_tokens_total"]
         resumed = await _kept_by_another(server, path, body)
+        # Each event has a token at least: so many are more than those of the engine that dies.
+        count = int(Gauges(server)["generation_tokens_total"] - before) + _UNNOTED
         replays = server.text().count("1 of 1 sequences run again")
         kill_worker(server)
-        async with asyncio.timeout(200):
-            while not await read(server.url, path, body, resumed):
-                await asyncio.sleep(0.2)
+        await read_and_end(resumed, count)
         assert server.text().count("1 of 1 sequences run again") == replays + 1  # it had not ended
-        return resumed
+        await read_and_end(undisturbed := Resumed(), count)
+        return resumed.events[:count], undisturbed.events[:count]
 
-    assert asyncio.run(run()).events == expected.events
+    events, expected = asyncio.run(run())
+    assert events == expected
 
 
 async def _kept_by_another(server: Server, path: str, body: dict[str, Any]) -> Resumed:

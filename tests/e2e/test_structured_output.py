@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from tests.helpers.servers.random_server import ARGS, write_checkpoint, write_tools_checkpoint
@@ -309,3 +310,56 @@ def test_two_ranks_follow_a_grammar(tmp_path: Path) -> None:
     with running_server("--model", str(directory), *ARGS, *_LIMITS, "-tp", "2") as ranks:
         found = asyncio.run(texts(ranks))
     assert all(re.fullmatch("[a-c]{2}-[0-9]{3}", text) for text in found), found
+
+
+_COMPILER = "workers.grammar.compile_process"
+_VICTIMS = ("workers.main", _COMPILER, "engine_core.process", "workers.grammar.matcher_process")
+
+
+def _large(number: int) -> dict[str, Any]:
+    """A request whose grammar is like no other one, and takes a second to compile."""
+    items = {"type": "array", "minItems": 40, "items": {"enum": ["x", f"y{number}"]}}
+    others = {f"p{number}-{index}": {"type": "string", "maxLength": 5} for index in range(1500)}
+    schema = {"type": "object", "properties": {"a": items, **others}, "required": ["a"]}
+    return {"guided_json": schema, "seed": number, "max_tokens": 100}
+
+
+async def _killed(server: Server, sender: Client, victim: str, first: int) -> None:
+    """One client leaves as a process is killed; the others get the outputs of an undisturbed run."""
+    requests = [_large(first + index) for index in range(6)]
+    asked = [asyncio.create_task(sender.post(**each)) for each in requests]
+    found: list[psutil.Process] = []
+    async with asyncio.timeout(120):
+        while not found:
+            await asyncio.sleep(0.5)
+            for each in psutil.Process(server.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found += [each] if victim in " ".join(each.cmdline()) else []
+    assert not all(each.done() for each in asked)
+    asked.pop(0).cancel()
+    found[0].kill()
+    responses = await asyncio.gather(*asked)
+    undisturbed = await asyncio.gather(*(sender.post(**each) for each in requests[1:]))
+    for (status, content), (later, expected) in zip(responses, undisturbed, strict=True):
+        assert later == 200, expected
+        if status == 503 and victim == _COMPILER:
+            assert "has ended: try again" in content["error"]["message"]
+        else:
+            assert status == 200, content
+            assert content["choices"] == expected["choices"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", ["-tp", "-dp"])
+def test_kills_amid_compilations_change_no_output(tmp_path: Path, layout: str) -> None:
+    small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    directory = write_checkpoint(tmp_path / "model", **small)
+
+    async def run(server: Server) -> None:
+        async with client(server) as sender:
+            for round_number, victim in enumerate(_VICTIMS):
+                await _killed(server, sender, victim, 10 * round_number)
+
+    with running_server("--model", str(directory), *ARGS, layout, "2") as server:
+        asyncio.run(run(server))

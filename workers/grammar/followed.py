@@ -58,9 +58,14 @@ class FollowedGrammar:
         masks: mmap.mmap,
         num_slots: int,
         masks_per_slot: int,
+        parent: int,
     ):
-        """The process has started, and shares the memory of `masks`, int32 [num_slots, masks_per_slot, W]."""
+        """The process has started, and shares the memory of `masks`, int32 [num_slots, masks_per_slot, W].
+
+        `parent`: id of the process that forked it.
+        """
         self.key = key
+        self.parent = parent
         self._frames = FrameSocket(connection)
         self._words_SJW: Words = np.frombuffer(masks, np.int32).reshape(num_slots, masks_per_slot, -1)
         self._free = list(range(num_slots))[::-1]
@@ -78,7 +83,7 @@ class FollowedGrammar:
 
     @property
     def has_died(self) -> bool:
-        """Whether the process has ended by itself: it took too long, or too much memory."""
+        """Whether the process has ended by itself, or with its parent."""
         return self._frames.is_closed and not self._is_dropped
 
     def fileno(self) -> int:

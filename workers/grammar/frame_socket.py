@@ -36,7 +36,7 @@ class FrameSocket:
         except BlockingIOError:
             pass
         except OSError:
-            self.is_closed = True
+            self.close()
 
     def receive(self) -> list[bytes]:
         """All complete frames that have arrived."""
@@ -44,11 +44,12 @@ class FrameSocket:
             while not self.is_closed:
                 piece = self._socket.recv(_PIECE)
                 self._received += piece
-                self.is_closed = not piece
+                if not piece:
+                    self.close()
         except BlockingIOError:
             pass
         except OSError:
-            self.is_closed = True
+            self.close()
         frames = []
         while len(self._received) >= _LENGTH:
             end = _LENGTH + int.from_bytes(self._received[:_LENGTH], "little")

@@ -1,8 +1,10 @@
 """The grammars that rank 0 of a tensor-parallel group has loaded, each in a process of its own."""
 
+import contextlib
 import os
 import queue
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from atom.shared.config.checkpoint import Checkpoint
@@ -23,6 +25,10 @@ from workers.grammar.output_matcher import WORD_BITS
 _MODULE = "workers.grammar.matcher_process"
 _START_DEADLINE_S = 120.0
 _MAX_PARALLEL = 4
+
+
+class _LostError(Exception):
+    """The process that forks has ended, and its forks with it."""
 
 
 class GrammarLibrary:
@@ -60,7 +66,8 @@ class GrammarLibrary:
         result, grammar = self._loaded.get()
         self._num_loading -= 1
         if grammar is not None:
-            self._grammars[result.key] = grammar
+            self._dead.discard(result.key)
+            self._grammars[result.key] = grammar  # rows may still have one that is lost
         return result
 
     def drop(self, key: bytes) -> None:
@@ -69,12 +76,15 @@ class GrammarLibrary:
         if (grammar := self._grammars.pop(key, None)) is not None:
             grammar.close()
 
-    def report_death(self, key: bytes, reason: str) -> None:
-        """Let `next_loaded` report that the process of a grammar has ended; `drop` will be called."""
-        if key not in self._dead:
-            self._dead.add(key)
+    def report_death(self, grammar: FollowedGrammar, reason: str) -> None:
+        """Let `next_loaded` report once that the process of a grammar has ended.
+
+        If it is lost with its parent, `load` will be called, otherwise `drop`, and `reason` is reported.
+        """
+        if grammar.key not in self._dead and self._grammars.get(grammar.key) is grammar:
+            self._dead.add(grammar.key)
             self._num_loading += 1
-            self._loaded.put((GrammarLoaded(key, reason, is_refused=True), None))
+            threading.Thread(target=self._find_cause, args=(grammar, reason), daemon=True).start()
 
     def followed(self, key: bytes) -> FollowedGrammar:
         """Where outputs of a grammar are followed. Raises KeyError for one that is not loaded."""
@@ -90,26 +100,43 @@ class GrammarLibrary:
     def _try_to_load(self, message: LoadGrammar) -> None:
         """Load a grammar; runs in a thread."""
         try:
-            result = GrammarLoaded(message.key), self._load(message)
+            try:
+                grammar = self._load(message)
+            except _LostError:
+                grammar = self._load(message)  # by the next process that forks
+            result = GrammarLoaded(message.key), grammar
         except Exception as error:  # of any kind: only the requests with this grammar fail
             reason = f"the grammar could not be loaded: {one_line(error, Exception)}"
             self._loaded.put((GrammarLoaded(message.key, reason), None))
         else:
             self._loaded.put(result)
 
+    def _find_cause(self, grammar: FollowedGrammar, reason: str) -> None:
+        """Tell why the process of a grammar has ended; runs in a thread."""
+        if self._forks.has_ended(grammar.parent):
+            self._loaded.put((GrammarLoaded(grammar.key, is_lost=True), None))
+        else:
+            self._loaded.put((GrammarLoaded(grammar.key, reason, is_refused=True), None))
+
     def _load(self, message: LoadGrammar) -> FollowedGrammar:
-        """Start a process for the grammar. Raises ValueError for one that it cannot load, OSError."""
+        """Start a process for the grammar.
+
+        Raises ValueError for one that it cannot load, OSError, or _LostError.
+        """
         ours, theirs = socket.socketpair()
         descriptor, masks = shared_masks(self._num_slots * self._masks_per_slot, self._num_words)
         try:
             with theirs:
-                self._forks.pass_descriptors([theirs.fileno(), descriptor])
+                parent = self._forks.pass_descriptors([theirs.fileno(), descriptor])
             ours.settimeout(_START_DEADLINE_S)
             start = StartMatcher(message.source, self._num_slots, self._num_words, self._masks_per_slot)
-            write_frame(ours, encode(start))
-            answer = read_frame(ours)
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                write_frame(ours, encode(start))
+                answer = read_frame(ours)
             if not answer:
-                raise ValueError("its process has ended")
+                error_type = _LostError if self._forks.has_ended(parent) else ValueError
+                raise error_type("its process has ended")
             if error := Decoder[MatcherStarted](MatcherStarted).decode(answer).error:
                 raise ValueError(error)
         except BaseException:
@@ -117,4 +144,4 @@ class GrammarLibrary:
             raise
         finally:
             os.close(descriptor)
-        return FollowedGrammar(message.key, ours, masks, self._num_slots, self._masks_per_slot)
+        return FollowedGrammar(message.key, ours, masks, self._num_slots, self._masks_per_slot, parent)

@@ -56,7 +56,7 @@ class _Row:
         """Why the row cannot go on."""
         if self.followed is None or self.output is None:
             return ""
-        return self.output.failure or (_DIED if self.followed.has_died else "")
+        return self.output.failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,8 @@ class RowMatchers:
                 row.is_late = True
         for row in rows:
             if self._library is not None and row.followed is not None and row.followed.has_died:
-                self._library.report_death(row.followed.key, _DIED)
+                row.is_late = True
+                self._library.report_death(row.followed, _DIED)
 
     def _poll(self, waiting: Sequence[_Row]) -> None:
         deadline = time.monotonic() + MAX_WAIT_S

@@ -10,6 +10,7 @@ A file is complete from the moment at which it has its name.
 """
 
 import contextlib
+import fcntl
 import os
 from pathlib import Path
 
@@ -50,15 +51,20 @@ def check_block(header: bytes | memoryview, hash_input: bytes, content: memoryvi
 
 
 def write_block(path: Path, temporary: Path, hash_input: bytes, row_S: NDArray[np.uint8]) -> None:
-    """Write a file, or none. Raises OSError, such as for a full disk."""
+    """Write a file, or none. Raises OSError, such as for a full disk.
+
+    The temporary file is locked, where its file system can do so, as long as this process writes it.
+    """
     content = np.ascontiguousarray(row_S).data
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     handle = os.open(temporary, flags, 0o600)
     try:
         with os.fdopen(handle, "wb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for part in (block_header(hash_input, content), content):
                 _write_all(file.fileno(), memoryview(part))
-        temporary.rename(path)
+            temporary.rename(path)  # before it is unlocked
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()

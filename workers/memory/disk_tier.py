@@ -8,6 +8,7 @@ another one has removed is a miss. The file's times say when it was used last.
 """
 
 import contextlib
+import fcntl
 import itertools
 import os
 import re
@@ -31,7 +32,7 @@ __all__ = ["DiskTier"]
 _NAME = re.compile(r"(\d{1,4})-([0-9a-f]{16})")
 _PARTIAL = ".partial-"
 _STALE_S = 600.0
-"""A partial file of this age is of a process that has ended."""
+"""Where files cannot be locked, a partial one of this age is of a process that has ended."""
 
 
 class DiskTier:
@@ -67,7 +68,7 @@ class DiskTier:
                     if name is not None and int(name[1]) < len(found):
                         digest = bytes.fromhex(name[2])
                         found[int(name[1])].append((times.st_mtime_ns, digest, entry.path))
-                    elif entry.name.startswith(_PARTIAL) and time.time() - times.st_mtime > _STALE_S:
+                    elif entry.name.startswith(_PARTIAL) and _is_abandoned(entry.path, times.st_mtime):
                         os.unlink(entry.path)
         digests = []
         for blocks, count in zip(found, num_slots, strict=True):
@@ -120,6 +121,23 @@ class DiskTier:
 
     def _path(self, group: int, digest: bytes) -> Path:
         return self._directory / f"{group}-{digest.hex()}"
+
+
+def _is_abandoned(partial: str, written_at: float) -> bool:
+    """Whether the process that wrote a file has ended, and so does not lock it any more.
+
+    One that has made it just now, and is about to lock it, loses this block alone.
+    """
+    handle = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # its file system has no locks
+        return time.time() - written_at > _STALE_S
+    finally:
+        os.close(handle)
+    return True
 
 
 def _read(path: Path, hash_input: bytes, row_S: NDArray[np.uint8]) -> str:

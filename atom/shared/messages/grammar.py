@@ -118,12 +118,14 @@ class DropGrammar(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False
 
 
 class GrammarLoaded(msgspec.Struct, tag=22, array_like=True, frozen=True, gc=False):
-    """From rank 0: rows may use the grammar, unless `error`."""
+    """From rank 0: rows may use the grammar, unless `error` or `is_lost`."""
 
     key: bytes
     error: str = ""
     is_refused: bool = False
     """With an error: whether the grammar itself is the cause, as its process needed too much."""
+    is_lost: bool = False
+    """The process of a grammar has ended by no fault of it: load it again. Its rows are late until then."""
 
 
 class StartMatcher(msgspec.Struct, array_like=True, frozen=True, gc=False):

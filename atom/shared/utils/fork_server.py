@@ -33,14 +33,26 @@ class ForkServer:
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
-    def pass_descriptors(self, descriptors: Sequence[int]) -> None:
-        """Give the process copies of these. Raises OSError if it has ended just now."""
+    def has_ended(self, pid: int, wait_s: float = 0.5) -> bool:
+        """Whether the process `pid` does not run any more.
+
+        Waits for its end: what it had open is closed some time before.
+        """
+        process = self._process
+        if process is not None and process.pid == pid:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(wait_s)
+        return self.pid != pid
+
+    def pass_descriptors(self, descriptors: Sequence[int]) -> int:
+        """Give the process copies of these; returns its id. Raises OSError if it has ended just now."""
         with self._lock:
             if self.pid is None:
                 self._end()
                 self._start()
-            assert self._control is not None
+            assert self._control is not None and self._process is not None
             socket.send_fds(self._control, [b"d"], list(descriptors))
+            return self._process.pid
 
     def close(self) -> None:
         """End the process and its forks."""

@@ -108,6 +108,26 @@ def test_all_requests_of_a_grammar_fail_when_its_process_has_ended() -> None:
     assert core.num_live == 2
 
 
+def test_a_lost_grammar_is_loaded_again() -> None:
+    """What runs goes on; what comes meanwhile waits. One without requests is dropped."""
+    core = new_core()
+    core.add(request(1, b"a", max_tokens=9), FRONTEND)
+    messages(core)
+    core.grammar_loaded(GrammarLoaded(b"a"))
+    assert core.schedule() is not None
+    assert core.grammar_loaded(GrammarLoaded(b"a", is_lost=True)) == {}
+    core.add(request(2, b"a"), FRONTEND)
+    assert [*core._grammars.waiting] == [2]
+    assert messages(core) == [LoadGrammar(b"a", b"x")]
+    assert core.grammar_loaded(GrammarLoaded(b"a")) == {}
+    assert core.num_live == 2 and not core._grammars.waiting
+    core.abort([1, 2])
+    assert core.grammar_loaded(GrammarLoaded(b"a", is_lost=True)) == {}
+    assert messages(core) == [DropGrammar(b"a")]
+    core.add(request(3, b"a"), FRONTEND)
+    assert messages(core) == [LoadGrammar(b"a", b"x")]
+
+
 def test_of_a_costly_grammar_few_requests_run_at_a_time_and_no_others_wait() -> None:
     core = new_core()
     for number in range(5):

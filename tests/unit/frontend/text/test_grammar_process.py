@@ -1,9 +1,11 @@
 """The compile process, with real forks: a compilation that is cancelled ends its fork and no other."""
 
 import json
+import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
 from frontend.text import grammar_process
-from frontend.text.grammar_process import DEADLINE_S, BusyError, Compilation, GrammarProcess
+from frontend.text.grammar_process import DEADLINE_S, BusyError, Compilation, CompileError, GrammarProcess
 from tests.helpers.checkpoints import tiny_tokenizer
 
 RUN_S = 60.0
@@ -57,11 +59,10 @@ def test_a_source_is_judged_by_its_cpu_time(process: GrammarProcess, monkeypatch
     monkeypatch.setattr(grammar_process, "CPU_S", 1)
     monkeypatch.setattr(grammar_process, "exchange", late)
     assert process.compile(QUICK)[0].source
-    assert "too much memory" in process._killed(0.5)[0].error
-    found, is_final = process._killed(1.5)
-    assert "more than 1 s of CPU time" in found.error and not is_final
+    assert "too much memory" in grammar_process._killed(0.5).error
+    assert "more than 1 s of CPU time" in grammar_process._killed(1.5).error
     with pytest.raises(BusyError, match="the machine is busy: try again"):
-        process._killed(DEADLINE_S + 1.0)
+        grammar_process._killed(DEADLINE_S + 1.0)
 
 
 def test_a_cancelled_compilation_ends_its_fork(process: GrammarProcess) -> None:
@@ -71,15 +72,51 @@ def test_a_cancelled_compilation_ends_its_fork(process: GrammarProcess) -> None:
     results: list[tuple[CompiledGrammar, bool]] = []
     thread = threading.Thread(target=lambda: results.append(process.compile(LONG, compilation)))
     thread.start()
-    deadline = time.monotonic() + RUN_S
-    while not forks_of(process):
-        assert time.monotonic() < deadline and thread.is_alive()
-        time.sleep(0.005)
+    until(lambda: bool(forks_of(process)))
+    assert thread.is_alive()
     compilation.cancel()
     thread.join(RUN_S)
     assert [(each.error, is_final) for each, is_final in results] == [("the request was dropped", False)]
-    while forks_of(process):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: not forks_of(process))
     assert process.compile(QUICK)[0].source == compiled.source
     assert process.compile(QUICK, compilation)[0].error == "the request was dropped"
+
+
+def test_a_kill_is_not_judged_for_good(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of a fork, as the system may lack memory for a moment, nor that of the whole process, of
+    which another compilation may have started the next one already.
+    """
+
+    def kill_fork(*given: Any) -> bytes:
+        results = [b"not yet"]
+        thread = threading.Thread(target=lambda: results.append(exchange(*given)))
+        thread.start()
+        until(lambda: bool(forks_of(process)))
+        os.kill(forks_of(process)[0], signal.SIGKILL)
+        thread.join(RUN_S)
+        return results[-1]
+
+    def kill_process(*given: Any) -> bytes:
+        monkeypatch.undo()
+        pid = process._forks.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        answer = exchange(*given)
+        until(lambda: process._forks.pid is None)
+        assert process.compile(QUICK)[0].source
+        return answer
+
+    exchange = grammar_process.exchange
+    monkeypatch.setattr(grammar_process, "exchange", kill_fork)
+    found, is_final = process.compile(LONG)
+    assert "too much memory" in found.error and not is_final
+    monkeypatch.setattr(grammar_process, "exchange", kill_process)
+    with pytest.raises(CompileError, match="has ended"):
+        process.compile(QUICK)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + RUN_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

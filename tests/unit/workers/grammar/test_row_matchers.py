@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +23,7 @@ from parallel.communicator import Communicator
 from tests.helpers.checkpoints import tiny_tokenizer
 from workers.batch.block_table import BatchLimits
 from workers.batch.step_inputs import SamplingRows
+from workers.grammar import library as grammar_library
 from workers.grammar.compiling import compile_source, compiled
 from workers.grammar.cost import MAX_TOKEN_S
 from workers.grammar.followed import KEPT_OUTPUTS, FollowedGrammar
@@ -351,11 +355,12 @@ def test_a_process_that_takes_too_long_ends_and_its_rows_fail(
     made.set_row(new_row(2, RowGrammar(KEY, [EOS])))
     allowed(made, 2)
     deadline = time.monotonic() + 60
-    while not made.failures([0, 1, 2]):
+    while not library.is_loading:
         assert time.monotonic() < deadline
         made.masks([0, 1, 2])
-    assert [*made.failures([0, 1, 2])] == [0, 1] and "too ambiguous" in made.failures([0])[0]
-    assert next_loaded(library) == GrammarLoaded(SLOW, made.failures([0])[0], is_refused=True)
+    assert made.late([0, 1, 2]) == [0, 1]
+    reported = next_loaded(library)
+    assert reported.key == SLOW and reported.is_refused and "too ambiguous" in reported.error
     assert not library.is_loading
     library.drop(SLOW)
     assert len(allowed(made, 2)[0]) < checkpoint.vocab_size
@@ -404,3 +409,50 @@ def test_a_late_answer_is_not_that_of_the_next_output_of_its_slot(
         followed.update()
         assert not after.failure
     followed.release(after, 0)
+
+
+def test_a_grammar_whose_process_was_killed_is_loaded_again(
+    checkpoint: Checkpoint, library: GrammarLibrary
+) -> None:
+    """The process that forks, and so all forks: no grammar is at fault. Rows are late until then."""
+    y, e, s = letters(checkpoint, "yes")
+    made = matchers(checkpoint, library)
+    made.set_row(new_row(0, RowGrammar(KEY, [EOS]), number=-9))
+    assert y in allowed(made, 0)[0]
+    pid = library._forks.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not library.is_loading:
+        assert time.monotonic() < deadline
+        made.masks([0])
+    assert made.late([0]) == [0] and not made.failures([0])
+    assert next_loaded(library) == GrammarLoaded(KEY, is_lost=True)
+    made.masks([0])
+    assert not library.is_loading  # it is said once
+    library.load(LoadGrammar(KEY, encode(GrammarSource("regex", "(yes|no)"))))
+    assert next_loaded(library) == GrammarLoaded(KEY)
+    made.masks([0])
+    assert made.late([0]) == [0] and not library.is_loading
+    made.set_row(new_row(0, RowGrammar(KEY, [EOS]), [y, e], number=-9))
+    assert allowed(made, 0) == [{s}]
+    made.set_row(new_row(0, None))
+
+
+def test_a_grammar_is_loaded_though_the_process_is_killed_meanwhile(
+    library: GrammarLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(connection: socket.socket) -> bytes:
+        monkeypatch.undo()
+        pid = library._forks.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert read_frame(connection) == b""
+        return b""
+
+    read_frame = grammar_library.read_frame
+    monkeypatch.setattr(grammar_library, "read_frame", killed)
+    monkeypatch.setattr(grammar_library, "write_frame", lambda *given: None)  # so that it does not answer
+    library.load(LoadGrammar(b"new", encode(GrammarSource("regex", "(yes|no)"))))
+    assert next_loaded(library) == GrammarLoaded(b"new")
+    library.drop(b"new")

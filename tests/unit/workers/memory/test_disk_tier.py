@@ -3,13 +3,14 @@
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from atom.shared.messages.kv_tiers import BlockCopy
 from atom.shared.utils.own_directory import NotOwnError
-from workers.memory import disk_tier
+from workers.memory import block_file, disk_tier
 from workers.memory.disk_tier import DiskTier
 
 A, B, C = (bytes([number]) * 8 for number in (1, 2, 3))
@@ -92,15 +93,41 @@ def test_a_full_disk_costs_blocks_only(
     assert len(caplog.records) == 1 and "No space left on device" in caplog.text
 
 
-def test_partial_files_of_ended_processes_are_removed(tmp_path: Path, tier: DiskTier) -> None:
+def test_partial_files_of_ended_processes_are_removed(
+    tmp_path: Path, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However young they are. One that is being written stays."""
+    directory = tmp_path / "kv" / "model-0"
+    (directory / "not a block").touch()
+
+    def start(*given: Any) -> None:
+        (directory / ".partial-1-0").touch()
+        write_all(*given)
+        other.stored([3, 2])
+
+    write_all = block_file._write_all
+    monkeypatch.setattr(block_file, "_write_all", start)
+    other = DiskTier(directory, 2)
+    assert tier.write(1, copies(bytes(8)), ROWS[:1]) == []
+    names = {path.name for path in files(tmp_path)}
+    assert len(names) == 5 and "not a block" in names and ".partial-1-0" not in names
+
+
+def test_without_locks_old_partial_files_are_removed(
+    tmp_path: Path, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*args: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
     directory = tmp_path / "kv" / "model-0"
     old, new = directory / ".partial-1-0", directory / ".partial-2-0"
     for path in (old, new):
         path.touch()
     os.utime(old, (1, 1))
-    (directory / "not a block").touch()
-    tier.stored([3])
-    assert not old.exists() and new.exists() and (directory / "not a block").exists()
+    assert tier.write(0, copies(bytes(8)), ROWS[:1]) == []
+    tier.stored([4, 2])
+    assert not old.exists() and new.exists() and len(files(tmp_path)) == 5
 
 
 def test_directories_that_others_may_use_are_refused(tmp_path: Path) -> None:
