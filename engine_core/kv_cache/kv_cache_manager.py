@@ -123,12 +123,10 @@ class KVCacheManager:
         if not self._caching:
             raise ValueError("KV tiers need prefix caching")
         policy = OffloadPolicy(min_tokens, num_ranks, self._max_chunk, is_shared, role)
-        cache = TieredCache(
-            self.specs, self.pools, [KVTier(slots) for slots in tiers], policy, self.quota, self._hash
+        indexes = [KVTier(slots) for slots in tiers]
+        self.offload = KVOffload(
+            TieredCache(self.specs, self.pools, indexes, policy, self.quota, self._hash, self.events)
         )
-        self.offload = KVOffload(cache)
-        if self.events is not None:
-            self.offload.list_events(self.events)
 
     @property
     def num_blocks(self) -> int:

@@ -1,8 +1,10 @@
 """KV tiers: slower memory, such as the host's, for blocks that the KV cache evicts.
 
-scheduler ─ a waiting request ─▶ TierLoads ──┐                    ┌─ BlocksCopied ─ workers
-          ─ a chunk is planned ▶ TierStores ─┴▶ TierTransfers ────┴─ CopyBlocks ──▶
-  cache   ─ blocks are freed ──▶
+    scheduler ── a waiting request ──▶ TierLoads ──┐
+              ── a chunk is planned ─▶ TierStores ─┴▶ TierTransfers ── CopyBlocks ──▶ workers
+    KV cache  ── blocks are freed ───▶                              ◀─ BlocksCopied ─
+
+What all three need is in `TieredCache`; `KVOffload` is what the rest of the core sees.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +12,6 @@ from functools import partial
 
 from atom.shared.messages.engine import KVTierStats
 from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, CopyBlocks, FindBlocks, StoredBlocks
-from engine_core.kv_cache.kv_events import KVEventLog
 from engine_core.kv_tiers.block_questions import Question
 from engine_core.kv_tiers.kv_tier import KVTier
 from engine_core.kv_tiers.tier_copies import Load
@@ -30,6 +31,10 @@ class KVOffload:
         self._transfers = TierTransfers(cache)
         self.loads = TierLoads(cache, self._transfers)
         self.stores = TierStores(cache, self._transfers)
+        if cache.events is not None:
+            for tier in cache.tiers:
+                removed = partial(cache.events.removed, medium=tier.medium)
+                tier.pools[cache.listed_group].on_uncached = removed
 
     @property
     def tiers(self) -> Sequence[KVTier]:
@@ -50,12 +55,6 @@ class KVOffload:
     def num_under_way(self) -> int:
         """Messages that not all workers have confirmed."""
         return self._transfers.num_messages
-
-    def list_events(self, events: KVEventLog) -> None:
-        """Note in this log what the tiers, and the cache from them, gain and lose."""
-        self._cache.events = events
-        for tier in self.tiers:
-            tier.pools[self._cache.listed_group].on_uncached = partial(events.removed, medium=tier.medium)
 
     def adopt(self, stored: Sequence[Sequence[StoredBlocks]]) -> int:
         """Take over the blocks that tiers have from an earlier start, by rank; returns how many."""

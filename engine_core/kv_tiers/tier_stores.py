@@ -1,7 +1,9 @@
 """Stores: blocks of the KV cache are copied to tiers.
 
-freed     when a request frees its blocks: those that were hit, or that belong to a long enough prefix
-pushed    while a prompt is computed, to the tier in which another server looks for it
+    freed     when a request frees its blocks: those that were hit, or that belong to a long enough prefix
+    pushed    while a prompt is computed, to the tier in which another server looks for it
+
+Both wait in a queue for each tier, of which each iteration begins as many as may be under way.
 """
 
 from collections import deque

@@ -27,8 +27,12 @@ class TieredCache:
         policy: OffloadPolicy,
         quota: IterationQuota,
         hash_blocks: Callable[[RequestBlocks, int], int],
+        events: KVEventLog | None,
     ):
-        """`hash_blocks(blocks, n)` hashes n leading blocks within the quota; returns how many are hashed."""
+        """`hash_blocks(blocks, n)` hashes n leading blocks within the quota; returns how many are hashed.
+
+        `events`: the log of what the tiers, and the cache from them, gain and lose.
+        """
         self.specs = list(specs)
         self.pools = list(pools)
         self.tiers = list(tiers)
@@ -37,8 +41,7 @@ class TieredCache:
         self.hash_blocks = hash_blocks
         self.block_size = next(spec.block_size for spec in specs if not isinstance(spec, RecurrentStateSpec))
         self.full_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
-        self.events: KVEventLog | None = None
-        """The log of what the tiers, and the cache from them, gain and lose."""
+        self.events = events
         self.listed_group = listed_group(specs)
         self.shared_tier: int | None = None
         """Index of the tier that other engines share."""

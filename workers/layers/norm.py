@@ -73,6 +73,7 @@ def add_norms(
     if x_norm is None:
         assert norm is not None, "blocks have a norm before or after them"
         return norm.add_norm(x_TD, residual_TD)
+    assert norm is None or norm.eps == x_norm.eps
     weight_D = None if norm is None else norm.weight
     return add_rms_norm(x_norm.tp.all_reduce(x_TD), residual_TD, weight_D, x_norm.eps, x_norm.weight)
 

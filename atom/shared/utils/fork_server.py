@@ -14,6 +14,7 @@ from atom.shared.utils.process import spawn
 __all__ = ["ForkServer", "exchange"]
 
 _PIECE = 1 << 18
+_END_S = 0.5
 
 
 class ForkServer:
@@ -33,15 +34,15 @@ class ForkServer:
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
-    def has_ended(self, pid: int, wait_s: float = 0.5) -> bool:
-        """Whether the process `pid` does not run any more.
+    def has_ended(self, pid: int) -> bool:
+        """Whether the process `pid` does not run any more; waits for its end, up to half a second.
 
-        Waits for its end: what it had open is closed some time before.
+        What it had open is closed some time before.
         """
         process = self._process
         if process is not None and process.pid == pid:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(wait_s)
+                process.wait(_END_S)
         return self.pid != pid
 
     def pass_descriptors(self, descriptors: Sequence[int]) -> int:

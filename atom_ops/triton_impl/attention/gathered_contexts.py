@@ -94,7 +94,7 @@ def gather_contexts(cache: KVLayer, plan: AttentionPlan, dtype: torch.dtype, win
     kv = torch.empty(tokens, 2, kv_heads, width, dtype=dtype, device=cache.kv.device)
     _gather[(triton.cdiv(tokens, _SHARE),)](
         cache.kv if cache.scale is None else cache.kv.view(torch.uint8),
-        plan.context_lens_R if cache.scale is None else cache.scale,
+        cache.scale,
         plan.block_table_RW,
         places.origins_R,
         places.ends_R,
@@ -109,7 +109,6 @@ def gather_contexts(cache: KVLayer, plan: AttentionPlan, dtype: torch.dtype, win
         TOKENS=_TOKENS,
         CHUNK=min(triton.next_power_of_2(slot), _CHUNK),
         ROWS=_ROWS,
-        SCALED=cache.scale is not None,
     )
     return Gathered(kv, places.origins_R)
 
@@ -151,7 +150,7 @@ def _place(
 def _gather(
     kv, scales, table, origins, ends, contexts, gathered, table_stride, rows,
     BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
-    TOKENS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
+    TOKENS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (shares of the gathered tokens,)."""
     place = tl.program_id(0) * SHARE
@@ -179,7 +178,7 @@ def _gather(
             at_P = chunk + tl.arange(0, CHUNK)
             wanted_TP = exists_T[:, None] & (at_P < SLOT)[None, :]
             x_TP = tl.load(kv + slot_T[:, None] * SLOT + at_P[None, :], mask=wanted_TP, other=0)
-            if SCALED:
+            if scales is not None:
                 scale_at_TP = slot_T[:, None] * (SLOT // WIDTH) + (at_P // WIDTH)[None, :]
                 scale_TP = tl.load(scales + scale_at_TP, mask=wanted_TP, other=0.0)
                 x_TP = (decode_fp8(x_TP, tl.float32) * scale_TP).to(gathered.dtype.element_ty)
