@@ -231,7 +231,8 @@ def test_garbage_is_dropped_and_complained_about_once(
     def feed(frames: list[bytes]) -> None:
         socket.send_multipart(frames)
         socket.send(encode(GetStats()))
-        assert list(link.receive())[-1][1] == GetStats()
+        # A call on a slow machine may end before this message: its time is bounded.
+        assert any(GetStats() in [message for _, message in link.receive()] for _ in range(100))
 
     feed()
     assert len(complaints) == 1 and "undecodable frame" in complaints[0]
