@@ -21,7 +21,8 @@ from frontend.api.chat.endpoint import ChatEndpoint
 from frontend.api.chat.formats import GENERIC, ChatFormat, ChatFormats
 from frontend.api.chat.prompts import ChatPrompts
 from frontend.api.completions.endpoint import CompletionEndpoint
-from frontend.api.generation.generation import Generation, ServingOptions
+from frontend.api.generation.generation import Generation
+from frontend.api.generation.preparation import RequestPreparer, ServingOptions
 from frontend.api.generation.prompt_images import PromptImages
 from frontend.api.generation.prompts import PromptEncoder
 from frontend.api.messages.endpoint import MessagesEndpoint
@@ -200,9 +201,8 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     tracing = None if endpoint is None else Tracing(endpoint)
     rules = _image_rules(launch)
     images = None if rules.refusal else _prompt_images(launch, inputs, executor, rules)
-    app[keys.GENERATION] = Generation(
-        client, inputs, models_service, options, executor, grammars, tracing, images
-    )
+    app[keys.PREPARER] = RequestPreparer(client, inputs, models_service, options, executor, grammars, images)
+    app[keys.GENERATION] = Generation(client, executor, tracing, images)
     app.cleanup_ctx.append(lambda _: _close_tracing(tracing))
     prompts = ChatPrompts(formats, server.lenient_fields, rules)
     chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)

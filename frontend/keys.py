@@ -8,6 +8,7 @@ from atom.shared.messages.launch import FrontendLaunch
 from frontend.api.chat.endpoint import ChatEndpoint
 from frontend.api.completions.endpoint import CompletionEndpoint
 from frontend.api.generation.generation import Generation
+from frontend.api.generation.preparation import RequestPreparer
 from frontend.api.messages.endpoint import MessagesEndpoint
 from frontend.api.models.service import ModelService
 from frontend.api.responses.endpoint import ResponsesEndpoint
@@ -41,6 +42,7 @@ __all__ = [
     "METRICS",
     "MODELS",
     "OTHER_SOCKETS",
+    "PREPARER",
     "RESPONSES",
     "RESPONSE_STORE",
     "SHARED_METRICS",
@@ -65,6 +67,7 @@ MESSAGES = web.AppKey("messages", MessagesEndpoint)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 OTHER_SOCKETS = web.AppKey("other_sockets", OtherSockets)
+PREPARER = web.AppKey("preparer", RequestPreparer)
 RESPONSES = web.AppKey("responses", ResponsesEndpoint)
 RESPONSE_STORE = web.AppKey("response_store", ResponseStore)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)

@@ -13,7 +13,17 @@ from frontend.api.generation.resumable_events import RESUMABLE
 from frontend.engine_client.admission import AdmissionSlot
 from frontend.errors import RequestError
 from frontend.http.event_stream import STREAM_ID, EventStream, send_json
-from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, MESSAGES, METRICS, RESPONSES
+from frontend.keys import (
+    CHAT,
+    CLIENT,
+    COMPLETIONS,
+    GENERATION,
+    LIFECYCLE,
+    MESSAGES,
+    METRICS,
+    PREPARER,
+    RESPONSES,
+)
 from frontend.metrics.tracing import TraceContext
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
@@ -74,7 +84,7 @@ async def _respond(request: web.Request, endpoint: Endpoint, slot: AdmissionSlot
     generation = request.app[GENERATION]
     with request.app[LIFECYCLE].interruptible():
         async with open_body(request) as body:
-            generate = await generation.prepare(endpoint, body, _caller(request))
+            generate = await request.app[PREPARER].prepare(endpoint, body, _caller(request))
             del body
         slot.reserve(len(generate.request_ids))
         renderer = generate.renderer()

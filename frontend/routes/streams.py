@@ -21,7 +21,17 @@ from frontend.api.generation.resumable_events import Position, ResumeForm, read_
 from frontend.engine_client.streams import Deadline
 from frontend.errors import RequestError
 from frontend.http.event_stream import STREAM_ID, EventStream
-from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, MESSAGES, METRICS, RESPONSES
+from frontend.keys import (
+    CHAT,
+    CLIENT,
+    COMPLETIONS,
+    GENERATION,
+    LIFECYCLE,
+    MESSAGES,
+    METRICS,
+    PREPARER,
+    RESPONSES,
+)
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 
@@ -92,7 +102,8 @@ async def _resume(request: web.Request, asked: Asked) -> web.StreamResponse:
         after = asked.position(resumable.num_sequences)
         with request.app[LIFECYCLE].interruptible():
             caller = Caller(request[TENANT])
-            generate = await generation.restore(_endpoint(request, form), resumable, caller)
+            preparer = request.app[PREPARER]
+            generate = await preparer.restore(_endpoint(request, form), resumable, caller)
     except BaseException:
         client.resumption.keep(resumed)
         raise

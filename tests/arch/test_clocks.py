@@ -21,7 +21,7 @@ DATES = {
     "atom/shared/utils/kept_files.py": "names of files",
     "engine_core/flight_recorder.py": "when a record was written",
     "engine_core/kv_cache/kv_event_publisher.py": "the time in published events",
-    "frontend/api/generation/generation.py": "`created` of a response",
+    "frontend/api/generation/preparation.py": "`created` of a response",
     "frontend/api/models/service.py": "`created` of a model",
     "frontend/status/feed.py": "the axis of charts",
     "frontend/metrics/tracing.py": "the time of spans",

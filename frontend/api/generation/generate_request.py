@@ -12,7 +12,10 @@ from frontend.api.generation.usage import UsageCounter
 from frontend.metrics.tracing import TraceContext
 from frontend.text.output_processor import SequenceOutput, TextOptions
 
-__all__ = ["GenerateRequest", "ResponseOptions"]
+__all__ = ["TOKEN_BYTES", "GenerateRequest", "ResponseOptions"]
+
+TOKEN_BYTES = 8
+"""About what the id of a token takes in a response."""
 
 
 @dataclass(frozen=True)
