@@ -304,40 +304,12 @@ class CoreProcess:
         if self._kv_events is not None and self._launch.num_blocks:
             self._kv_events.put([Cleared()])  # subscribers know the blocks from before a restart
         while not self.stopping:
-            wait_ms = _HELD_POLL_MS if core.has_held else _POLL_MS
-            if not self._poller.poll(0 if core.has_deferred_work else wait_ms):
-                self._check_integrity(core)
-            results = [self._process_worker_message(core, message) for message in self._workers.receive()]
-            for identity, message in self._frontends.receive():
-                self._process_frontend_message(core, ready, identity, message)
-            for grammar_message in core.grammar_messages():
-                self._workers.send(grammar_message)
-            while questions := core.grammar_questions():  # a frontend that is gone leaves them to others
-                for identity, question in questions:
-                    self._frontends.send(core, identity, question)
-            core.end_expired()
-            for identity, deltas in core.end_overdue().items():
-                self._frontends.send(core, identity, deltas)
-            for identity in self._frontends.connected[:1]:
-                for offer in core.offers(identity):
-                    self._frontends.send(core, identity, offer)
-            while (batch := core.schedule()) is not None:
-                for image_message in core.image_messages():
-                    self._workers.send(image_message)
-                self._recorder.sent(self._workers.send(batch))
-                self._trace.mark("sent", batch.step)
-                self._steps_sent = True
-            for copies in core.tier_messages():
-                self._workers.send(copies)
-            stored = core.end_stored()
-            # Workers that wait for a batch of this engine delay the other engines: none will come for now.
-            if self._lockstep and self._steps_sent and not core.num_in_flight:
-                self._workers.send(StepsDone())
-                self._steps_sent = False
-            # Results are sent after the next step, which the device waits for.
-            for result in [*results, stored]:
-                for identity, deltas in result.items():
-                    self._frontends.send(core, identity, deltas)
+            self._wait(core)
+            results = self._receive(core, ready)
+            self._send_due(core)
+            self._send_steps(core)
+            # After the next step, which the device waits for.
+            self._send_results(core, [*results, core.end_stored()])
             self._give_claimed(core)
             if self._kv_events is not None and (events := core.take_kv_events()):
                 self._kv_events.put(events)
@@ -345,6 +317,52 @@ class CoreProcess:
                 self._finish_profile(core, self._profiling.overdue())
             self._heartbeats.send_if_due()
             self._check_workers(core, ready)
+
+    def _wait(self, core: EngineCore) -> None:
+        """Wait for a message, unless there is work; an idle core is checked meanwhile."""
+        wait_ms = _HELD_POLL_MS if core.has_held else _POLL_MS
+        if not self._poller.poll(0 if core.has_deferred_work else wait_ms):
+            self._check_integrity(core)
+
+    def _receive(self, core: EngineCore, ready: CoreReady) -> list[dict[bytes, TokenDeltas]]:
+        """Process the messages that have come; returns the results of steps for each frontend."""
+        results = [self._process_worker_message(core, message) for message in self._workers.receive()]
+        for identity, message in self._frontends.receive():
+            self._process_frontend_message(core, ready, identity, message)
+        return results
+
+    def _send_due(self, core: EngineCore) -> None:
+        """Send what messages and the time ask for: grammars, ends of requests, offers of streams."""
+        for grammar_message in core.grammar_messages():
+            self._workers.send(grammar_message)
+        while questions := core.grammar_questions():  # a frontend that is gone leaves them to others
+            for identity, question in questions:
+                self._frontends.send(core, identity, question)
+        core.end_expired()
+        self._send_results(core, [core.end_overdue()])
+        for identity in self._frontends.connected[:1]:
+            for offer in core.offers(identity):
+                self._frontends.send(core, identity, offer)
+
+    def _send_steps(self, core: EngineCore) -> None:
+        """Schedule all steps that can begin, and send them with the copies of KV blocks."""
+        while (batch := core.schedule()) is not None:
+            for image_message in core.image_messages():
+                self._workers.send(image_message)
+            self._recorder.sent(self._workers.send(batch))
+            self._trace.mark("sent", batch.step)
+            self._steps_sent = True
+        for copies in core.tier_messages():
+            self._workers.send(copies)
+        # Workers that wait for a batch of this engine delay the other engines: none will come for now.
+        if self._lockstep and self._steps_sent and not core.num_in_flight:
+            self._workers.send(StepsDone())
+            self._steps_sent = False
+
+    def _send_results(self, core: EngineCore, results: list[dict[bytes, TokenDeltas]]) -> None:
+        for result in results:
+            for identity, deltas in result.items():
+                self._frontends.send(core, identity, deltas)
 
     def _give_claimed(self, core: EngineCore) -> None:
         """Give streams to the frontends that have claimed them.
