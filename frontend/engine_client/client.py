@@ -37,12 +37,13 @@ from atom.shared.messages.supervisor import EngineEnded, Trial
 from atom.shared.utils.logger import get_logger
 from frontend.engine_client.admission import Admission, AdmissionSlot
 from frontend.engine_client.client_settings import ClientHooks, ClientSettings
-from frontend.engine_client.dp_router import DPRouter, RoutedPrompt
+from frontend.engine_client.dp_router import DPRouter
 from frontend.engine_client.engine_connection import YIELD_S, EngineConnection
 from frontend.engine_client.engine_control import EngineControl
 from frontend.engine_client.engine_set import EngineSet
-from frontend.engine_client.handover import Handovers, routed_prompt
+from frontend.engine_client.handover import Handovers
 from frontend.engine_client.output_memory import HeldOutput, OutputMemory
+from frontend.engine_client.placement import Placement
 from frontend.engine_client.replay import MayRun, Replays
 from frontend.engine_client.resumption import Adoption, ResumedStream, Resumption, ResumptionHooks
 from frontend.engine_client.sequence import RunningSequence
@@ -93,14 +94,14 @@ class EngineClient:
         self.engines = EngineSet(settings, self._process, self._lost, self._closed)
         self.admission = Admission(self, settings.capacity(settings.num_ranks), metrics, settings.max_queue_s)
         self.output_memory = OutputMemory(settings.max_output_bytes)
-        self._router = router
         self.output = output
         self._metrics = metrics
         self._hooks = hooks
         life = settings.life % (1 << _LIFE_BITS)
         self._counter = itertools.count((settings.index << ID_BITS) + (life << (ID_BITS - _LIFE_BITS)))
         self._initial = engines
-        self._handovers = Handovers(settings.prefill_engines, settings.block_tokens)
+        handovers = Handovers(settings.prefill_engines, settings.block_tokens)
+        self._placement = Placement(self.engines, router, handovers, metrics)
         self.control = EngineControl(self.engines, self._counter)
         self._sequences: dict[int, RunningSequence] = {}  # by id, the oldest first
         self._replays = Replays(
@@ -293,10 +294,7 @@ class EngineClient:
         if engine is None:
             self._replays.wait([sequence], stream)
             return
-        routed = RoutedPrompt(request.prompt_ids, sequence.num_left, 1, request.cache_salt)
-        sequence.charge = self._router.route(routed, [engine.rank])
-        sequence.engine = engine
-        sequence.rank = engine.rank
+        self._placement.adopt(sequence, engine)
 
     def _limit(self, stream: Stream, error: ApiError) -> None:
         """End a stream that holds too much output, and abort its sequences."""
@@ -355,7 +353,7 @@ class EngineClient:
                 ready = []
             sequences = self._add(request, text, stream, rank, slot)
             if ready:
-                self._send(request, sequences, ready)
+                self._placement.send(request, sequences, ready)
             else:
                 self._replays.wait(sequences, stream)
                 self._limit_wait(sequences)
@@ -393,19 +391,6 @@ class EngineClient:
         self._sequences.update(zip(request.request_ids, sequences, strict=True))
         return sequences
 
-    def _send(self, request: AddRequest, sequences: Iterable[RunningSequence], ready: list[int]) -> None:
-        """Send the request of `sequences`, which have no engine, to one of the ranks `ready`."""
-        request, ready = self._handovers.place(request, ready)
-        charge = self._router.route(routed_prompt(request), ready)
-        self._metrics.engine(charge.rank).session_routed(charge.stays)
-        engine = self.engines[charge.rank]
-        for sequence in sequences:
-            sequence.engine = engine
-            sequence.rank = engine.rank
-            sequence.charge = charge
-            sequence.is_prefill = request.stores_prompt
-        engine.link.send(request)
-
     def _abort(self, stream: Stream, reason: FinishReason = FinishReason.ABORTED) -> None:
         """End the sequences of a stream, here and in their engines, unless it goes on elsewhere."""
         by_engine: dict[EngineConnection, list[int]] = {}
@@ -423,15 +408,8 @@ class EngineClient:
         """Forget a sequence that has ended, for any reason; the caller counts it."""
         del self._sequences[sequence.id]
         sequence.stream.open.discard(sequence.id)
-        self._leave_engine(sequence)
+        self._placement.leave(sequence)
         self._replays.ended(sequence)
-
-    def _leave_engine(self, sequence: RunningSequence) -> None:
-        """A sequence runs no longer on its engine, if it had one."""
-        if sequence.charge is not None:
-            self._router.release(sequence.charge)
-        sequence.engine = None
-        sequence.charge = None
 
     # Messages
 
@@ -455,7 +433,7 @@ class EngineClient:
                 self.control.answered(engine, message)
 
     def _deliver(self, engine: EngineConnection, deltas: TokenDeltas) -> None:
-        handed, deltas = self._handovers.take(deltas, self._sequences)
+        handed, deltas = self._placement.take_handed(deltas, self._sequences)
         for abort in self._advance(engine.rank, engine.received_at, deltas):
             engine.link.send(abort)
         for sequence in handed:
@@ -468,9 +446,9 @@ class EngineClient:
         if sequence.engine is not engine:
             return  # it has ended with another sequence of its stream
         self._metrics.engine(engine.rank).handed_over += 1
-        self._leave_engine(sequence)
+        self._placement.leave(sequence)
         if ready := self._ranks_for_replays():
-            self._send(sequence.resumed(), [sequence], ready)
+            self._placement.send(sequence.resumed(), [sequence], ready)
         else:
             self._replays.wait([sequence], sequence.stream)
 
@@ -532,7 +510,7 @@ class EngineClient:
 
     def _closed(self, engine: EngineConnection, reason: str) -> None:
         """Forget what a life of an engine had computed, which has ended."""
-        self._router.forget(engine.rank)
+        self._placement.forget(engine.rank)
         self._lost(engine, reason)
 
     def _lost(self, engine: EngineConnection, reason: str, is_fault: bool = False) -> None:
@@ -543,7 +521,7 @@ class EngineClient:
         is_planned = (engine.rank, engine.life) in self.engines.planned
         lost = [sequence for sequence in self._sequences.values() if sequence.engine is engine]
         for sequence in lost:
-            self._leave_engine(sequence)
+            self._placement.leave(sequence)
         self._finish_early([each.id for each in lost if each.is_complete], FinishReason.MAX_TOKENS)
         lost = [each for each in lost if not each.is_complete]
         failed = lost if is_fault else self._replays.died(lost, engine.rank, engine.life, is_planned)
@@ -582,7 +560,7 @@ class EngineClient:
         try:
             request = sequence.resumed()
             ranks = self._ranks_for_replays()
-            self._send(request, [sequence], ranks if sequence.wanted is None else [sequence.wanted])
+            self._placement.send(request, [sequence], ranks if sequence.wanted is None else [sequence.wanted])
         except Exception:
             get_logger().error("sequence %d cannot run again", sequence.id, exc_info=True)
             sequence.stream.fail(InternalError())

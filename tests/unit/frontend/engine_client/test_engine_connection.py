@@ -207,14 +207,14 @@ def test_a_backlog_of_messages_does_not_hold_the_event_loop(
 def slow_submission(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> list[AddRequest]:
     """Make each submission hold the loop longer than allowed; the list gets the submitted requests."""
     submitted: list[AddRequest] = []
-    original = client._send
+    original = client._placement.send
 
     def send(sent: AddRequest, *others: Any) -> None:
         time.sleep(0.02)
         submitted.append(sent)
         original(sent, *others)
 
-    monkeypatch.setattr(client, "_send", send)
+    monkeypatch.setattr(client._placement, "send", send)
     return submitted
 
 

@@ -155,13 +155,13 @@ def test_prompts_wait_if_the_engine_ends_before_they_are_sent(
 
     async def run(revived: bool) -> None:
         async with connected([old], max_replays=3) as client:
-            original = client._send
+            original = client._placement.send
 
             def send(*given: Any) -> None:
                 time.sleep(0.02)  # longer than a submission may hold the loop
                 original(*given)
 
-            monkeypatch.setattr(client, "_send", send)
+            monkeypatch.setattr(client._placement, "send", send)
             asked = [long_request(client) for _ in range(8)]
             stream = asyncio.create_task(by_sequence(client, asked))
             await until(lambda: len(client._sequences) >= 2)
