@@ -12,7 +12,6 @@ from atom.shared.config.cache import CacheConfig
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.device import COMPILERS, DeviceConfig
 from atom.shared.config.engine import EngineConfig
-from atom.shared.config.eplb import eplb_config
 from atom.shared.config.fields import ConfigError
 from atom.shared.config.images import image_limit
 from atom.shared.config.kv_events import kv_events_config
@@ -21,9 +20,9 @@ from atom.shared.config.kv_tiers import check_kv_tiers
 from atom.shared.config.model import ModelConfig
 from atom.shared.config.online_quantization import online_quantization
 from atom.shared.config.parallel import ParallelConfig
+from atom.shared.config.resolve_parallel import resolve_parallel
+from atom.shared.config.resolve_speculative import check_drafting, resolve_speculative
 from atom.shared.config.scheduler import SchedulerConfig
-from atom.shared.config.speculative import SpeculativeConfig
-from atom.shared.config.tensor_parallel import check_tensor_parallel
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -74,17 +73,9 @@ _GRAPHS = 3
 """The --level that captures graphs."""
 # Features of a model from which operators on a CPU take longer than handing their parts to threads.
 _THREADED_WIDTH = 256
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 # RoPE types whose frequencies depend on the length of the text.
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
-
-_LOOKUP_FLAGS = ("prompt_lookup_max", "prompt_lookup_min")
-_FORCED_FLAGS = ("spec_decode_acceptance_length", "spec_decode_acceptance_rate")
-_DRAFT_FLAGS = ("num_speculative_tokens", "draft_model", *_LOOKUP_FLAGS)
-_MOST_OF_MODEL = 8
-_MOST_OF_BLOCK = 31
-_NGRAM = 5
 
 _CPU_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -97,8 +88,7 @@ def resolve(
     Raises ConfigError for a setting that the checkpoint or the host does not support.
     """
     notes: list[str] = []
-    config = replace(config, parallel=_parallel(config.parallel, checkpoint, notes))
-    _check_nodes(config.parallel)
+    config = replace(config, parallel=resolve_parallel(config.parallel, checkpoint, notes))
     device = _device(config, capabilities, notes)
     dtype = _dtype(config.model.dtype, device, checkpoint, capabilities, notes)
     if config.device.batch_invariant and device == "cpu":
@@ -109,11 +99,6 @@ def resolve(
             "step, and rounding depends on the chunks; omit the flag"
         )
     _check_length(config.model, checkpoint)
-    check_tensor_parallel(config.parallel.tensor_parallel_size, checkpoint.hf_config)
-    _check_context_parallel(config.parallel, checkpoint)
-    if config.parallel.enable_expert_parallel:
-        _check_experts(config.parallel.num_workers, checkpoint)
-    _check_eplb(config.parallel, checkpoint)
     _check_online_quantization(config.model, checkpoint)
     check_kv_tiers(config.cache, config.parallel)
     image_limit(config.model.limit_mm_per_prompt)  # raises for one that cannot act
@@ -125,18 +110,8 @@ def resolve(
         names = ", ".join(checkpoint.ignored_defaults)
         notes.append(f"generation_config.json also sets {names}: not supported, ignored")
     notes += [*checkpoint.warnings, *_rope_notes(config.model, checkpoint)]
-    speculative = _speculative(config.speculative, checkpoint)
-    notes += _forced_notes(speculative)
-    if speculative.method == "suffix" and device != "cpu":
-        raise ConfigError(
-            "--method suffix: drafts are looked up on the host, which does not know the last tokens when it "
-            "launches a step on a GPU; use --method ngram"
-        )
-    if speculative.reads_hidden_states and config.device.level in COMPILERS:
-        raise ConfigError(
-            f"--method {speculative.method} with --level {config.device.level} is not supported; "
-            "use --level 0"
-        )
+    speculative = resolve_speculative(config.speculative, checkpoint, notes)
+    check_drafting(speculative, device, config.device.level)
     images = checkpoint.images
     image = images.max_tokens if images is not None and images.sees_ahead and speculative.reads_images else 0
     scheduler = _scheduler(config.scheduler, _DEFAULTS[device], speculative.num_speculative_tokens, image)
@@ -154,35 +129,6 @@ def resolve(
         ),
     )
     return Resolved(resolved, notes)
-
-
-def _parallel(parallel: ParallelConfig, checkpoint: Checkpoint, notes: list[str]) -> ParallelConfig:
-    """With --enable-dp-attention every worker is an engine, and experts are spread over all of them."""
-    workers = parallel.num_workers
-    if not parallel.enable_dp_attention or workers == 1:
-        return parallel
-    if _num_experts(checkpoint) == 0:
-        raise ConfigError(
-            f"--enable-dp-attention: {checkpoint.model_type} has no experts for the engines to share; "
-            "use -tp to split the model, or -dp for engines of their own"
-        )
-    if parallel.decode_context_parallel_size > 1:
-        raise ConfigError(
-            "--decode-context-parallel-size splits a KV cache over tensor-parallel workers, and "
-            "--enable-dp-attention leaves each with its own: omit one of them"
-        )
-    notes.append(f"--enable-dp-attention: {workers} engines of one worker each, which share the experts")
-    return replace(parallel, tensor_parallel_size=1, data_parallel_size=workers, enable_expert_parallel=True)
-
-
-def _check_nodes(parallel: ParallelConfig) -> None:
-    """Every node has as many workers."""
-    if parallel.num_workers % parallel.nnodes:
-        raise ConfigError(
-            f"--nnodes {parallel.nnodes} does not divide the {parallel.num_workers} workers of "
-            f"--tensor-parallel-size {parallel.tensor_parallel_size} and --data-parallel-size "
-            f"{parallel.data_parallel_size}: every node has as many"
-        )
 
 
 def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[str]) -> Device:
@@ -250,52 +196,6 @@ def _rope_notes(model: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _check_context_parallel(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
-    size = parallel.decode_context_parallel_size
-    ranks = parallel.tensor_parallel_size
-    if size == 1:
-        return
-    flag = f"--decode-context-parallel-size {size}"
-    model = checkpoint.hf_config
-    if ranks % size:
-        raise ConfigError(f"{flag} does not divide --tensor-parallel-size {ranks}")
-    if not model.get("kv_lora_rank"):
-        raise ConfigError(
-            f"{flag}: only MLA has a KV cache that every worker would hold whole; the KV heads of "
-            f"{checkpoint.model_type} are split by --tensor-parallel-size: omit the flag"
-        )
-    if checkpoint.keeps_states:
-        raise ConfigError(
-            f"{flag}: {checkpoint.model_type} has recurrent layers, whose states are not split by tokens: "
-            "omit the flag"
-        )
-    if model.get("index_topk"):
-        raise ConfigError(
-            f"{flag}: {checkpoint.model_type} has sparse attention, whose top-k tokens are not split over "
-            "workers yet: omit the flag"
-        )
-    heads = model["num_attention_heads"]
-    if heads % ranks:
-        raise ConfigError(
-            f"{flag}: every worker needs the same number of heads, and --tensor-parallel-size {ranks} does "
-            f"not divide the {heads} of the model"
-        )
-
-
-def _check_experts(ranks: int, checkpoint: Checkpoint) -> None:
-    experts = _num_experts(checkpoint)
-    if experts == 0:
-        raise ConfigError(f"--enable-expert-parallel: {checkpoint.model_type} has no experts; omit the flag")
-    if ranks > experts:
-        raise ConfigError(
-            f"--enable-expert-parallel: the model has {experts} experts for {ranks} workers; omit the flag"
-        )
-
-
-def _num_experts(checkpoint: Checkpoint) -> int:
-    return max((checkpoint.hf_config.get(name) or 0) for name in _EXPERT_COUNTS)
-
-
 def _check_online_quantization(model: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for settings that do not fit, or for a checkpoint that is quantized already."""
     stated = checkpoint.hf_config.get("quantization_config")
@@ -303,24 +203,6 @@ def _check_online_quantization(model: ModelConfig, checkpoint: Checkpoint) -> No
         raise ConfigError(
             f"--online-quant-config quantizes plain checkpoints, and {checkpoint.directory} is quantized "
             f"({stated.get('quant_method', 'unknown')}): omit the flag"
-        )
-
-
-def _check_eplb(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
-    eplb = eplb_config(parallel)
-    if eplb is None:
-        return
-    ranks = parallel.num_workers
-    if not parallel.enable_expert_parallel or ranks == 1:
-        raise ConfigError(
-            "--enable-eplb moves experts between ranks: use --enable-expert-parallel with several workers"
-        )
-    experts = _num_experts(checkpoint)
-    most = experts * (ranks - 1)
-    if eplb.num_redundant_experts > most:
-        raise ConfigError(
-            f"--eplb-config: num_redundant_experts {eplb.num_redundant_experts}: with {most} every one of "
-            f"{ranks} ranks has all {experts} experts"
         )
 
 
@@ -342,77 +224,6 @@ def _cache(cache: CacheConfig, checkpoint: Checkpoint, notes: list[str]) -> Cach
 
 def _model(model: ModelConfig, dtype: Dtype) -> ModelConfig:
     return replace(model, dtype=dtype, served_model_name=model.served_model_name or model.model)
-
-
-def _speculative(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> SpeculativeConfig:
-    if speculative.method is None:
-        for name in _DRAFT_FLAGS:
-            if getattr(speculative, name):
-                raise ConfigError(f"--{name.replace('_', '-')} needs --method")
-        if not speculative.spec_decode_adaptive:
-            raise ConfigError("--no-spec-decode-adaptive needs --method")
-        for name in _FORCED_FLAGS:
-            if getattr(speculative, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} needs --method")
-        return speculative
-    if speculative.num_speculative_tokens == 0:
-        raise ConfigError(f"--method {speculative.method} needs --num-speculative-tokens of at least 1")
-    _check_forced(speculative)
-    if speculative.draft_model is not None and speculative.method in ("ngram", "suffix", "mtp"):
-        raise ConfigError(f"--draft-model: --method {speculative.method} has none; omit the flag")
-    if speculative.method != "ngram":
-        for name in _LOOKUP_FLAGS:
-            if getattr(speculative, name):
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} is for --method ngram; omit it with --method {speculative.method}")
-    if speculative.runs_model:
-        _check_draft_model(speculative, checkpoint)
-    if speculative.method != "ngram":
-        return speculative
-    longest = speculative.prompt_lookup_max or speculative.prompt_lookup_min or _NGRAM
-    shortest = speculative.prompt_lookup_min or longest
-    if shortest > longest:
-        raise ConfigError(f"--prompt-lookup-min {shortest} is greater than --prompt-lookup-max {longest}")
-    return replace(speculative, prompt_lookup_max=longest, prompt_lookup_min=shortest)
-
-
-def _check_forced(speculative: SpeculativeConfig) -> None:
-    length = speculative.spec_decode_acceptance_length
-    most = 1 + speculative.num_speculative_tokens
-    if length is not None and speculative.spec_decode_acceptance_rate is not None:
-        raise ConfigError(
-            "--spec-decode-acceptance-length and --spec-decode-acceptance-rate say the same: omit one of them"
-        )
-    if length is not None and length > most:
-        raise ConfigError(
-            f"--spec-decode-acceptance-length {length:g}: a step has at most {most} tokens with "
-            f"--num-speculative-tokens {most - 1}"
-        )
-
-
-def _forced_notes(speculative: SpeculativeConfig) -> list[str]:
-    length = speculative.forced_length
-    if length is None:
-        return []
-    return [
-        f"drafts are accepted without verification, {length:g} tokens a step on average: the text is not the "
-        "model's, and the figures are those of a benchmark"
-    ]
-
-
-def _check_draft_model(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> None:
-    flag = f"--method {speculative.method}"
-    needs_draft = speculative.method != "mtp"
-    if needs_draft and speculative.draft_model is None:
-        raise ConfigError(f"{flag} needs --draft-model")
-    most = _MOST_OF_BLOCK if speculative.drafts_blocks else _MOST_OF_MODEL
-    if speculative.num_speculative_tokens > most:
-        raise ConfigError(f"{flag} drafts at most {most} tokens: lower --num-speculative-tokens")
-    if speculative.method == "mtp" and checkpoint.mtp_layers != 1:
-        raise ConfigError(
-            f"{flag}: one layer for multi-token prediction is supported, for some families; this checkpoint "
-            f"({checkpoint.model_type}) has {checkpoint.mtp_layers} that can be used; use --method ngram"
-        )
 
 
 def _scheduler(
