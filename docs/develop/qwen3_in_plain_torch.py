@@ -1,7 +1,7 @@
 """Qwen3 in plain torch: the model before its fusions, its KV cache and its ranks.
 
 One sequence at a time. `weights` are the checkpoint's tensors by name, `config` is its config.json.
-`workers/layers/decoder.py` says which of our modules takes over which lines.
+`workers/layers/decoder/__init__.py` says which of our modules takes over which lines.
 
 T tokens, D hidden, H query heads, K key and value heads, E features of a head, F of the MLP, V vocabulary.
 """

@@ -5,8 +5,10 @@ from typing import Any
 
 from workers.layers.attention.cache_groups import StateGroup
 from workers.layers.attention.gated_attention import GatedAttention
+from workers.layers.attention.self_attention import kv_group
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, TokenMixer, TokenMixers, common_fields, kv_group
+from workers.layers.decoder.blocks import TokenMixer, TokenMixers
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
 from workers.layers.gated_delta_net import DeltaArgs, GatedDeltaNet, state_shape
 
 DELTA_DEFAULTS = {

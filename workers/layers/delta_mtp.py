@@ -13,7 +13,9 @@ from typing import Any
 from torch import nn
 
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, DecoderLayer, FeedForward, TokenMixers
+from workers.layers.decoder.blocks import FeedForward, TokenMixers
+from workers.layers.decoder.decoder_args import DecoderArgs
+from workers.layers.decoder.decoder_layer import DecoderLayer
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.mtp import PredictingLM, PredictionParts
 from workers.layers.norm import RMSNorm

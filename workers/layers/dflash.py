@@ -17,16 +17,12 @@ from torch import nn
 
 from atom_ops import SamplingBatch
 from workers.layers.attention.rotary import RotaryEmbedding
+from workers.layers.attention.self_attention import SelfAttention, kv_groups
 from workers.layers.context import BuildContext, ForwardContext
-from workers.layers.decoder import (
-    DecoderArgs,
-    DecoderLayer,
-    DecoderLM,
-    GatedMLP,
-    SelfAttention,
-    common_fields,
-    kv_groups,
-)
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_layer import DecoderLayer
+from workers.layers.decoder.decoder_lm import DecoderLM
+from workers.layers.decoder.gated_mlp import GatedMLP
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.hidden_states_reader import HiddenStatesReader
 from workers.layers.linear import ReplicatedLinear

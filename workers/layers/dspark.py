@@ -19,7 +19,7 @@ from torch import nn
 from atom_ops import SamplingBatch, sample
 from parallel.communicator import Communicator
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderLM
+from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.dflash import BlockDraftModel
 from workers.layers.embedding import LMHead, VocabEmbedding
 

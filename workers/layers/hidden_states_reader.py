@@ -6,7 +6,7 @@ from typing import Any
 
 from workers.layers.causal_lm import WeightedModel
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderLM
+from workers.layers.decoder.decoder_lm import DecoderLM
 
 
 class HiddenStatesReader(WeightedModel, ABC):

@@ -18,7 +18,10 @@ import torch
 from torch import nn
 
 from workers.layers.context import BuildContext, ForwardContext, ImageTokens
-from workers.layers.decoder import DecoderArgs, DecoderLayer, DecoderLM, FeedForward, TokenMixer, TokenMixers
+from workers.layers.decoder.blocks import FeedForward, TokenMixer, TokenMixers
+from workers.layers.decoder.decoder_args import DecoderArgs
+from workers.layers.decoder.decoder_layer import DecoderLayer
+from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
 

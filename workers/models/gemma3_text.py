@@ -6,7 +6,8 @@ from typing import Any
 from workers.layers.attention.rotary import ropes_by_type
 from workers.layers.attention.window import every_nth_full, windows_by_type
 from workers.layers.context import BuildContext
-from workers.layers.decoder import SANDWICH_NORMS, DecoderArgs, DecoderLM, common_fields
+from workers.layers.decoder.decoder_args import SANDWICH_NORMS, DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.embedding import rounded
 
 _DEFAULTS = {

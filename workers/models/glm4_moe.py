@@ -7,7 +7,10 @@ import torch
 
 from atom_ops import RoutingRule
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, FeedForward, GatedMLP, common_fields, self_attention
+from workers.layers.decoder.blocks import FeedForward
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import self_attention
+from workers.layers.decoder.gated_mlp import GatedMLP
 from workers.layers.moe.moe import MoE, MoEArgs
 from workers.layers.mtp import PredictingDecoderLM
 

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 from atom_ops import ClampedSwiglu, RoutingRule
 from workers.layers.attention.window import windows_by_type
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.moe.expert_layouts import INTERLEAVED
 from workers.layers.moe.moe import MoE, MoEArgs
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.models.granite import scales
 
 _DEFAULTS = {

@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 from workers.layers.attention.cache_groups import CacheGroup, LatentGroup, StateGroup
 from workers.layers.config_values import check_value
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderLM, FeedForward, GatedMLP, TokenMixer, TokenMixers
+from workers.layers.decoder.blocks import FeedForward, TokenMixer, TokenMixers
+from workers.layers.decoder.decoder_lm import DecoderLM
+from workers.layers.decoder.gated_mlp import GatedMLP
 from workers.layers.kimi_delta_attention import (
     KIMI_DELTA_MODULES,
     KimiDeltaArgs,

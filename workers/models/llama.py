@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False}
 

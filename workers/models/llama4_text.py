@@ -13,17 +13,12 @@ import torch
 
 from atom_ops import HeadNorms, RoutingRule
 from workers.layers.attention.rotary import NoRope, layers_with_rope
+from workers.layers.attention.self_attention import SelfAttention, kv_groups
 from workers.layers.context import BuildContext
-from workers.layers.decoder import (
-    DecoderArgs,
-    DecoderLM,
-    FeedForward,
-    GatedMLP,
-    SelfAttention,
-    TokenMixers,
-    common_fields,
-    kv_groups,
-)
+from workers.layers.decoder.blocks import FeedForward, TokenMixers
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
+from workers.layers.decoder.gated_mlp import GatedMLP
 from workers.layers.moe.expert_layouts import INPUTS_FIRST
 from workers.layers.moe.moe import MoE, MoEArgs
 

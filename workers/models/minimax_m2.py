@@ -8,7 +8,8 @@ import torch
 from atom_ops import RoutingRule
 from workers.layers.config_values import check_value
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.moe.expert_layouts import PerExpert
 from workers.layers.moe.moe import MoE, MoEArgs
 

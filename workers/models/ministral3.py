@@ -5,7 +5,8 @@ from typing import Any
 
 from workers.layers.attention.window import same_window
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": 128}
 

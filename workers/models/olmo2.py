@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.layers.context import BuildContext
-from workers.layers.decoder import POST_NORMS, DecoderArgs, DecoderLM, common_fields
+from workers.layers.decoder.decoder_args import POST_NORMS, DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "attention_bias": False}
 

@@ -6,7 +6,8 @@ from typing import Any
 from workers.layers.attention.rotary import ropes_by_type
 from workers.layers.attention.window import every_nth_full, windows_by_type
 from workers.layers.context import BuildContext
-from workers.layers.decoder import POST_NORMS, DecoderArgs, DecoderLM, common_fields
+from workers.layers.decoder.decoder_args import POST_NORMS, DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096}
 _THETAS = {"full_attention": 500000.0, "sliding_attention": 500000.0}

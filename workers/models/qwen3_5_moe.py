@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from atom_ops import RoutingRule
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderLM
+from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.delta_decoder import DELTA_DEFAULTS, delta_decoder_args, delta_token_mixers
 from workers.layers.delta_mtp import PredictingDeltaLM
 from workers.layers.gated_delta_net import DELTA_MODULES_BY_KIND

@@ -6,7 +6,10 @@ from typing import Any, ClassVar
 from atom_ops import RoutingRule
 from workers.layers.attention.window import same_window
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, common_fields
+from workers.layers.decoder.blocks import FeedForward
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
+from workers.layers.decoder.gated_mlp import GatedMLP
 from workers.layers.moe.expert_layouts import PER_EXPERT, ExpertLayout
 from workers.layers.moe.moe import MoE, MoEArgs
 

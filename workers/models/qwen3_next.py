@@ -5,7 +5,9 @@ from typing import Any, ClassVar
 
 from atom_ops import RoutingRule
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderLM, FeedForward, GatedMLP
+from workers.layers.decoder.blocks import FeedForward
+from workers.layers.decoder.decoder_lm import DecoderLM
+from workers.layers.decoder.gated_mlp import GatedMLP
 from workers.layers.delta_decoder import DELTA_DEFAULTS, delta_decoder_args, delta_token_mixers
 from workers.layers.delta_mtp import PredictingDeltaLM
 from workers.layers.gated_delta_net import DELTA_MODULES

@@ -6,7 +6,8 @@ from typing import Any
 from workers.layers.attention.rotary import layers_with_rope
 from workers.layers.attention.window import windows_by_type
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-6,

@@ -5,7 +5,8 @@ import torch
 from atom_ops import SamplingBatch
 from workers.layers.causal_lm import CausalLM, DraftModel
 from workers.layers.context import ForwardContext
-from workers.layers.decoder import AuxStates, DecoderLM
+from workers.layers.decoder.aux_states import AuxStates
+from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.eagle3 import Eagle3Head
 from workers.spec_decode.draft_model import own_context
 from workers.spec_decode.draft_rows import Computed

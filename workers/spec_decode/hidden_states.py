@@ -7,7 +7,8 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
-from workers.layers.decoder import AuxStates, DecoderLM
+from workers.layers.decoder.aux_states import AuxStates
+from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.dflash import BlockDraftModel
 from workers.layers.dspark import DsparkModel
 from workers.layers.eagle3 import Eagle3Head

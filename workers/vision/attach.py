@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderLM
+from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.quantization.config import QuantizationConfig
 from workers.vision.tower import VisionTower
 

@@ -20,9 +20,9 @@ from atom_ops import (
     rotated_heads,
 )
 from workers.layers.attention.attention import KVGroup
+from workers.layers.attention.self_attention import SelfAttention
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext, GroupContext
-from workers.layers.decoder import SelfAttention
 
 NAME = "vllm"
 

@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 from atom_ops import HeadNorms, sigmoid_and_mul
-from parallel.sharding import head_shard
 from workers.layers.attention.attention import Attention, KVGroup
 from workers.layers.attention.rotation import Rotation
 from workers.layers.context import BuildContext, ForwardContext
-from workers.layers.decoder import DecoderArgs
+from workers.layers.decoder.decoder_args import DecoderArgs
 from workers.layers.linear import ReorderedLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
-from workers.layers.weighted import ShardRange
 
 
 class GatedAttention(nn.Module):
@@ -29,14 +27,11 @@ class GatedAttention(nn.Module):
 
     def __init__(self, args: DecoderArgs, layer: int, groups: Sequence[KVGroup], build: BuildContext):
         super().__init__()
-        heads = args.num_attention_heads
-        kv_heads = args.num_key_value_heads
         head_dim = args.head_dim
-        shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
-        q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
+        query_heads, kv_heads = args.head_ranges(build.tp.size, build.tp.rank)
+        q, kv = query_heads.scaled(head_dim), kv_heads.scaled(head_dim)
         gated = q.scaled(2)
-        kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
-        order = _gates_last(shard.q_count, head_dim, 2 * kv.size)
+        order = _gates_last(query_heads.size, head_dim, 2 * kv.size)
         self.qkv_proj = ReorderedLinear(
             args.hidden_size, [gated, kv, kv], args.qkv_bias, build.at("qkv_proj"), order
         )

@@ -10,7 +10,10 @@ import torch
 from atom_ops import RoutingRule, TokenShard
 from workers.layers.config_values import check_value
 from workers.layers.context import BuildContext
-from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, TokenMixers, common_fields
+from workers.layers.decoder.blocks import FeedForward, TokenMixers
+from workers.layers.decoder.decoder_args import DecoderArgs, common_fields
+from workers.layers.decoder.decoder_lm import DecoderLM
+from workers.layers.decoder.gated_mlp import GatedMLP
 from workers.layers.mla.mla import LATENT_MODULES, LatentArgs, LatentAttention, latent_groups
 from workers.layers.mla.sharded_mla import ShardedLatentAttention
 from workers.layers.mla.sparse_mla import IndexerArgs, sparse_token_mixers

@@ -28,7 +28,7 @@ from atom_ops import (
 from workers.layers.attention.cache_groups import CacheGroup, LatentGroup
 from workers.layers.attention.rotation import Rotation
 from workers.layers.context import BuildContext, ForwardContext, GroupContext
-from workers.layers.decoder import TokenMixers
+from workers.layers.decoder.blocks import TokenMixers
 from workers.layers.linear import ColumnParallelLinear, Linear
 from workers.layers.mla.mla import LatentArgs, LatentAttention
 from workers.layers.norm import RMSNorm

@@ -16,7 +16,7 @@ from tests.helpers.checkpoints.tiny_models import build_tiny, hf_greedy, hf_logi
 from tests.helpers.engine.core_side import generate
 from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.parallel.thread_ranks import on_ranks
-from workers.layers.decoder import DecoderLayer
+from workers.layers.decoder.decoder_layer import DecoderLayer
 from workers.layers.linear import Linear
 
 
