@@ -83,7 +83,8 @@ from engine_core.hang_note import describe_work
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.kv_cache.kv_event_publisher import KVEventPublisher, PublishError
 from engine_core.kv_cache.kv_events import Cleared
-from engine_core.kv_tiers.tier_seed import stored_seed
+from engine_core.kv_tiers.file_space import LEAST_UNIT, space_unit
+from engine_core.kv_tiers.tier_seed import SEED_FILE, stored_seed
 from engine_core.links import LinkError, WorkerLink
 from engine_core.profiling import MAX_RECORDING_S, Outcome, Profiling
 from engine_core.startup import CachePlan, StartupError, image_registry, limits_of, plan_cache
@@ -194,8 +195,10 @@ class CoreProcess:
                 "(--max-num-mixed-tokens)",
                 limits.max_num_mixed_tokens,
             )
-        plan = plan_cache(config, self._launch.checkpoint.max_model_len, loaded, self._launch.num_blocks)
-        seed = self._hash_seed()
+        seed, disk_unit = self._seed_of_directory()
+        model_max_len = self._launch.checkpoint.max_model_len
+        plan = plan_cache(config, model_max_len, loaded, self._launch.num_blocks, disk_unit)
+        seed = self._agreed_seed(seed)
         kv = KVCacheManager(
             plan.specs,
             plan.num_blocks,
@@ -229,15 +232,22 @@ class CoreProcess:
         self._report_ready(plan)
         return core, CoreReady(plan.max_model_len, plan.kv_tokens, [one.weight_bytes for one in loaded])
 
-    def _hash_seed(self) -> int:
-        """That of the remote tier, of the directory that has blocks of earlier starts, or of the launch."""
-        cache = self._launch.config.cache
-        seed = self._launch.hash_seed
+    def _seed_of_directory(self) -> tuple[int, int]:
+        """The hash seed of the directory that has blocks of earlier starts, and the unit of its files' space.
+
+        Without a directory, the seed of the launch.
+        """
+        if self._launch.config.cache.kv_offload_dir is None:
+            return self._launch.hash_seed, LEAST_UNIT
+        directory = Path(self._launch.config.cache.kv_offload_dir)
         try:
-            if cache.kv_offload_dir is not None:
-                seed = stored_seed(Path(cache.kv_offload_dir))
+            return stored_seed(directory), space_unit(directory / SEED_FILE)
         except (OSError, NotOwnError) as error:
             raise StartupError(f"--kv-offload-dir: {one_line(error, OSError, NotOwnError)}") from None
+
+    def _agreed_seed(self, seed: int) -> int:
+        """The hash seed of the remote tier, which takes over `seed` if it has none."""
+        cache = self._launch.config.cache
         if cache.kv_offload_remote_url is None:
             return seed
         try:

@@ -11,6 +11,7 @@ from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, REMOTE, TierSlots
 from atom.shared.messages.worker import KVSpec, Loaded, RecurrentStateSpec
 from atom.shared.utils.sizes import size_text
 from engine_core.kv_cache.kv_plan import cache_tokens, longest_sequence, plan_blocks, plan_slots, unit_bytes
+from engine_core.kv_tiers.file_space import LEAST_UNIT
 from engine_core.requests.images import ImageRegistry
 from engine_core.scheduler import Limits
 
@@ -98,11 +99,16 @@ def image_registry(loaded: Sequence[Loaded], settings: ImageSettings | None) -> 
 
 
 def plan_cache(
-    config: EngineConfig, model_max_len: int, loaded: Sequence[Loaded], earlier: Sequence[int] = ()
+    config: EngineConfig,
+    model_max_len: int,
+    loaded: Sequence[Loaded],
+    earlier: Sequence[int] = (),
+    disk_unit: int = LEAST_UNIT,
 ) -> CachePlan:
     """The KV cache that fits every rank. `model_max_len` is the checkpoint's own limit.
 
-    `earlier` are the blocks of each group before a restart of the engine, whose limits stay.
+    `earlier` are the blocks of each group before a restart of the engine, whose limits stay. `disk_unit`:
+    bytes in whose multiples files take space (`file_space.py`).
 
     Raises StartupError when the cache would be too small for the configuration.
     """
@@ -123,22 +129,25 @@ def plan_cache(
                 f"lower --max-model-len, or give the cache more memory with {_REMEDY}"
             )
         max_model_len = longest
-    tiers = _tiers(config.cache, num_blocks, loaded)
+    tiers = _tiers(config, num_blocks, loaded, disk_unit)
     return CachePlan(list(specs), num_blocks, max_model_len, cache_tokens(specs, num_blocks), tiers)
 
 
-def _tiers(cache: CacheConfig, num_blocks: Sequence[int], loaded: Sequence[Loaded]) -> list[TierSlots]:
+def _tiers(
+    config: EngineConfig, num_blocks: Sequence[int], loaded: Sequence[Loaded], disk_unit: int
+) -> list[TierSlots]:
     """Host memory, disk, remote. Raises StartupError for one that does not hold a block of each group."""
     tiers = []
-    named = _FILE_BYTES + cache.block_size * ID_BYTES
-    for medium, flag, size, extra in (
-        (HOST_MEMORY, "--kv-offload-memory", cache.kv_offload_memory, 0),
-        (DISK, "--kv-offload-disk", cache.kv_offload_disk, named),
-        (REMOTE, "--kv-offload-remote", cache.kv_offload_remote, named + _KEY_BYTES),
+    cache = config.cache
+    named = _FILE_BYTES + config.block_tokens * ID_BYTES
+    for medium, flag, size, extra, unit in (
+        (HOST_MEMORY, "--kv-offload-memory", cache.kv_offload_memory, 0, 1),
+        (DISK, "--kv-offload-disk", cache.kv_offload_disk, named, disk_unit),
+        (REMOTE, "--kv-offload-remote", cache.kv_offload_remote, named + _KEY_BYTES, 1),
     ):
         if size is None:
             continue
-        plans = [plan_slots(one.kv_specs, num_blocks, size, extra) for one in loaded]
+        plans = [plan_slots(one.kv_specs, num_blocks, size, extra, unit) for one in loaded]
         slots = [min(counts) for counts in zip(*plans, strict=True)]
         if not all(slots):
             raise StartupError(

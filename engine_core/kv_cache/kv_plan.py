@@ -108,13 +108,13 @@ def _plan_paged(specs: Sequence[PagedSpec], kv_bytes: int, limits: Sequence[int 
 
 
 def plan_slots(
-    specs: Sequence[KVSpec], num_blocks: Sequence[int], tier_bytes: int, extra_bytes: int = 0
+    specs: Sequence[KVSpec], num_blocks: Sequence[int], tier_bytes: int, extra_bytes: int = 0, unit: int = 1
 ) -> list[int]:
     """Slots of each group in a tier of so many bytes, in the proportion of the cache's `num_blocks`.
 
-    A slot takes `extra_bytes` more than what it keeps of a block.
+    A slot takes `extra_bytes` more than what it keeps of a block, and whole units.
     """
-    sizes = [stored_bytes(spec) + extra_bytes for spec in specs]
+    sizes = [_ceil_div(stored_bytes(spec) + extra_bytes, unit) * unit for spec in specs]
     total = sum(map(operator.mul, sizes, num_blocks))
     return [blocks * tier_bytes // total for blocks in num_blocks]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from atom.shared.utils.own_directory import NotOwnError, is_own_file, make_own_directory
 
-__all__ = ["stored_seed"]
+__all__ = ["SEED_FILE", "stored_seed"]
 
-_NAME = "seed"
+SEED_FILE = "seed"
 _DIGITS = 16
 
 
@@ -23,7 +23,7 @@ def stored_seed(directory: Path) -> int:
     Raises NotOwnError for a directory or a file that others may use, OSError if it cannot be used.
     """
     make_own_directory(directory)
-    path = directory / _NAME
+    path = directory / SEED_FILE
     if not path.exists():
         handle, made = tempfile.mkstemp(dir=directory, prefix=".seed-")
         with os.fdopen(handle, "w", encoding="ascii") as file:

@@ -79,3 +79,16 @@ def test_ids_with_tiers_damaged_files_and_a_restart(reference: Reference, tmp_pa
         assert check_turns(other, reference)[2] > 0
         found = tiers(running.stats())
         assert found["STORAGE"].hits > 0 and list(found) == ["STORAGE"]
+
+
+def test_a_full_tier_takes_no_more_space_than_it_may(reference: Reference, tmp_path: Path) -> None:
+    """Each file is smaller than a block of the file system."""
+    limit = 80 << 10
+    with engine(reference, kv_offload_dir=str(tmp_path / "kv"), kv_offload_disk=limit) as running:
+        check_turns(running, reference)
+        disk = tiers(running.stats())["STORAGE"]
+    for rank in range(2):
+        files = [file.stat() for file in (tmp_path / "kv").glob(f"*-{rank}/*")]
+        assert len(files) > 10 and max(file.st_size for file in files) < 2048
+        assert sum(file.st_blocks * 512 for file in files) <= limit
+    assert disk.stored > disk.blocks_total

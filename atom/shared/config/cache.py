@@ -29,7 +29,7 @@ class CacheConfig:
     kv_offload_dir: Annotated[str, Meta(min_length=1)] | None = None
     """Directory for KV blocks, which later starts find again; needs --kv-offload-disk."""
     kv_offload_disk: Annotated[int, bytes_from(1)] | None = None
-    """Bytes of each worker's files in --kv-offload-dir, or as 500G."""
+    """Disk space of each worker's files in --kv-offload-dir, in bytes, or as 500G."""
     kv_offload_remote_url: Annotated[str, Meta(min_length=1)] | None = None
     """Redis or Valkey server for KV blocks, redis://HOST:PORT, or rediss:// with TLS; servers share it."""
     kv_offload_remote: Annotated[int, bytes_from(1)] | None = None

@@ -8,6 +8,7 @@ from atom.shared.config.cache import CacheConfig
 from atom.shared.config.device import DeviceConfig
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.model import ModelConfig
+from atom.shared.config.parallel import ParallelConfig
 from atom.shared.config.scheduler import SchedulerConfig
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.worker import FullAttentionSpec, Loaded, RecurrentStateSpec, SlidingWindowSpec
@@ -128,16 +129,25 @@ def test_tiers_are_divided_as_the_cache_is_and_fit_every_rank() -> None:
     state = RecurrentStateSpec(bytes_per_slot=5000)
     larger = FullAttentionSpec(block_size=16, bytes_per_block=2000)
     ranks = [Loaded(0, [FULL, state], 1, 7), Loaded(1, [larger, state], 1, 7)]
-    plan = plan_cache(offloading(800_000, 801_000, 500_000), 64, ranks)
+    plan = plan_cache(offloading(800_000, 801_000, 500_000), 64, ranks, disk_unit=512)
     assert plan.num_blocks == [30, 4]
     memory, disk, remote = plan.tiers
     assert (memory.medium, disk.medium, disk.by_content) == ("CPU", "STORAGE", True)
     assert (remote.medium, remote.by_content) == ("REMOTE", True)
     assert memory.num_slots == [300, 40]  # 60,000 + 20,000 bytes of a cache on rank 1
     sizes = [size + 64 + 16 * 4 for size in (2000, 5000)]  # with the head of the file
-    assert sum(map(operator.mul, disk.num_slots, sizes)) <= 801_000
+    assert 750_000 < sum(map(operator.mul, disk.num_slots, [5 * 512, 11 * 512])) <= 801_000
     assert sum(map(operator.mul, remote.num_slots, [size + 128 for size in sizes])) <= 500_000
     assert plan_cache(offloading(None, None), 64, ranks).tiers == []
+
+
+def test_files_have_the_ids_of_a_block_of_all_ranks() -> None:
+    spec = FullAttentionSpec(block_size=128, bytes_per_block=4096 - 64 - 16 * 4)
+    for ranks, slots in ((1, 10), (8, 5)):
+        parallel = ParallelConfig(tensor_parallel_size=ranks, decode_context_parallel_size=ranks)
+        shared = dataclasses.replace(offloading(None, 10 * 4096), parallel=parallel)
+        (disk,) = plan_cache(shared, 64, [Loaded(0, [spec], 1, 7)], disk_unit=4096).tiers
+        assert disk.num_slots == [slots]
 
 
 def test_tiers_too_small_for_a_block_are_refused() -> None:

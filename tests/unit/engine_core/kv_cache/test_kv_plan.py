@@ -98,6 +98,11 @@ def test_saved_states_take_their_part_of_the_memory() -> None:
     assert slots == 50_000 // STATE.bytes_per_slot
 
 
+def test_a_slot_of_a_tier_takes_whole_units() -> None:
+    for extra, slots in ((0, 4), (3996, 4), (3997, 2)):
+        assert plan_slots([FULL], [10], 20_000, extra, unit=4096) == [slots]
+
+
 def test_a_tier_keeps_the_first_state_of_a_slot() -> None:
     with_drafts = RecurrentStateSpec(bytes_per_slot=4000, places=4)
     assert plan_slots([with_drafts, FULL], [6, 10], 60_000) == plan_slots([STATE, FULL], [6, 10], 60_000)
