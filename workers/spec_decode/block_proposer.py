@@ -15,33 +15,13 @@ from dataclasses import replace
 
 import torch
 
-from atom.shared.messages.worker import KVSpec, NewRow
-from atom_ops import NO_DRAFT, RowState, SamplingBatch, StatePlan, draft_inputs
+from atom_ops import NO_DRAFT, RowState, SamplingBatch, draft_inputs
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows
 from workers.layers.context import ForwardContext, GroupContext
 from workers.spec_decode.draft_rows import Computed, Sampled
 from workers.spec_decode.drafter import BlockDrafter, one_token_plan, rooms
-from workers.spec_decode.proposer import Method, Proposer
-
-
-class BlockMethod(Method):
-    """A method that runs a model, whose KV groups are among those of the target."""
-
-    def __init__(self, drafter: BlockDrafter):
-        self._drafter = drafter
-
-    def kv_specs(self, specs: Sequence[KVSpec]) -> list[KVSpec]:
-        return list(specs)
-
-    def proposer(
-        self,
-        limits: BatchLimits,
-        tables: Sequence[GroupRows],
-        num_blocks: Sequence[int],
-        device: torch.device,
-    ) -> Proposer:
-        return BlockProposer(self._drafter, limits, tables, device)
+from workers.spec_decode.proposer import Proposer
 
 
 class BlockProposer(Proposer):
@@ -65,12 +45,6 @@ class BlockProposer(Proposer):
         self._tables = {group: tables[group].device_table(device) for group in drafter.groups}
         self._exact = device.type == "cpu" if exact is None else exact
         self._step: tuple[ForwardContext, SamplingBatch] | None = None
-
-    def add_rows(self, new_rows: Sequence[NewRow]) -> None:
-        """Does nothing: the model's cache is in the rows' blocks."""
-
-    def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
-        """`observe` gets the tokens."""
 
     def observe(self, computed: Computed, sampled: Sampled | None) -> None:
         self._drafter.follow(computed)

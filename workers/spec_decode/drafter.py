@@ -20,7 +20,7 @@ the target's tokens wherever both models have nearly the same logits, with any t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,13 +28,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from atom.shared.messages.worker import KVSpec, NewRow
+from atom.shared.messages.worker import KVSpec
 from atom_ops import (
     NO_DRAFT,
     AttentionPlan,
     RowState,
     SamplingBatch,
-    StatePlan,
     draft_inputs,
     plan_attention,
 )
@@ -137,10 +136,9 @@ def _bytes_read(modules: Sequence[nn.Module]) -> int:
 class ModelMethod(Method):
     """A method that runs a model, whose KV groups are among those of the target."""
 
-    def __init__(self, drafter: Drafter, passes: DraftPasses | None = None):
-        """`passes`: see `Proposer`."""
-        self._drafter = drafter
-        self._passes = passes
+    def __init__(self, make: Callable[[BatchLimits, Sequence[GroupRows], torch.device], Proposer]):
+        """`make` makes the proposer, from the tables of all KV groups."""
+        self._make = make
 
     def kv_specs(self, specs: Sequence[KVSpec]) -> list[KVSpec]:
         return list(specs)
@@ -152,7 +150,7 @@ class ModelMethod(Method):
         num_blocks: Sequence[int],
         device: torch.device,
     ) -> Proposer:
-        return ModelProposer(self._drafter, limits, tables, device, passes=self._passes)
+        return self._make(limits, tables, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ class _Start:
 
 
 class ModelProposer(Proposer):
-    """The proposer of every method that runs a model."""
+    """The proposer of models that predict one token after the other."""
 
     runs_model = True
 
@@ -199,12 +197,6 @@ class ModelProposer(Proposer):
         self._start: _Start | None = None
         self._empty = {group: tables[group].empty_context(device, 0) for group in drafter.groups}
         self._followed: tuple[ForwardContext, torch.Tensor] | None = None
-
-    def add_rows(self, new_rows: Sequence[NewRow]) -> None:
-        """Does nothing: the model's cache is in the rows' blocks."""
-
-    def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
-        """`observe` gets the tokens."""
 
     def observe(self, computed: Computed, sampled: Sampled | None) -> None:
         hidden_TD = self._drafter.follow(computed, _next_ids(computed, sampled))

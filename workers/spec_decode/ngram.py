@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ from atom_ops import NO_DRAFT, NgramRule, RowState, TokenHistory, propose_ngrams
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows
 from workers.layers.attention.cache_groups import CacheGroup
-from workers.spec_decode.proposer import Proposer
 from workers.spec_decode.text_history import TextGroup, TextMethod, TextProposer, longest_match, row_text
 
 _NONE = np.empty(0, np.int32)
@@ -20,27 +20,12 @@ _FEW_ROWS = 8
 """Up to so many rows, looking up each of them on the host takes less time than the operators of all."""
 
 
-class Ngram(TextMethod):
+def ngram_method(config: SpeculativeConfig, groups: Sequence[CacheGroup]) -> TextMethod:
     """`--method ngram`."""
-
-    def __init__(self, config: SpeculativeConfig, groups: Sequence[CacheGroup]):
-        super().__init__(groups)
-        longest = config.prompt_lookup_max
-        shortest = config.prompt_lookup_min
-        assert longest is not None and shortest is not None, "resolved before any worker starts"
-        self._rule = NgramRule(longest, shortest)
-
-    def proposer(
-        self,
-        limits: BatchLimits,
-        tables: Sequence[GroupRows],
-        num_blocks: Sequence[int],
-        device: torch.device,
-    ) -> Proposer:
-        group = self._group
-        table = tables[group.number]
-        blocks = num_blocks[group.number]
-        return NgramProposer(self._rule, group, table, blocks, limits, device)
+    longest = config.prompt_lookup_max
+    shortest = config.prompt_lookup_min
+    assert longest is not None and shortest is not None, "resolved before any worker starts"
+    return TextMethod(groups, partial(NgramProposer, NgramRule(longest, shortest)))
 
 
 class NgramProposer(TextProposer):

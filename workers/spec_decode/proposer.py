@@ -52,12 +52,12 @@ class Proposer(ABC):
     images: ImageRows | None = None
     """The images of the batch's rows; None: the model reads none."""
 
-    @abstractmethod
-    def add_rows(self, new_rows: Sequence[NewRow]) -> None:
+    def add_rows(self, new_rows: Sequence[NewRow]) -> None:  # noqa: B027 - a model's cache is in blocks
         """Rows that are assigned to new requests."""
 
-    @abstractmethod
-    def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
+    def add_tokens(  # noqa: B027 - a model gets them from `observe`
+        self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]
+    ) -> None:
         """The tokens that a step computes, drafts included, and the context of each KV group."""
 
     def kept(self, group: int) -> Sequence[torch.Tensor]:

@@ -18,14 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.worker import NewRow
 from atom_ops import NO_DRAFT, RowState
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows, Rows
-from workers.layers.attention.cache_groups import CacheGroup
-from workers.spec_decode.proposer import Proposer
-from workers.spec_decode.text_history import TextGroup, TextMethod, TextProposer, longest_match, row_text
+from workers.spec_decode.text_history import TextGroup, TextProposer, longest_match, row_text
 
 LONGEST = 32
 """Tokens of the longest match."""
@@ -37,23 +34,6 @@ KEPT_TOKENS = 1 << 16
 SEGMENT_TOKENS = 2048
 """Outputs are forgotten in parts of so many tokens."""
 _PAIR = 1 << 32
-
-
-class Suffix(TextMethod):
-    """`--method suffix`."""
-
-    def __init__(self, config: SpeculativeConfig, groups: Sequence[CacheGroup]):
-        super().__init__(groups)
-
-    def proposer(
-        self,
-        limits: BatchLimits,
-        tables: Sequence[GroupRows],
-        num_blocks: Sequence[int],
-        device: torch.device,
-    ) -> Proposer:
-        number = self._group.number
-        return SuffixProposer(self._group, tables[number], num_blocks[number], limits, device)
 
 
 class RecentOutputs:

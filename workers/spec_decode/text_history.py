@@ -4,7 +4,7 @@ The id of each token is kept in the same slot as its KV, for one KV group. So a 
 through its block table, also where its prompt came from the prefix cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -49,8 +49,14 @@ def text_group(groups: Sequence[CacheGroup]) -> TextGroup:
 class TextMethod(Method):
     """A method that looks up texts, which takes 4 bytes for each token of one KV group."""
 
-    def __init__(self, groups: Sequence[CacheGroup]):
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        make: Callable[[TextGroup, GroupRows, int, BatchLimits, torch.device], Proposer],
+    ):
+        """`make` makes the proposer, from the table and the number of blocks of the group with the texts."""
         self._group = text_group(groups)
+        self._make = make
 
     def kv_specs(self, specs: Sequence[KVSpec]) -> list[KVSpec]:
         changed = list(specs)
@@ -61,6 +67,16 @@ class TextMethod(Method):
             spec, bytes_per_block=spec.bytes_per_block + more
         )
         return changed
+
+    def proposer(
+        self,
+        limits: BatchLimits,
+        tables: Sequence[GroupRows],
+        num_blocks: Sequence[int],
+        device: torch.device,
+    ) -> Proposer:
+        number = self._group.number
+        return self._make(self._group, tables[number], num_blocks[number], limits, device)
 
 
 class TextProposer(Proposer):
