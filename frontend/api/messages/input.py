@@ -23,7 +23,7 @@ from frontend.api.messages.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from frontend.api.schemas.fields import type_of
+from frontend.api.schemas.fields import kind_of, type_of
 from frontend.api.schemas.tools import Function
 from frontend.errors import RequestError
 from frontend.images.image_parts import image_part
@@ -123,17 +123,10 @@ class MessagesReader:
 
     def _block(self, raw: msgspec.Raw, where: str, *kinds: str) -> Any:
         """A content block of one of `kinds`."""
-        field = where.rstrip(".")
-        kind = type_of(raw, where)
-        if kind not in kinds:
-            raise RequestError(
-                f"'{field}' has type {kind!r:.60}; here this server takes {', '.join(kinds)}",
-                param=field,
-                code="unsupported_parameter",
-            )
-        block, left_out = BLOCKS[kind].decode(bytes(raw), self._lenient, where)
+        block, left_out = BLOCKS[kind_of(raw, where, kinds)].decode(bytes(raw), self._lenient, where)
         self._warnings += left_out
         if isinstance(block, RedactedThinkingBlock):
+            field = where.rstrip(".")
             self._warnings.append(f"'{field}' was left out: only the model that wrote it can read it")
         return block
 

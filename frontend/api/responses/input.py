@@ -22,7 +22,7 @@ from frontend.api.responses.schema import (
     MessageItem,
     ReasoningItem,
 )
-from frontend.api.schemas.fields import type_of
+from frontend.api.schemas.fields import kind_of, type_of
 from frontend.api.schemas.tools import Function
 from frontend.errors import RequestError
 from frontend.images.image_parts import image_part
@@ -146,14 +146,7 @@ class ItemReader:
 
     def _part(self, raw: msgspec.Raw, where: str, kinds: tuple[str, ...]) -> str:
         """The text of a part of one of `kinds`."""
-        field = where.rstrip(".")
-        kind = type_of(raw, where)
-        if kind not in kinds:
-            raise RequestError(
-                f"'{field}' has type {kind!r:.60}; here this server takes {', '.join(kinds)}",
-                param=field,
-                code="unsupported_parameter",
-            )
+        kind_of(raw, where, kinds)
         part, left_out = PARTS.decode(bytes(raw), self._lenient, where)
         self._warnings += left_out
         return part.text

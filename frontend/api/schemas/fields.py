@@ -9,7 +9,7 @@ import contextlib
 import heapq
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ import msgspec
 from frontend.api.schemas.structure import check_structure
 from frontend.errors import RequestError
 
-__all__ = ["Schema", "check_unique", "type_of"]
+__all__ = ["Schema", "check_unique", "kind_of", "type_of"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -175,6 +175,19 @@ def type_of(raw: msgspec.Raw, where: str) -> str | None:
     except msgspec.ValidationError:
         field = where.rstrip(".")
         raise RequestError(f"'{field}' must be an object whose 'type' is a string", param=field) from None
+
+
+def kind_of(raw: msgspec.Raw, where: str, kinds: Sequence[str]) -> str:
+    """The `type` of an object, one of `kinds`. Raises RequestError for others."""
+    kind = type_of(raw, where)
+    if kind is None or kind not in kinds:
+        field = where.rstrip(".")
+        raise RequestError(
+            f"'{field}' has type {kind!r:.60}; here this server takes {', '.join(kinds)}",
+            param=field,
+            code="unsupported_parameter",
+        )
+    return kind
 
 
 def check_unique(body: bytes, raw: dict[str, msgspec.Raw], where: str) -> None:
