@@ -1,5 +1,7 @@
 """Gated activations: one program for a block of a row."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,26 +38,27 @@ def _gate_and_mul(
     "triton", needs=NEEDS, supported=runs_on, supports=lambda x_T2F: x_T2F.is_floating_point()
 )
 def _silu_and_mul(x_T2F: Tensor) -> Tensor:
-    return _launch(x_T2F, gelu=False)
+    return _launch(_gate_and_mul, x_T2F, GELU=False)
 
 
 @gelu_tanh_and_mul.provider(
     "triton", needs=NEEDS, supported=runs_on, supports=lambda x_T2F: x_T2F.is_floating_point()
 )
 def _gelu_tanh_and_mul(x_T2F: Tensor) -> Tensor:
-    return _launch(x_T2F, gelu=True)
+    return _launch(_gate_and_mul, x_T2F, GELU=True)
 
 
-def _launch(x_T2F: Tensor, gelu: bool) -> Tensor:
+def _launch(kernel: Any, x_T2F: Tensor, *scalars: float, **constants: bool) -> Tensor:
+    """Run a kernel on rows of gate and up; returns its output, [..., F]."""
     x_T2F = x_T2F.contiguous()
     size = x_T2F.shape[-1] // 2
     out_TF = x_T2F.new_empty((*x_T2F.shape[:-1], size))
     if out_TF.numel():
         block = min(triton.next_power_of_2(size), _BLOCK)
-        grid = (out_TF.numel() // size, triton.cdiv(size, block))
-        _gate_and_mul[grid](
-            x_T2F, out_TF, GELU=gelu, SIZE=size, BLOCK=block, num_warps=4, **launch_options(x_T2F.device)
-        )
+        kernel[(out_TF.numel() // size, triton.cdiv(size, block))](
+            x_T2F, out_TF, *scalars,
+            SIZE=size, BLOCK=block, num_warps=4, **constants, **launch_options(x_T2F.device),
+        )  # fmt: skip
     return out_TF
 
 
@@ -82,16 +85,7 @@ def _clamped_swiglu(
     supports=lambda x_T2F, limit, alpha, shift=1.0: x_T2F.is_floating_point(),
 )
 def _launch_clamped(x_T2F: Tensor, limit: float, alpha: float, shift: float = 1.0) -> Tensor:
-    x_T2F = x_T2F.contiguous()
-    size = x_T2F.shape[-1] // 2
-    out_TF = x_T2F.new_empty((*x_T2F.shape[:-1], size))
-    if out_TF.numel():
-        block = min(triton.next_power_of_2(size), _BLOCK)
-        _clamped_swiglu[(out_TF.numel() // size, triton.cdiv(size, block))](
-            x_T2F, out_TF, limit, alpha, shift,
-            SIZE=size, BLOCK=block, num_warps=4, **launch_options(x_T2F.device),
-        )  # fmt: skip
-    return out_TF
+    return _launch(_clamped_swiglu, x_T2F, limit, alpha, shift)
 
 
 @triton.jit
