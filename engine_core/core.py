@@ -141,8 +141,13 @@ class EngineCore:
     def grammar_loaded(self, message: GrammarLoaded) -> dict[bytes, TokenDeltas]:
         """Schedule the requests that waited for a grammar; returns the deltas of failed ones.
 
-        All requests of a grammar fail together.
+        All requests of a grammar fail together. While the workers have lost one, its requests are held.
         """
+        running = self._grammars.running(message.key)
+        if message.is_lost:
+            self._scheduler.grammar_lost(running)
+        elif not message.error:
+            self._scheduler.grammar_found(running)
         ready, failed = self._grammars.loaded(message)
         self._queue(ready)
         return self._fail(

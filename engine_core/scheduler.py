@@ -20,7 +20,7 @@ share its blocks.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound
@@ -189,6 +189,16 @@ class Scheduler:
             if request is not None:
                 self._states.end(request)
         self._states.free_ended()
+
+    def grammar_lost(self, requests: Iterable[Request]) -> None:
+        """Hold the requests of a grammar, which no step can mask, until `grammar_found`."""
+        for request in requests:
+            self._states.hold_until_loaded(request)
+
+    def grammar_found(self, requests: Iterable[Request]) -> None:
+        """Schedule the requests of a grammar again that were held for its loss."""
+        for request in requests:
+            self._states.release_loaded(request)
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step; None when there is nothing to run or `MAX_IN_FLIGHT` steps are in flight."""

@@ -348,7 +348,7 @@ async def start(
 ) -> web.AppRunner:
     """Serve `app` on the bound socket `listener` until `cleanup` of the returned runner.
 
-    Connections wait in the socket while no engine is ready, for `patience_s` at most; None: without a limit.
+    Connections wait in the socket until the engines have started, for `patience_s` at most; None: no limit.
     """
     runner = web.AppRunner(
         app,
@@ -357,7 +357,7 @@ async def start(
     )
     await runner.setup()
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(app[keys.CLIENT].wait_ready(), patience_s)
+        await asyncio.wait_for(app[keys.CLIENT].engines.wait_started(), patience_s)
 
     def public(listening: socket.socket) -> Listener:
         return Listener(runner, listening, app[keys.LIMITS], app[keys.METRICS], app[keys.TLS])

@@ -96,7 +96,7 @@ async def _until_end(runner: web.AppRunner, timeout_s: float, stop: "_StopSignal
 
 async def _report_ready(app: web.Application, launch: FrontendLaunch) -> None:
     # No deadline here: the supervisor bounds the whole start.
-    await app[keys.CLIENT].wait_ready()
+    await app[keys.CLIENT].engines.wait_started()
     _report(launch.supervisor, Ready(launch.name))
 
 

@@ -69,9 +69,9 @@ def build_rank(
     _check_cache_split(model.kv_groups, checkpoint.model_type, mesh)
     if (drafts := config.speculative.num_speculative_tokens) > 0:
         model.kv_groups = [_with_places(group, 1 + drafts) for group in model.kv_groups]
-    if (path := config.speculative.draft_model) is not None:
-        own = draft_checkpoint(path)
-        _attach_draft(model, own, checkpoint, build, config)
+    own = draft_checkpoint(config.speculative, checkpoint, config.model.load_dummy)
+    if own is not None:
+        _attach_draft(model, own, build, config)
         _check_cache_split(model.kv_groups, f"--draft-model {own.directory}", mesh)
     return model
 
@@ -89,15 +89,8 @@ def _with_places(group: CacheGroup, places: int) -> CacheGroup:
     return replace(group, places=places) if isinstance(group, StateGroup) else group
 
 
-def _attach_draft(
-    model: CausalLM, own: Checkpoint, target: Checkpoint, build: BuildContext, config: EngineConfig
-) -> None:
+def _attach_draft(model: CausalLM, own: Checkpoint, build: BuildContext, config: EngineConfig) -> None:
     """Build the draft model. Raises ValueError for one that cannot draft for the target."""
-    if own.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"--draft-model {own.directory} has a vocabulary of {own.vocab_size} ids, and the model one of "
-            f"{target.vocab_size}: a draft model needs the same tokenizer"
-        )
     # The experts of a draft model stay where they are.
     build = replace(build, overlap_tokens=0, mtp=False, redundant_experts=None)
     if config.speculative.reads_hidden_states:

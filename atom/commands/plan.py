@@ -45,7 +45,8 @@ def make_plan(config: EngineConfig, explicit: set[str], gpus: str) -> Plan:
     count, size = _assumed(gpus, config)
     bars = ProgressBars()
     with Supervisor(bars.update) as supervisor:
-        checkpoint, capabilities = supervisor.prepare(replace(config.model, load_dummy=True))
+        without_weights = replace(config.model, load_dummy=True)
+        checkpoint, capabilities = supervisor.prepare(without_weights, config.speculative)
     bars.close()
     if size is not None:
         capabilities = replace(capabilities, cuda=count, rocm=False, gpu_dtypes=_GPU_DTYPES)

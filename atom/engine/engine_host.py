@@ -6,13 +6,14 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.model import ModelConfig
 from atom.shared.config.resolve import DeviceCapabilities, resolve
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.utils import envs
 from atom.shared.utils.logger import get_logger
 from atom.supervisor import Supervisor
 
 __all__ = ["EngineHost", "Prepare", "check_one_node", "check_same_engines"]
 
-Prepare = Callable[[ModelConfig], tuple[Checkpoint, DeviceCapabilities]]
+Prepare = Callable[[ModelConfig, SpeculativeConfig], tuple[Checkpoint, DeviceCapabilities]]
 
 
 class EngineHost:
@@ -34,7 +35,7 @@ class EngineHost:
 
     def prepare(self, prepare: Prepare) -> None:
         """Read the checkpoint and examine the host with `prepare`. Raises StartError."""
-        self.checkpoint, self.capabilities = prepare(self.config.model)
+        self.checkpoint, self.capabilities = prepare(self.config.model, self.config.speculative)
 
     def resolve(self, notes: Iterable[str] = ()) -> None:
         """Complete the configuration, and log what the user should know of it, followed by `notes`.

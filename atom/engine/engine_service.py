@@ -102,7 +102,7 @@ class EngineService:
             ClientHooks(self._on_ready, grammar_source=self._grammars.live.source),
         )
         await self._open.enter_async_context(self.client)
-        await asyncio.wait_for(self.client.wait_ready(), _READY_S)
+        await asyncio.wait_for(self.client.engines.wait_started(), _READY_S)
 
     async def grammar(self, constraint: Constraint | None, params: SamplingParams) -> Grammar | None:
         """The compiled grammar for a request. Raises RequestError, OverloadedError or UnavailableError."""

@@ -388,8 +388,8 @@ class NodeLauncher(Launcher):
                 admin = open_things.enter_context(_admin_socket(server))
                 self._logger.info("serving HTTP on %s port %d once engines are ready", server.host, http.port)
             node = self._prepare(
-                lambda model: prepared(
-                    context, run_dir, model, self._on_progress, lambda: self._on_node_turn(False)
+                lambda model, speculative: prepared(
+                    context, run_dir, model, speculative, self._on_progress, lambda: self._on_node_turn(False)
                 ),
                 node,
                 template,

@@ -13,6 +13,7 @@ import zmq
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.model import ModelConfig
 from atom.shared.config.resolve import DeviceCapabilities
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.launch import PrepareLaunch
 from atom.shared.utils import envs
 from atom.shared.utils.exit_status import ExitStatus
@@ -36,10 +37,10 @@ class PrepareResult(msgspec.Struct, frozen=True):
 
 
 def prepare(
-    life: Life, config: ModelConfig, on_turn: Callable[[], None] = lambda: None
+    life: Life, config: ModelConfig, speculative: SpeculativeConfig, on_turn: Callable[[], None]
 ) -> tuple[Checkpoint, DeviceCapabilities]:
     """Run the step as a process of `life`, and call `on_turn` meanwhile; raises StartError."""
-    launch = PrepareLaunch(config, envs.ATOM_CACHE_DIR, life.endpoint("supervisor"))
+    launch = PrepareLaunch(config, envs.ATOM_CACHE_DIR, life.endpoint("supervisor"), speculative)
     process = spawn(Role.PREPARATION.value, launch, stdout=subprocess.PIPE)
     life.children["prepare"] = Child("prepare", Role.PREPARATION, process)
     task = f"preparing {config.model}"
@@ -58,12 +59,13 @@ def prepared(
     context: "zmq.Context[zmq.Socket[bytes]]",
     run_dir: Path,
     config: ModelConfig,
+    speculative: SpeculativeConfig,
     on_progress: OnProgress,
     on_turn: Callable[[], None],
 ) -> tuple[Checkpoint, DeviceCapabilities]:
     """Run the step in a life of its own. Raises StartError."""
     with contextlib.closing(Life(context, run_dir / "prepare", _HANG_S, on_progress)) as life:
-        return prepare(life, config, on_turn)
+        return prepare(life, config, speculative, on_turn)
 
 
 def _output_of(life: Life, process: subprocess.Popen[bytes], task: str, on_turn: Callable[[], None]) -> bytes:

@@ -14,6 +14,7 @@ from atom.shared.config.engine import EngineConfig
 from atom.shared.config.model import ModelConfig
 from atom.shared.config.resolve import DeviceCapabilities
 from atom.shared.config.server import ServerConfig
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.nodes import NodeInfo
@@ -48,6 +49,7 @@ _END_POLL_S = 0.02
 # For frontends to send the requests of an engine elsewhere before it ends.
 _NOTICE_S = 0.5
 _RESTARTED = "an administrator has restarted it"
+_NO_DRAFTS = SpeculativeConfig()
 
 
 class _Phase(Enum):
@@ -132,10 +134,12 @@ class Supervisor:
 
     # Start
 
-    def prepare(self, config: ModelConfig) -> tuple[Checkpoint, DeviceCapabilities]:
+    def prepare(
+        self, config: ModelConfig, speculative: SpeculativeConfig = _NO_DRAFTS
+    ) -> tuple[Checkpoint, DeviceCapabilities]:
         """Run the preparation step in a process of its own; raises StartError."""
         self._preparation = Life(self._context, self.run_dir / "prepare", 60.0, self._on_progress)
-        result = prepare(self._preparation, config, self._on_turn)
+        result = prepare(self._preparation, config, speculative, self._on_turn)
         self._preparation.close()
         self._preparation = None
         return result

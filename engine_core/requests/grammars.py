@@ -147,6 +147,11 @@ class GrammarRegistry:
         del self._held[message.key]
         return held.requests
 
+    def running(self, key: bytes) -> list[Request]:
+        """The requests of a grammar that wait no longer, and have not ended."""
+        held = self._held.get(key)
+        return [] if held is None else _unended(held.running)
+
     def loaded(self, message: GrammarLoaded) -> tuple[list[Request], list[Request]]:
         """(requests that can be scheduled now, requests that fail with the message's error).
 

@@ -7,6 +7,8 @@ from engine_core.kv_cache.request_blocks import RequestBlocks
 from engine_core.requests.token_ids import TokenIds
 
 NO_ROW = -1
+NEVER_LATE = (0, -1)
+"""`Request.late` of one that was in time."""
 
 
 class State(Enum):
@@ -15,7 +17,7 @@ class State(Enum):
     WAITING = auto()
     """In the queue: new or preempted. Results of a preempted request may still be in flight."""
     HELD = auto()
-    """Was late for a step, or waits for a KV tier: returns to the queue at a time."""
+    """Was late for a step, or waits for a KV tier or a lost grammar: returns to the queue later."""
     PREFILLING = auto()
     """Has tokens to compute besides the one that it sampled last."""
     DECODING = auto()
@@ -149,7 +151,7 @@ class Request:
         """Once it stops running: the last step that uses its row and blocks."""
         self.discarded_until = 0
         """Tokens sampled in steps up to this one are dropped."""
-        self.late = (0, -1)
+        self.late = NEVER_LATE
         """(times that it was late for a step since its last token, generated tokens at the last time)."""
         self.is_cacheable = True
         """False where its blocks hold values of a failed step."""

@@ -8,13 +8,14 @@ A request that ends while steps in flight still use its row and blocks keeps bot
 these steps is done: the workers will write to them.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator
 
 from engine_core.batch.decode_batch import DecodeBatch
 from engine_core.batch.draft_batch import DraftBatch
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from engine_core.requests.request import NO_ROW, Request, State
+from engine_core.requests.request import NEVER_LATE, NO_ROW, Request, State
 from engine_core.requests.request_queue import RequestQueue
 from engine_core.step import Step
 
@@ -30,7 +31,10 @@ class RequestStates:
         self.queue = queue
         """The waiting ones."""
         self.held: dict[int, tuple[Request, float]] = {}
-        """Those that were late for a step or wait for a KV tier, and when they return to the queue."""
+        """Those that were late for a step or wait for a KV tier, and when they return to the queue.
+
+        Infinity: once a grammar that the workers have lost is loaded again.
+        """
         self.prefilling: dict[int, Request] = {}
         self.decode_batch = decode_batch
         """The decoding ones."""
@@ -88,15 +92,26 @@ class RequestStates:
 
         What it samples in steps in flight is dropped.
         """
-        request.discarded_until = self.last_step
-        self.mark_stale(self.last_step)
-        if request.state is State.WAITING:
-            self.queue.remove(request)  # preempted since
-        else:
-            self._stop_running(request)
-            self._free(request)
-        request.state = State.HELD
+        if request.state is not State.HELD:
+            request.discarded_until = self.last_step
+            self.mark_stale(self.last_step)
+            if request.state is State.WAITING:
+                self.queue.remove(request)  # preempted since
+            else:
+                self._stop_running(request)
+                self._free(request)
+            request.state = State.HELD
         self.held[request.request_id] = request, until
+
+    def hold_until_loaded(self, request: Request) -> None:
+        """Hold a request whose grammar the workers have lost; `release_loaded` ends this."""
+        request.late = NEVER_LATE
+        self.hold(request, math.inf)
+
+    def release_loaded(self, request: Request) -> None:
+        """Let the next `release` return a request to the queue: its grammar is loaded again."""
+        if self.held.get(request.request_id) == (request, math.inf):
+            self.held[request.request_id] = request, -math.inf
 
     def wait_for_tier(self, request: Request, until: float) -> None:
         """Keep a waiting request out of the queue while its blocks are loaded, until then at most."""

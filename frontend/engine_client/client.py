@@ -113,7 +113,6 @@ class EngineClient:
         """Life of the engines that are about to end because another one of that life has."""
         self.num_failed = 0
         """Sequences that have failed as an engine has ended."""
-        self._ready = asyncio.Event()
         resumed = ResumptionHooks(
             lambda: self._stream([], -1), self._adopt, self._unfinished, self._close, hooks.handed_stream
         )
@@ -183,10 +182,6 @@ class EngineClient:
         """
         can_wait = self._replays.most > 0 and 2 * len(self._replays) <= self.settings.max_queued
         self.engines.check_ready(rank, can_wait)
-
-    async def wait_ready(self) -> None:
-        """Wait until an engine is ready; the caller bounds the wait."""
-        await self._ready.wait()
 
     async def abort_named(self, names: list[str], everything: bool = False, tenant: str | None = None) -> int:
         """End these requests, of all frontends, or all; returns how many sequences.
@@ -421,7 +416,7 @@ class EngineClient:
                 self.control.connected(engine)
                 if (limits := self.engines.limits) is not None:
                     self._hooks.on_ready(limits.max_model_len)
-                self._ready.set()
+                self.engines.note_ready()
                 self._ending_life = -1
                 self._replays.connected(engine.rank, engine.life)
             case GetGrammar(key):

@@ -46,6 +46,7 @@ class EngineSet:
         """By rank: why an engine has ended that is not started again."""
         self.planned: set[tuple[int, int]] = set()
         """Rank and life of engines whose end was planned: no request has caused it."""
+        self._started = asyncio.Event()
         self._context: zmq.Context[Any] = zmq.Context()
         self._by_rank: dict[int, EngineConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -75,6 +76,7 @@ class EngineSet:
             if address.rank not in self._by_rank:
                 self._open(address)
         self.final = {end.rank: end.reason for end in ended if end.is_final}
+        self.note_ready()
 
     def close_all(self, reason: str) -> None:
         """Close all links; `wait_closed` waits for that."""
@@ -138,6 +140,31 @@ class EngineSet:
         except UnavailableError:
             if not (can_wait and self.is_ready) or rank in self.final:
                 raise
+
+    @property
+    def _starting(self) -> list[int]:
+        """Ranks whose engine has not been ready since the start of the server, and has not ended either."""
+        return [
+            engine.rank
+            for engine in self
+            if engine.link.state is LinkState.CONNECTING
+            and engine.link.limits is None
+            and engine.rank not in self.ended_reasons
+        ]
+
+    def check_started(self) -> None:
+        """Raises UnavailableError until every engine was ready, or has ended: a restart has no effect."""
+        if ranks := self._starting:
+            raise UnavailableError(f"engine {ranks[0]} is still starting; try again shortly")
+
+    async def wait_started(self) -> None:
+        """Wait until an engine is ready and `check_started` holds; the caller bounds the wait."""
+        await self._started.wait()
+
+    def note_ready(self) -> None:
+        """Let `wait_started` end if it may; to be called when an engine has become ready."""
+        if self.is_ready and not self._starting:
+            self._started.set()
 
     def ready_ranks(self, rank: int | None = None) -> list[int]:
         """The ranks whose engines can generate, or `rank` alone; never empty.

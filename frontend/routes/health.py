@@ -18,10 +18,12 @@ async def health(request: web.Request) -> web.Response:
 
 @routes.get("/ready")
 async def ready(request: web.Request) -> web.Response:
-    """200 when requests are served, else 503 with the reason."""
+    """200 when requests are served, and all engines have started; else 503 with the reason."""
     try:
         request.app[LIFECYCLE].check_open()
-        request.app[CLIENT].check_ready()
+        client = request.app[CLIENT]
+        client.check_ready()
+        client.engines.check_started()
     except ApiError as error:
         return web.json_response(
             {"status": "unavailable", "reason": error.message},

@@ -3,13 +3,12 @@
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.codec import Decoder, WireError, encode
 from atom.shared.messages.grammar import CompiledGrammar, GrammarCompilerLaunch, GrammarSource
-from atom.shared.utils.fork_server import ForkServer, exchange
+from atom.shared.utils.fork_server import ForkServer
 
 __all__ = ["MAX_PARALLEL", "BusyError", "Compilation", "CompileError", "GrammarProcess"]
 
@@ -22,7 +21,8 @@ _START_DEADLINE_S = 120.0
 _MODULE = "workers.grammar.compile_process"
 
 
-_CANCELLED = CompiledGrammar(error="the request was dropped")
+class _CancelledError(Exception):
+    """No request needs the compilation."""
 
 
 class CompileError(Exception):
@@ -51,14 +51,18 @@ class Compilation:
 
     @contextlib.contextmanager
     def over(self, connection: socket.socket) -> Iterator[None]:
-        """A block that uses the connection to its fork."""
+        """A block that uses the connection to its fork. Raises _CancelledError before or after it."""
         with self._lock:
-            self._connection = None if self.is_cancelled else connection
+            if self.is_cancelled:
+                raise _CancelledError
+            self._connection = connection
         try:
             yield
         finally:
             with self._lock:
                 self._connection = None
+        if self.is_cancelled:
+            raise _CancelledError
 
 
 class GrammarProcess:
@@ -75,31 +79,21 @@ class GrammarProcess:
     ) -> tuple[CompiledGrammar, bool]:
         """(the grammar, or why the source cannot be used; whether the answer is final).
 
-        Waits for it; of `MAX_PARALLEL` threads at a time. Not final is that its fork was killed, or that it
+        Waits for it; of `MAX_PARALLEL` threads at a time. Not final is that its forks were killed, or that it
         was cancelled. Raises CompileError; BusyError where it may succeed later.
         """
-        compilation = compilation or Compilation()
-        ours, theirs = socket.socketpair()
-        with ours, compilation.over(ours):
-            if compilation.is_cancelled:
-                theirs.close()
-                return _CANCELLED, False
-            with theirs:
-                try:
-                    pid = self._forks.pass_descriptors([theirs.fileno()])
-                except OSError as error:
-                    raise CompileError(f"the grammar compiler has ended: {error}") from None
-            started = time.monotonic()
-            try:
-                answer = exchange(ours, encode(source), started + _START_DEADLINE_S + 2 * DEADLINE_S)
-            except TimeoutError:
-                raise CompileError("the grammar compiler did not answer in time") from None
-        if compilation.is_cancelled:
-            return _CANCELLED, False
+        over = (compilation or Compilation()).over
+        timeout_s = _START_DEADLINE_S + 2 * DEADLINE_S
+        try:
+            answer, took_s = self._forks.ask(encode(source), timeout_s, CPU_S, over)
+        except _CancelledError:
+            return CompiledGrammar(error="the request was dropped"), False
+        except TimeoutError:
+            raise CompileError("the grammar compiler did not answer in time") from None
+        except OSError as error:
+            raise CompileError(f"the grammar compiler has ended: {error}") from None
         if not answer:
-            if self._forks.has_ended(pid):
-                raise CompileError("the grammar compiler has ended: try again")
-            return _killed(time.monotonic() - started), False
+            return _killed(took_s), False
         try:
             return self._decoder.decode(answer), True
         except WireError as error:

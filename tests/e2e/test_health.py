@@ -1,8 +1,10 @@
 """No probe tells of a server what is not true, whichever of its processes has been killed."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 from pathlib import Path
 
 import aiohttp
@@ -60,3 +62,45 @@ def test_health_and_readiness_while_each_process_is_killed_in_turn(tmp_path: Pat
             assert {health for health, _ in seen} == {200}  # the frontend lives
             assert 503 in {ready for _, ready in seen}
         asyncio.run(watch(server, "frontend.main"))
+
+
+async def watch_start(server: Server, url: str) -> int:
+    """The status of /ready once one of two engines serves, while a worker of the other is stopped."""
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with aiohttp.ClientSession(url, timeout=timeout) as session, asyncio.timeout(_DEADLINE_S):
+        while len(workers := [pid for pid, line in server.children().items() if "workers.main" in line]) < 2:
+            await asyncio.sleep(0.01)
+        os.kill(workers[1], signal.SIGSTOP)
+        try:
+            served = False
+            while not served:
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    async with session.post("/v1/completions", json=_BODY) as response:
+                        served = response.status == 200
+                await asyncio.sleep(0.1)
+            return await probe(session, "/ready")
+        finally:
+            os.kill(workers[1], signal.SIGCONT)
+
+
+async def check_ready(url: str) -> None:
+    async with aiohttp.ClientSession(url) as session:
+        assert await probe(session, "/ready") == 200
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_a_start_is_not_ready_before_its_last_engine(tmp_path: Path, prefill: int) -> None:
+    """Two engines, also where one of them computes the prompts."""
+    model = write_checkpoint(tmp_path / "model", hidden_size=48, intermediate_size=64, num_hidden_layers=2)
+    tier = ("--kv-offload-dir", str(tmp_path / "kv"), "--kv-offload-disk", "64M") if prefill else ()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    flags = ("-dp", "2", "--prefill-engines", str(prefill), *tier, "--server-port", str(port))
+    server = Server("--model", str(model), *ARGS, *flags)
+    try:
+        assert asyncio.run(watch_start(server, url)) == 503
+        server.wait_ready()
+        asyncio.run(check_ready(url))
+    finally:
+        server.kill()

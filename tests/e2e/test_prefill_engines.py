@@ -88,7 +88,6 @@ def test_ids_are_those_of_one_engine(model: str, tmp_path: Path) -> None:
             kv_offload_disk="64M",
             **OPTIONS,
         ) as engine:
-            await until_both_are_ready(engine)
             ids = await asyncio.gather(*map(read_ids, [engine] * len(PROMPTS), PROMPTS, PARAMS))
             assert ids == expected
             prefill, decode = await stats_of(engine)

@@ -1,17 +1,54 @@
-"""Describes the checkpoint of `--draft-model`."""
+"""Reads the checkpoint of `--draft-model`, and checks that it can draft for the target model."""
 
 from pathlib import Path
 
 from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.speculative import SpeculativeConfig
+from workers.checkpoint.checkpoint_files import check_weights
+from workers.checkpoint.families import architectures, has_aux_hidden_states, keeps_states
 from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import normalised_config, positions
 
+_READERS = {
+    "eagle3": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+    "dflash": ("DFlashDraftModel",),
+    "dspark": ("Qwen3DSparkModel", "DSparkDraftModel"),
+}
+"""By method: the architectures of drafters that read the target's hidden states."""
 
-def draft_checkpoint(path: str) -> Checkpoint:
-    """The checkpoint of a directory, as far as a model is built from it. Raises ValueError."""
-    directory = Path(path).expanduser().resolve()
+
+def draft_checkpoint(
+    speculative: SpeculativeConfig, target: Checkpoint, load_dummy: bool = False
+) -> Checkpoint | None:
+    """The checkpoint of the drafter, as far as a model is built from it; None for a method without one.
+
+    With `load_dummy` it needs no weights. Raises ValueError, in one line, for one that cannot draft for
+    `target`, and OSError.
+    """
+    path, method = speculative.draft_model, speculative.method
+    if path is None or method in (None, "ngram", "suffix", "mtp"):
+        return None
+    try:
+        draft = _read(Path(path).expanduser().resolve())
+        if method in _READERS:
+            _check_reader(method, draft, target)
+        else:
+            _check_model(draft)
+        if draft.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"it has a vocabulary of {draft.vocab_size} ids, and the model one of {target.vocab_size}: a "
+                "draft model needs the same tokenizer"
+            )
+        if not load_dummy:
+            check_weights(Path(draft.directory))
+    except ValueError as error:
+        raise ValueError(f"--draft-model {path}: {error}") from None
+    return draft
+
+
+def _read(directory: Path) -> Checkpoint:
     if not (directory / "config.json").is_file():
-        raise ValueError(f"--draft-model {path}: give a directory with config.json and safetensors files")
+        raise ValueError("give a directory with config.json and safetensors files")
     config = normalised_config(read_config(directory, {}), directory)
     return Checkpoint(
         directory=str(directory),
@@ -22,3 +59,33 @@ def draft_checkpoint(path: str) -> Checkpoint:
         vocab_size=config["vocab_size"],
         max_model_len=positions(config),
     )
+
+
+def _check_reader(method: str, draft: Checkpoint, target: Checkpoint) -> None:
+    """Raise ValueError for a drafter of another method, or a target without hidden states for it."""
+    if draft.architecture not in _READERS[method]:
+        raise ValueError(
+            f"it has architecture {draft.architecture}; --method {method} supports "
+            f"{' and '.join(_READERS[method])}"
+        )
+    if not has_aux_hidden_states(target.model_type):
+        raise ValueError(
+            f"--method {method} needs hidden states of the model, which {target.model_type} does not hand "
+            "out; use another method"
+        )
+
+
+def _check_model(draft: Checkpoint) -> None:
+    """Raise ValueError for a whole model that cannot run as a drafter."""
+    if draft.architecture not in architectures().get(draft.model_type, ()):
+        reader = next((method for method, names in _READERS.items() if draft.architecture in names), None)
+        hint = f"use --method {reader}" if reader else "docs/use/models.md lists the supported ones"
+        raise ValueError(
+            f"architecture {draft.architecture} of model type {draft.model_type} is not supported by "
+            f"--method draft_model: {hint}"
+        )
+    if keeps_states(draft.model_type):
+        raise ValueError(
+            f"{draft.model_type} has recurrent layers, whose states cannot be restored after rejected "
+            "tokens; use another draft model"
+        )

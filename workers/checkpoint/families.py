@@ -4,7 +4,8 @@ A model family is a file of `workers/models` that declares ARCHITECTURES; its na
 of config.json. Families with recurrent states declare KEEPS_STATES = True, those whose vision tower runs
 IMAGE_PROCESSOR, which `workers.checkpoint.image_settings` knows, those whose config.json may lack
 what every model needs, such as vocab_size, CONFIG_DEFAULTS. Families that can run their layers for
-multi-token prediction declare MTP_FIELD, the field of config.json that counts them.
+multi-token prediction declare MTP_FIELD, the field of config.json that counts them; those whose layers
+do not hand out hidden states to drafters declare AUX_HIDDEN_STATES = False.
 """
 
 import ast
@@ -19,6 +20,7 @@ _KEEPS_STATES = "KEEPS_STATES"
 _CONFIG_DEFAULTS = "CONFIG_DEFAULTS"
 _MTP_FIELD = "MTP_FIELD"
 _IMAGE_PROCESSOR = "IMAGE_PROCESSOR"
+_AUX_HIDDEN_STATES = "AUX_HIDDEN_STATES"
 
 
 @cache
@@ -38,6 +40,13 @@ def families() -> list[str]:
 def keeps_states(model_type: str) -> bool:
     """Whether the family has layers with recurrent states, whose prefixes cannot be cached."""
     return any(_declared(path, _KEEPS_STATES) == (True,) for path in _files() if path.stem == model_type)
+
+
+@cache
+def has_aux_hidden_states(model_type: str) -> bool:
+    """Whether the family's models hand out hidden states of their layers, which some drafters read."""
+    stated = (_declared(path, _AUX_HIDDEN_STATES) for path in _files() if path.stem == model_type)
+    return (False,) not in stated
 
 
 @cache

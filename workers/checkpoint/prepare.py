@@ -1,4 +1,4 @@
-"""Resolves `--model` to local files and describes them; runs before the engine starts.
+"""Resolves `--model` to local files and describes them, and checks `--draft-model`, before the engine starts.
 
 Prints one line of JSON on standard output: {"checkpoint": …, "device": …} (a Checkpoint and
 the host's DeviceCapabilities), or {"error": "one line"} with a nonzero exit status. The heavy
@@ -30,6 +30,7 @@ from atom.shared.utils.file_lock import exclusive
 from atom.shared.utils.process import read_launch
 from atom.shared.utils.trusted_path import REMEDY, distrusted
 from workers.checkpoint.checkpoint_files import check_weights, tensors_by_file
+from workers.checkpoint.draft import draft_checkpoint
 from workers.checkpoint.families import check_supported
 from workers.checkpoint.gguf_files import gguf_in_directory, gguf_parts
 from workers.checkpoint.gguf_size import check_gguf_size
@@ -61,6 +62,7 @@ def main() -> None:
     try:
         with progress_reports(launch.supervisor) as report:
             checkpoint = prepare(launch.config, Path(launch.cache_dir), report)
+        draft_checkpoint(launch.speculative, checkpoint, launch.config.load_dummy)
         result = {"checkpoint": checkpoint, "device": probe()}
     except Exception as error:
         if envs.ATOM_LOG_MORE:

@@ -45,6 +45,8 @@ class GrammarLibrary:
         self._masks_per_slot = 1 + num_drafts
         self._grammars: dict[bytes, FollowedGrammar] = {}
         self._dead: set[bytes] = set()
+        self._died: set[bytes] = set()
+        """Grammars whose own process has ended once, while that which forks went on."""
         self._loaded: queue.SimpleQueue[tuple[GrammarLoaded, FollowedGrammar | None]] = queue.SimpleQueue()
         self._num_loading = 0
         self._threads = ThreadPoolExecutor(_MAX_PARALLEL, thread_name_prefix="grammars")
@@ -73,13 +75,15 @@ class GrammarLibrary:
     def drop(self, key: bytes) -> None:
         """End the process of a grammar, which no row uses any more."""
         self._dead.discard(key)
+        self._died.discard(key)
         if (grammar := self._grammars.pop(key, None)) is not None:
             grammar.close()
 
     def report_death(self, grammar: FollowedGrammar, reason: str) -> None:
         """Let `next_loaded` report once that the process of a grammar has ended.
 
-        If it is lost with its parent, `load` will be called, otherwise `drop`, and `reason` is reported.
+        The first time, and if its parent has ended, it is lost, and `load` will be called. The second time
+        `drop` will be called, and `reason` is reported.
         """
         if grammar.key not in self._dead and self._grammars.get(grammar.key) is grammar:
             self._dead.add(grammar.key)
@@ -112,8 +116,15 @@ class GrammarLibrary:
             self._loaded.put(result)
 
     def _find_cause(self, grammar: FollowedGrammar, reason: str) -> None:
-        """Tell why the process of a grammar has ended; runs in a thread."""
-        if self._forks.has_ended(grammar.parent):
+        """Tell why the process of a grammar has ended; runs in a thread.
+
+        The system may have killed it for what others do: only a second end is the grammar's own fault.
+        """
+        is_lost = self._forks.has_ended(grammar.parent)
+        if not is_lost and grammar.key not in self._died:
+            self._died.add(grammar.key)
+            is_lost = True
+        if is_lost:
             self._loaded.put((GrammarLoaded(grammar.key, is_lost=True), None))
         else:
             self._loaded.put((GrammarLoaded(grammar.key, reason, is_refused=True), None))

@@ -26,6 +26,8 @@ from workers.layers.moe.expert_layouts import PerExpert
 from workers.layers.moe.moe import MoE, MoEArgs
 from workers.layers.norm import RMSNorm
 
+AUX_HIDDEN_STATES = False
+
 _DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "compress_rope_theta": 160000.0,

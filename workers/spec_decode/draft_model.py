@@ -6,7 +6,7 @@ import torch
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom_ops import SamplingBatch, StatePlan
-from workers.layers.attention.cache_groups import CacheGroup, LatentGroup, StateGroup
+from workers.layers.attention.cache_groups import CacheGroup, LatentGroup
 from workers.layers.causal_lm import CausalLM, DraftModel, WeightedModel
 from workers.layers.context import ForwardContext, GroupContext
 from workers.spec_decode.draft_rows import Computed
@@ -14,15 +14,7 @@ from workers.spec_decode.drafter import Drafter, relative_cost
 
 
 def attach(model: CausalLM, draft: WeightedModel, checkpoint: Checkpoint) -> None:
-    """Make `draft`, built from `checkpoint`, the draft model of `model`, which gets its KV groups.
-
-    Raises ValueError for a draft with recurrent layers.
-    """
-    if any(isinstance(group, StateGroup) for group in draft.kv_groups):
-        raise ValueError(
-            f"--draft-model {checkpoint.directory}: {checkpoint.model_type} has recurrent layers, whose "
-            "states cannot be restored after rejected tokens; use another draft model"
-        )
+    """Make `draft`, built from `checkpoint`, the draft model of `model`, which gets its KV groups."""
     first_layer = 1 + max(layer for group in model.kv_groups for layer in group.layers)
     model.draft = DraftModel(draft, checkpoint.directory, len(model.kv_groups), first_layer)
     model.kv_groups = [*model.kv_groups, *(_moved(group, first_layer) for group in draft.kv_groups)]

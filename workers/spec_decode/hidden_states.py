@@ -16,12 +16,11 @@ from workers.layers.hidden_states_reader import HiddenStatesReader
 from workers.layers.quantization.config import resolve
 from workers.weights.files import tensor_places
 
-_MODELS: dict[str, tuple[type[HiddenStatesReader], tuple[str, ...]]] = {
-    "eagle3": (Eagle3Head, ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")),
-    "dflash": (BlockDraftModel, ("DFlashDraftModel",)),
-    "dspark": (DsparkModel, ("Qwen3DSparkModel", "DSparkDraftModel")),
+_MODELS: dict[str, type[HiddenStatesReader]] = {
+    "eagle3": Eagle3Head,
+    "dflash": BlockDraftModel,
+    "dspark": DsparkModel,
 }
-"""For each method its class, and the architectures that config.json has for it."""
 
 
 def build_reader(
@@ -34,14 +33,8 @@ def build_reader(
     method, drafts = config.speculative.method, config.speculative.num_speculative_tokens
     most_tokens = config.scheduler.max_num_batched_tokens
     assert method is not None and most_tokens is not None, "resolved before any worker starts"
-    reader, architectures = _MODELS[method]
-    if own.architecture not in architectures:
-        raise ValueError(
-            f"--draft-model {own.directory} has architecture {own.architecture}; --method {method} supports "
-            f"{' and '.join(architectures)}"
-        )
-    if not isinstance(target, DecoderLM):
-        raise ValueError(f"--method {method}: the model hands out no hidden states; use another method")
+    assert isinstance(target, DecoderLM), "checked by draft_checkpoint"
+    reader = _MODELS[method]
     names = set() if config.model.load_dummy else tensor_places(Path(own.directory), {}).keys()
     quantization = resolve(own.hf_config, reader.packed_modules_mapping, None)
     try:

@@ -9,6 +9,7 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.model import ModelConfig
 from atom.shared.config.server import ServerConfig
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.admin import ServerState
 
 
@@ -134,3 +135,5 @@ class PrepareLaunch(msgspec.Struct, frozen=True):
     cache_dir: str
     """Where converted checkpoints are kept."""
     supervisor: str
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    """Names the draft model, which is checked too."""

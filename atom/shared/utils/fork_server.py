@@ -6,15 +6,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
 from atom.shared.utils.process import spawn
 
-__all__ = ["ForkServer", "exchange"]
+__all__ = ["ForkServer"]
 
 _PIECE = 1 << 18
 _END_S = 0.5
+_TRIES = 2
+
+Use = AbstractContextManager[object]
 
 
 class ForkServer:
@@ -44,6 +48,33 @@ class ForkServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
         return self.pid != pid
+
+    def ask(
+        self,
+        frame: bytes,
+        timeout_s: float,
+        cpu_s: float,
+        over: "Callable[[socket.socket], Use]" = nullcontext,
+    ) -> tuple[bytes, float]:
+        """(everything that a fork answers to a frame, the seconds that it took); empty if it was ended.
+
+        One that ends before `cpu_s`, its limit, may have been killed for what others do: another one is asked
+        once. `over` makes the context in which a connection is used. Raises TimeoutError, and another OSError
+        if the process that forks has ended or cannot be started.
+        """
+        for _ in range(_TRIES):
+            started = time.monotonic()
+            ours, theirs = socket.socketpair()
+            with ours, theirs, over(ours):
+                pid = self.pass_descriptors([theirs.fileno()])
+                theirs.close()  # the fork has the only one, so that its end is noticed
+                answer = exchange(ours, frame, started + timeout_s)
+            took_s = time.monotonic() - started
+            if not answer and self.has_ended(pid):
+                raise ConnectionResetError("try again")
+            if answer or took_s >= cpu_s:
+                break
+        return answer, took_s
 
     def pass_descriptors(self, descriptors: Sequence[int]) -> int:
         """Give the process copies of these; returns its id. Raises OSError if it has ended just now."""

@@ -101,6 +101,26 @@ def test_the_server_is_ready_while_one_rank_lives(cores: list[FakeCore], checkpo
         assert complete(client) == 503
 
 
+def ready(client: Client) -> tuple[int, str]:
+    """The status of /ready, and the reason."""
+    status, body = client.call("GET", "/ready")
+    return status, body.get("reason", "")
+
+
+def test_the_server_is_not_ready_before_all_its_engines_are(
+    cores: list[FakeCore], checkpoint: Checkpoint
+) -> None:
+    """Requests are served meanwhile."""
+    cores[1].freeze()
+    with running_frontend(cores, checkpoint, wait=False) as client:
+        until(lambda: is_up(client, 0))
+        assert ready(client) == (503, "engine 1 is still starting; try again shortly")
+        assert complete(client) == 200
+        cores[1].frozen.clear()
+        until(lambda: is_up(client, 1))
+        assert ready(client) == (200, "")
+
+
 def test_a_request_may_name_its_rank(cores: list[FakeCore], checkpoint: Checkpoint) -> None:
     def counts() -> list[int]:
         return [len(core.requests) for core in cores]
@@ -249,6 +269,37 @@ def test_the_supervisors_list_is_followed(
         assert complete(client, data_parallel_rank=1) == 200
         assert (len(cores[1].requests), len(new.requests)) == (0, 1)
         assert client.call("GET", "/server_info")[1]["engines"][1]["life"] == 1
+
+
+def test_readiness_does_not_wait_for_an_engine_that_is_started_again(
+    cores: list[FakeCore], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    with (
+        contextlib.closing(Control(tmp_path)) as control,
+        running_frontend(cores, checkpoint, control=control.endpoint) as client,
+        FakeCore(tmp_path, script, rank=1, life=1, is_ready=False) as new,
+    ):
+        control.wait_for_frontend()
+        control.send([cores[0].address, new.address], [EngineEnded(1, 0, "worker 0: killed by SIGKILL")])
+        until(lambda: client.call("GET", "/server_info")[1]["engines"][1]["life"] == 1)
+        assert not is_up(client, 1)
+        assert ready(client) == (200, "")
+
+
+def test_a_start_goes_on_without_an_engine_that_has_ended(
+    cores: list[FakeCore], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    cores[1].freeze()
+    with (
+        contextlib.closing(Control(tmp_path)) as control,
+        running_frontend(cores, checkpoint, wait=False, control=control.endpoint) as client,
+    ):
+        control.wait_for_frontend()
+        until(lambda: is_up(client, 0))
+        assert ready(client)[0] == 503
+        control.send([cores[0].address], [EngineEnded(1, 0, "worker 0: killed by SIGKILL")])
+        until(lambda: ready(client) == (200, ""))
+        cores[1].frozen.clear()
 
 
 def test_requests_of_a_session_go_to_one_engine(cores: list[FakeCore], checkpoint: Checkpoint) -> None:

@@ -128,6 +128,71 @@ def test_a_lost_grammar_is_loaded_again() -> None:
     assert messages(core) == [LoadGrammar(b"a", b"x")]
 
 
+def running_and_lost(clock: Callable[[], float]) -> EngineCore:
+    """Requests 1, with a grammar that the workers have lost, and 9, without one; a step is in flight."""
+    core = new_core(clock)
+    core.add(request(1, b"a", max_tokens=3), FRONTEND)
+    messages(core)
+    core.grammar_loaded(GrammarLoaded(b"a"))
+    core.add(AddRequest([9], pack_ids([5, 6]), 3, GREEDY), FRONTEND)
+    batch = core.schedule()
+    assert batch is not None and len(batch.rows) == 2
+    assert core.grammar_loaded(GrammarLoaded(b"a", is_lost=True)) == {}
+    found = core.update_from_output(BatchResult(batch.step, pack_ids([8]), late=[0]))
+    assert [first.request_id for first in found[FRONTEND].first] == [9]
+    return core
+
+
+def test_requests_of_a_lost_grammar_wait_until_it_is_loaded() -> None:
+    """However long that takes: no step without its masks is one for which they are late."""
+    now = 0.0
+    core = running_and_lost(lambda: now)
+    while (batch := core.schedule()) is not None:
+        assert len(core.update_from_output(BatchResult(batch.step, pack_ids([8])))) == 1
+    core.check_integrity()
+    for _ in range(12):
+        now += 10.0
+        assert core.schedule() is None and core.num_live == 1
+    assert messages(core) == [LoadGrammar(b"a", b"x")]
+    assert core.grammar_loaded(GrammarLoaded(b"a")) == {}
+    for expected in ([], [], [(1, FinishReason.MAX_TOKENS)]):
+        batch = core.schedule()
+        assert batch is not None
+        found = core.update_from_output(BatchResult(batch.step, pack_ids([7])))
+        assert [(end.request_id, end.reason) for end in found[FRONTEND].finished] == expected
+    core.check_integrity()
+    assert core.num_live == 0
+
+
+def test_a_lost_grammar_that_cannot_be_loaded_fails_its_requests() -> None:
+    core = running_and_lost(lambda: 0.0)
+    core.abort([9])
+    messages(core)
+    deltas = core.grammar_loaded(GrammarLoaded(b"a", "no memory"))[FRONTEND]
+    assert [(end.request_id, end.message) for end in deltas.finished] == [(1, "no memory")]
+    core.check_integrity()
+    assert core.num_live == 0 and core.schedule() is None
+
+
+def test_a_request_that_was_late_waits_for_its_lost_grammar_too() -> None:
+    now = 0.0
+    core = new_core(lambda: now)
+    core.add(request(1, b"a"), FRONTEND)
+    messages(core)
+    core.grammar_loaded(GrammarLoaded(b"a"))
+    batch = core.schedule()
+    assert batch is not None
+    core.update_from_output(BatchResult(batch.step, b"", late=[0]))
+    core.grammar_loaded(GrammarLoaded(b"a", is_lost=True))
+    now = 60.0
+    assert core.schedule() is None and core.has_held
+    messages(core)
+    core.grammar_loaded(GrammarLoaded(b"a"))
+    finish(core)
+    assert core.num_live == 0
+    core.check_integrity()
+
+
 def test_of_a_costly_grammar_few_requests_run_at_a_time_and_no_others_wait() -> None:
     core = new_core()
     for number in range(5):

@@ -52,7 +52,7 @@ async def connected(core: FakeCore, hang_timeout: float = 600.0) -> AsyncIterato
     settings = ClientSettings(hang_timeout=hang_timeout)
     client = EngineClient([core.address], settings, DPRouter("prefix", 1, 16), output, Metrics())
     async with client:
-        await asyncio.wait_for(client.wait_ready(), DEADLINE_S)
+        await asyncio.wait_for(client.engines.wait_started(), DEADLINE_S)
         yield client
 
 

@@ -327,7 +327,7 @@ def test_a_server_that_stops_ends_what_waits(start: Start) -> None:
     async def run() -> None:
         router = DPRouter("round_robin", 1, block_size=16)
         async with EngineClient([core.address], settings, router, OutputProcessor(None), Metrics()) as client:
-            await client.wait_ready()
+            await client.engines.wait_started()
             reader, _ = await running(client, 0)
             core.die("killed")
             await until(lambda: len(client._replays))

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from atom.shared.messages.grammar import CompiledGrammar, GrammarSource
+from atom.shared.utils import fork_server
 from frontend.text import grammar_process
 from frontend.text.grammar_process import DEADLINE_S, BusyError, Compilation, CompileError, GrammarProcess
 from tests.helpers.checkpoints import tiny_tokenizer
 
 RUN_S = 60.0
 QUICK = GrammarSource("regex", "(yes|no)")
+OTHER = GrammarSource("regex", "(one|two)")
 LONG = GrammarSource(
     "json_schema",
     json.dumps(
@@ -55,9 +57,9 @@ def test_a_source_is_judged_by_its_cpu_time(process: GrammarProcess, monkeypatch
         time.sleep(2)
         return exchange(*given)
 
-    exchange = grammar_process.exchange
+    exchange = fork_server.exchange
     monkeypatch.setattr(grammar_process, "CPU_S", 1)
-    monkeypatch.setattr(grammar_process, "exchange", late)
+    monkeypatch.setattr(fork_server, "exchange", late)
     assert process.compile(QUICK)[0].source
     assert "too much memory" in grammar_process._killed(0.5).error
     assert "more than 1 s of CPU time" in grammar_process._killed(1.5).error
@@ -82,19 +84,56 @@ def test_a_cancelled_compilation_ends_its_fork(process: GrammarProcess) -> None:
     assert process.compile(QUICK, compilation)[0].error == "the request was dropped"
 
 
-def test_a_kill_is_not_judged_for_good(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither that of a fork, as the system may lack memory for a moment, nor that of the whole process, of
-    which another compilation may have started the next one already.
-    """
+def killing(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """Kill the forks of the next so many tries before they have a source; returns those killed so far."""
+    killed: list[int] = []
 
-    def kill_fork(*given: Any) -> bytes:
-        results = [b"not yet"]
-        thread = threading.Thread(target=lambda: results.append(exchange(*given)))
-        thread.start()
-        until(lambda: bool(forks_of(process)))
-        os.kill(forks_of(process)[0], signal.SIGKILL)
-        thread.join(RUN_S)
-        return results[-1]
+    def exchanged(*given: Any) -> bytes:
+        if len(killed) < times:
+            until(lambda: bool(forks_of(process)))
+            killed.extend(forks_of(process))
+            os.kill(killed[-1], signal.SIGKILL)
+            until(lambda: not forks_of(process))
+        return exchange(*given)
+
+    assert process.compile(QUICK)[0].source  # it has started
+    until(lambda: not forks_of(process))
+    exchange = fork_server.exchange
+    monkeypatch.setattr(fork_server, "exchange", exchanged)
+    return killed
+
+
+def test_a_fork_that_was_killed_is_replaced(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its source need not be the cause: the system may have lacked memory."""
+    killed = killing(process, monkeypatch, 1)
+    found, is_final = process.compile(OTHER)
+    assert len(killed) == 1
+    assert found.source and not found.error and is_final
+
+
+def test_a_source_whose_forks_are_killed_is_not_judged_for_good(
+    process: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = killing(process, monkeypatch, 2)
+    found, is_final = process.compile(OTHER)
+    assert len(killed) == 2
+    assert "too much memory" in found.error and not is_final
+    assert process.compile(OTHER)[0].source
+
+
+def test_a_fork_that_was_ended_by_its_limit_is_not_replaced(
+    process: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = killing(process, monkeypatch, 2)
+    monkeypatch.setattr(grammar_process, "CPU_S", 0)
+    assert "CPU time" in process.compile(OTHER)[0].error
+    assert len(killed) == 1
+
+
+def test_the_next_source_does_not_notice_that_the_process_was_killed(
+    process: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another compilation may have started the next process already."""
 
     def kill_process(*given: Any) -> bytes:
         monkeypatch.undo()
@@ -106,12 +145,9 @@ def test_a_kill_is_not_judged_for_good(process: GrammarProcess, monkeypatch: pyt
         assert process.compile(QUICK)[0].source
         return answer
 
-    exchange = grammar_process.exchange
-    monkeypatch.setattr(grammar_process, "exchange", kill_fork)
-    found, is_final = process.compile(LONG)
-    assert "too much memory" in found.error and not is_final
-    monkeypatch.setattr(grammar_process, "exchange", kill_process)
-    with pytest.raises(CompileError, match="has ended"):
+    exchange = fork_server.exchange
+    monkeypatch.setattr(fork_server, "exchange", kill_process)
+    with pytest.raises(CompileError, match="has ended: try again"):
         process.compile(QUICK)
 
 

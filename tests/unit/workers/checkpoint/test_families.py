@@ -7,7 +7,15 @@ import pytest
 
 import workers.models
 from tests.helpers.checkpoints.tiny_models import TINY_MODELS
-from workers.checkpoint.families import architectures, check_supported, families, keeps_states, mtp_layers
+from workers.checkpoint.families import (
+    architectures,
+    check_supported,
+    families,
+    has_aux_hidden_states,
+    keeps_states,
+    mtp_layers,
+)
+from workers.layers.decoder import DecoderLM
 
 
 def tables() -> dict[str, dict[str, type]]:
@@ -33,6 +41,13 @@ def test_families_that_keep_states_say_so() -> None:
     }
     assert {family: keeps_states(family) for family in families()} == of_files
     assert of_files["qwen3_next"] is True and of_files["qwen3"] is False
+
+
+def test_families_that_hand_out_no_hidden_states_say_so() -> None:
+    for family, table in tables().items():
+        kinds = {issubclass(kind, DecoderLM) for kind in table.values()}
+        assert kinds == {has_aux_hidden_states(family)}, family
+    assert has_aux_hidden_states("qwen3") and not has_aux_hidden_states("deepseek_v4")
 
 
 def test_families_that_predict_several_tokens_say_which_field_counts_the_layers() -> None:

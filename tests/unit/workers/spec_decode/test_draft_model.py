@@ -22,7 +22,6 @@ from tests.helpers.engine.drafting import (
     check_few_blocks,
     check_output,
     drafting_engine,
-    drafting_worker,
     rarely,
     unchanging,
 )
@@ -109,33 +108,9 @@ def test_preempted_and_cached_requests(models: dict[str, Saved]) -> None:
     check_few_blocks(saved.checkpoint, unchanging(drafted(saved.noisy, 3)), blocks=24, requests=14)
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "family", "message"),
-    [(161, "llama-gqa", "same tokenizer"), (160, "qwen3-next", "recurrent layers")],
-)
-def test_draft_models_that_cannot_draft(
-    models: dict[str, Saved],
-    tmp_path_factory: pytest.TempPathFactory,
-    vocabulary: int,
-    family: str,
-    message: str,
-) -> None:
-    other = tiny(family)
-    other = dataclasses.replace(other, config=other.config | {"vocab_size": vocabulary})
-    directory = tmp_path_factory.mktemp("other")
-    save_tiny(other, directory)
-    with pytest.raises(ValueError, match=message):
-        drafting_worker(models["llama-gqa"].checkpoint, drafted(directory, 2)).load()
-
-
 def test_ranks_cannot_split_the_cache_of_any_draft_model(models: dict[str, Saved]) -> None:
     config = dataclasses.replace(engine_config(2), speculative=drafted(models["llama-gqa"].noisy, 2))
     ranks = Communicator(0, 2)
     mesh = Mesh(torch.device("cpu"), tp=ranks, dcp=ranks)
     with pytest.raises(ValueError, match="--draft-model .* has layers without MLA"):
         build_rank(config, models["deepseek-v2-lite"].checkpoint, mesh, LocalDispatch())
-
-
-def test_a_draft_model_that_is_no_checkpoint(models: dict[str, Saved], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give a directory with config.json"):
-        drafting_worker(models["llama-gqa"].checkpoint, drafted(tmp_path, 2)).load()

@@ -2,19 +2,26 @@
 
 import io
 import json
+import os
+import signal
+import socket
 import struct
+import time
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image, ImageOps
 
 from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import MAX_FILE_BYTES, PreparedImage
-from frontend.images.image_process import ImageProcess
+from atom.shared.utils import fork_server
+from frontend.images.image_process import ImageProcess, ImageProcessError
 from tests.helpers.checkpoints.tiny_tokenizer import checkpoint
 from tests.helpers.checkpoints.vision_models import MERGE, PATCH, PROCESSOR, PROCESSORS, picture, processed
 from workers.checkpoint.image_settings import PatchLimits
@@ -142,14 +149,70 @@ def test_files_that_cannot_be_used(content: bytes, why: str, directory: Path) ->
     assert why in found.error and not found.pixels
 
 
-@pytest.mark.slow
-def test_the_process(directory: Path) -> None:
-    """One fork for each file; the process ends with its parent's end of it."""
+@pytest.fixture
+def process(directory: Path) -> Iterator[ImageProcess]:
     found = ImageProcess(checkpoint(directory, images=SETTINGS))
-    try:
-        file = picture(90, 33)
-        assert found.prepare(file).pixels == processed(file).pixels
-        assert "not an image" in found.prepare(b"x").error
-    finally:
-        found.close()
+    yield found
+    found.close()
     assert found._forks.pid is None
+
+
+@pytest.mark.slow
+def test_the_process(process: ImageProcess) -> None:
+    """One fork for each file; the process ends with its parent's end of it."""
+    file = picture(90, 33)
+    assert process.prepare(file).pixels == processed(file).pixels
+    assert "not an image" in process.prepare(b"x").error
+
+
+def forks_of(pid: int) -> list[psutil.Process]:
+    return [fork for fork in psutil.Process(pid).children() if fork.status() != psutil.STATUS_ZOMBIE]
+
+
+def killing(
+    process: ImageProcess, monkeypatch: pytest.MonkeyPatch, victims: Callable[[int], Sequence[int]]
+) -> None:
+    """Kill `victims` of the process that forks in the middle of the next file, of which half has come."""
+
+    def exchanged(connection: socket.socket, frame: bytes, deadline: float) -> bytes:
+        monkeypatch.undo()
+        connection.sendall(frame[: len(frame) // 2])
+        pid = process._forks.pid
+        assert pid is not None
+        while not forks_of(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for victim in victims(pid):
+            os.kill(victim, signal.SIGKILL)
+        return exchange(connection, b"", deadline)
+
+    assert process.prepare(picture(9, 9)).pixels  # it has started
+    pid, deadline = process._forks.pid, time.monotonic() + 60
+    assert pid is not None
+    while forks_of(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    exchange = fork_server.exchange
+    monkeypatch.setattr(fork_server, "exchange", exchanged)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_kill_of_the_process_is_an_error_of_the_file_in_it_alone(
+    process: ImageProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = picture(90, 33)
+    killing(process, monkeypatch, lambda pid: [pid])
+    with pytest.raises(ImageProcessError, match="the image process has ended: try again"):
+        process.prepare(file)
+    assert process.prepare(file).pixels == processed(file).pixels
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_file_whose_fork_was_killed_is_prepared_by_another(
+    process: ImageProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = picture(90, 33)
+    killing(process, monkeypatch, lambda pid: [fork.pid for fork in forks_of(pid)])
+    assert process.prepare(file).pixels == processed(file).pixels
