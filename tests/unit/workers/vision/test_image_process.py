@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import MAX_FILE_BYTES, PreparedImage
@@ -153,3 +153,12 @@ def test_the_process(directory: Path) -> None:
     finally:
         found.close()
     assert found._forks.pid is None
+
+
+def test_an_image_with_damaged_tags_warns_nobody(directory: Path) -> None:
+    """pytest makes an error of a warning."""
+    orientation = struct.pack("<HHII", int(ExifTags.Base.Orientation), 2, 1 << 20, 8)  # a text beyond the end
+    tags = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 1) + orientation + bytes(4)
+    file = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(file, "JPEG", exif=tags)
+    assert not prepare(file.getvalue(), directory).error
