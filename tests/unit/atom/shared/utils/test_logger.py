@@ -87,10 +87,11 @@ def _check_lost_lines(reader: int, writer: int) -> None:
 
 def test_a_process_with_a_full_pipe_goes_on() -> None:
     code = """
-from atom.shared.utils.logger import setup_logging
+from atom.shared.utils.logger import print_lines, setup_logging
 logger = setup_logging("test")
 for number in range(5000):
     logger.info("line %d of many that are long enough to fill the pipe", number)
+print_lines("a banner")
 print("done")
 """
     command = [sys.executable, "-c", code]
