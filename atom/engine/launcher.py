@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ from atom.shared.messages.supervisor import Progress
 from atom.shared.utils import envs
 from atom.shared.utils.errors import out_of_memory
 from atom.shared.utils.exit_status import ExitStatus
-from atom.shared.utils.logger import setup_logging
+from atom.shared.utils.logger import print_lines, setup_logging
 from atom.shared.utils.net import AdminSocket, ListenPort
 from atom.shared.utils.open_files import raise_open_files_limit
 from atom.shared.utils.run_directory import RunDirectory
@@ -333,7 +332,7 @@ class Launcher:
             *(f"  {label:<9} {text}" for label, text in rows),
             *_try_it(url, name, self._host.checkpoint, self.server.api_key is not None),
         ]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print_lines("\n".join(lines))
         if self.server.host in ("0.0.0.0", "::") and self.server.api_key is None:
             self._logger.info(
                 "listening on every interface without a key: use --host 127.0.0.1 to stay local, or --api-key"
@@ -466,7 +465,7 @@ def run() -> int:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
         text = str(error) if isinstance(error, StartError) else out_of_memory(error) or str(error)
-        print(f"error: {text}", file=sys.stderr)
+        print_lines(f"error: {text}")
         return _status_of(error)
     return ExitStatus.DONE
 

@@ -24,7 +24,7 @@ from atom.shared.messages.resume import (
     ClaimedSequence,
     EndedSequence,
 )
-from atom.shared.utils.logger import get_logger
+from atom.shared.utils.logger import RareWarning, get_logger
 from frontend.text.output_processor import SequenceOutput, end_of
 
 __all__ = ["MOST_BYTES", "StreamFile", "StreamFiles", "StreamHeldError"]
@@ -60,9 +60,10 @@ class StreamHeldError(Exception):
 class StreamFile:
     """The file of a stream that this frontend has. A failure to write is logged, and removes it."""
 
-    def __init__(self, path: Path, descriptor: int):
+    def __init__(self, path: Path, descriptor: int, failure: RareWarning):
         self._path = path
         self._descriptor = descriptor
+        self._failure = failure
 
     def add(self, update: SequenceOutput) -> None:
         """Append what is new; nothing after `remove`."""
@@ -81,11 +82,7 @@ class StreamFile:
             if os.write(self._descriptor, frame) != len(frame):
                 raise OSError("the disk is full")
         except OSError as error:
-            get_logger().error(
-                "%s: a stream can be resumed only while its frontend or its engine lives: %s",
-                self._path,
-                error,
-            )
+            self._failure.log(f"streams can be resumed only while their frontend or engine lives: {error}")
             self.remove()
 
     def leave(self) -> tuple[Path, int]:
@@ -113,6 +110,8 @@ class StreamFiles:
 
     def __init__(self, directory: Path | None):
         self._directory = directory
+        self._failure = RareWarning()
+        """A full disk fails the files of all streams."""
 
     def begin(self, claimed: Claimed) -> StreamFile | None:
         """A file for a stream that this frontend has from now on, in place of another's; None without one.
@@ -123,16 +122,18 @@ class StreamFiles:
             return None
         path = self._directory / claimed.key
         made = path.with_name(f"{claimed.key}.{os.getpid()}")
-        file = StreamFile(made, -1)
+        file = StreamFile(made, -1, self._failure)
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             file._descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
             fcntl.flock(file._descriptor, fcntl.LOCK_EX)
             file.write(claimed)
+            if file._descriptor < 0:  # which is logged
+                return None
             made.rename(path)
         except OSError as error:
             file.remove()
-            get_logger().error("a stream gets no file in the run directory: %s", error)
+            self._failure.log(f"a stream gets no file in the run directory: {error}")
             return None
         file._path = path
         return file
@@ -149,7 +150,7 @@ class StreamFiles:
         descriptor = _opened(path)
         if descriptor < 0:
             return None
-        file = StreamFile(path, descriptor)
+        file = StreamFile(path, descriptor, self._failure)
         try:
             is_dead = _lock(path, descriptor)
             content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)

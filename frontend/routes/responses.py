@@ -6,7 +6,7 @@ import re
 from aiohttp import web
 
 from frontend.api.generation.resumable_events import Position
-from frontend.api.responses.input_items import Page, input_items
+from frontend.api.responses.input_items import INCLUDED, Page, input_items
 from frontend.errors import RequestError
 from frontend.http.json_response import encoded_response, json_response
 from frontend.keys import RESPONSE_STORE
@@ -24,11 +24,30 @@ routes = web.RouteTableDef()
 @routes.get(_PATH, allow_head=False)
 async def get_response(request: web.Request) -> web.StreamResponse:
     """A stored response, complete; or with `stream` the rest of one that was begun as a resumable stream."""
-    if request.query.get("stream") == "true":
+    if _is_stream(request):
         after = _starting_after(request)
         return await resume(request, Asked(request.match_info["id"], lambda _: Position((after + 1,))))
     stored = request.app[RESPONSE_STORE].get(request[TENANT], request.match_info["id"])
     return encoded_response(stored.body)
+
+
+def _is_stream(request: web.Request) -> bool:
+    """Whether events are asked for. Raises RequestError for a parameter without effect."""
+    for name in request.query:
+        if name not in ("stream", "starting_after", *INCLUDED):
+            raise RequestError(
+                f"unknown parameter {name!r:.80}: there are 'stream', 'starting_after' and 'include'",
+                param=name,
+            )
+    stream = request.query.get("stream", "false")
+    if stream not in ("true", "false"):
+        raise RequestError(f"'stream' must be 'true' or 'false', not {stream!r:.80}", param="stream")
+    if stream == "false" and "starting_after" in request.query:
+        raise RequestError(
+            "'starting_after' needs 'stream=true': without it the whole response is returned",
+            param="starting_after",
+        )
+    return stream == "true"
 
 
 def _starting_after(request: web.Request) -> int:

@@ -12,6 +12,7 @@ import io
 import os
 import signal
 import socket
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,10 @@ def prepared(content: bytes, prepare: Prepare) -> PreparedImage:
     if len(content) > MAX_FILE_BYTES:
         return PreparedImage(error=f"it has {len(content)} bytes, and at most {MAX_FILE_BYTES} are possible")
     try:
-        image = _decoded(content)
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # Pillow's, of damaged tags: the log is not for strangers
+            image = _decoded(content)
         if isinstance(image, PreparedImage):
             return image
         rows, columns, pixels = prepare(image)

@@ -2,9 +2,11 @@
 
 A pipe, a terminal or journald's socket takes no more bytes while its reader stands still: a terminal after
 Ctrl-S, a pager, a blocking log driver. A supervisor that waited for it could not restart an engine, and a
-frontend would send no token. So lines that are not read in time are lost, and the next line says how many.
+frontend would send no token. A file on a full disk takes none either, and a pipe that nobody reads any more.
+So lines that are not taken in time are lost, and the next line says how many.
 """
 
+import contextlib
 import logging
 import os
 import select
@@ -26,7 +28,7 @@ _MAX_WAIT_MS = 20
 
 
 class LogStream:
-    """A pipe, a terminal or a socket as a text stream whose `write` waits at most `_MAX_WAIT_MS`."""
+    """An open file as a text stream whose `write` waits at most `_MAX_WAIT_MS` for a reader."""
 
     def __init__(self, fd: int):
         """`fd` stays as it is for others who share it. Raises OSError for another user's terminal."""
@@ -36,6 +38,8 @@ class LogStream:
         if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(fd))
             self._fd = self._socket.fileno()
+        elif not (stat.S_ISFIFO(mode) or os.isatty(fd)):  # writing to a disk waits for no reader
+            self._fd = os.dup(fd)
         else:
             try:
                 flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -48,23 +52,34 @@ class LogStream:
         self._poller = select.poll()
         self._poller.register(self._fd, select.POLLOUT)
         self._num_lost = 0
+        self._why_lost = ""
+        """The cause of the last loss."""
         self._is_in_line = False
 
     def write(self, text: str) -> None:
-        """Write one line, or a part of it, or nothing. Raises OSError without a reader."""
+        """Write one line, or a part of it, or nothing."""
         wait_ms = 0 if self._num_lost else _MAX_WAIT_MS
         start = "\n" * self._is_in_line
         if self._num_lost:
-            start += f"{self._num_lost} lines were lost: standard error was not read in time\n"
+            start += f"{self._num_lost} lines were lost: standard error {self._why_lost}\n"
         left = (start + text).encode(errors="backslashreplace")
         while left:
-            if written := self._written(left):
+            try:
+                written = self._written(left)
+            except OSError as error:
+                self._lose(f"could not be written: {error.strerror}")
+                return
+            if written:
                 left = left[written:]
                 self._is_in_line = bool(left)
             elif not self._poller.poll(wait_ms):
-                self._num_lost += 1
+                self._lose("was not read in time")
                 return
         self._num_lost = 0
+
+    def _lose(self, why: str) -> None:
+        self._num_lost += 1
+        self._why_lost = why
 
     def flush(self) -> None:
         """Does nothing: no text is buffered."""
@@ -89,15 +104,22 @@ class LogStream:
 
 
 def _standard_error() -> TextIO | LogStream:
-    """A file stays as Python has opened it: writing to a disk waits for no reader."""
     try:
-        fd = sys.stderr.fileno()
-        kind = os.fstat(fd).st_mode
-        if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(fd):
-            return LogStream(fd)
+        return LogStream(sys.stderr.fileno())
     except OSError:  # it is closed, replaced by an object without a file, or the terminal of another user
-        pass
-    return sys.stderr
+        return sys.stderr
+
+
+def print_lines(text: str) -> None:
+    """Print text to standard error as log lines are: lost where it takes none."""
+    stream = next((each.stream for each in _stream_handlers()), sys.stderr)
+    with contextlib.suppress(OSError):
+        stream.write(text + "\n")
+        stream.flush()
+
+
+def _stream_handlers() -> "list[logging.StreamHandler[TextIO | LogStream]]":
+    return [each for each in get_logger().handlers if isinstance(each, logging.StreamHandler)]
 
 
 def setup_logging(process_label: str, level: str = "info") -> logging.Logger:
@@ -116,8 +138,8 @@ def setup_logging(process_label: str, level: str = "info") -> logging.Logger:
         )
     )
     logger = logging.getLogger("atom")
-    for earlier in logger.handlers:
-        if isinstance(earlier, logging.StreamHandler) and isinstance(earlier.stream, LogStream):
+    for earlier in _stream_handlers():
+        if isinstance(earlier.stream, LogStream):
             earlier.stream.close()
     logger.handlers = [handler]
     logger.setLevel(level.upper())

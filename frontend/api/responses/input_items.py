@@ -9,11 +9,11 @@ import msgspec
 from frontend.api.responses.response_store import StoredResponse
 from frontend.errors import RequestError
 
-__all__ = ["InputItems", "Page", "input_items"]
+__all__ = ["INCLUDED", "InputItems", "Page", "input_items"]
 
 _MOST = 100
-_INCLUDED = ("include", "include[]")
-"""What they may ask for is there anyway."""
+INCLUDED = ("include", "include[]")
+"""Parameters without effect: what they may ask for is there anyway."""
 
 
 class InputItems(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class Page:
     def parse(cls, query: Mapping[str, str]) -> "Page":
         """From the parameters of a URL. Raises RequestError."""
         for name in query:
-            if name not in ("limit", "order", "after", *_INCLUDED):
+            if name not in ("limit", "order", "after", *INCLUDED):
                 raise RequestError(
                     f"unknown parameter {name!r:.80}: there are 'limit', 'order' and 'after'", param=name
                 )

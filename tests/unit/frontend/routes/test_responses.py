@@ -450,3 +450,22 @@ def test_refusals(client: Client, fields: dict[str, Any], param: str) -> None:
 def test_cancel_is_refused_and_an_unknown_stream_is_not_found(client: Client) -> None:
     assert client.post(f"{PATH}/resp_1/cancel")[0] == 400
     assert client.call("GET", f"{PATH}/resp_1?stream=true")[1]["error"]["code"] == "stream_not_found"
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("stream=1", "stream"),
+        ("starting_after=3", "starting_after"),
+        ("stream=false&starting_after=3", "starting_after"),
+        ("starting-after=3", "starting-after"),
+        ("include_obfuscation=true", "include_obfuscation"),
+    ],
+)
+def test_no_parameter_of_a_stored_response_is_ignored(
+    client: Client, sdk: openai.OpenAI, query: str, param: str
+) -> None:
+    made = sdk.responses.create(**ASKED)
+    status, data, _ = client.exchange("GET", f"{PATH}/{made.id}?{query}")
+    assert status == 400 and json.loads(data)["error"]["param"] == param
+    assert sdk.responses.retrieve(made.id, include=["reasoning.encrypted_content"]).id == made.id

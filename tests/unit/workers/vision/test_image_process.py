@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from atom.shared.config.checkpoint import ImageSettings
 from atom.shared.messages.images import MAX_FILE_BYTES, PreparedImage
@@ -216,3 +216,12 @@ def test_a_file_whose_fork_was_killed_is_prepared_by_another(
     file = picture(90, 33)
     killing(process, monkeypatch, lambda pid: [fork.pid for fork in forks_of(pid)])
     assert process.prepare(file).pixels == processed(file).pixels
+
+
+def test_an_image_with_damaged_tags_warns_nobody(directory: Path) -> None:
+    """pytest makes an error of a warning."""
+    orientation = struct.pack("<HHII", int(ExifTags.Base.Orientation), 2, 1 << 20, 8)  # a text beyond the end
+    tags = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 1) + orientation + bytes(4)
+    file = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(file, "JPEG", exif=tags)
+    assert not prepare(file.getvalue(), directory).error

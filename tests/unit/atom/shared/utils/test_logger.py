@@ -1,6 +1,7 @@
 """A process never waits for the reader of its log."""
 
 import contextlib
+import errno
 import os
 import pty
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -85,10 +87,11 @@ def _check_lost_lines(reader: int, writer: int) -> None:
 
 def test_a_process_with_a_full_pipe_goes_on() -> None:
     code = """
-from atom.shared.utils.logger import setup_logging
+from atom.shared.utils.logger import print_lines, setup_logging
 logger = setup_logging("test")
 for number in range(5000):
     logger.info("line %d of many that are long enough to fill the pipe", number)
+print_lines("a banner")
 print("done")
 """
     command = [sys.executable, "-c", code]
@@ -97,3 +100,43 @@ print("done")
         assert process.stdout.readline() == "done\n"
         assert "line 0 of many" in process.stderr.readline()
         process.stderr.read()
+
+
+def test_lines_that_a_full_disk_takes_not_are_lost_and_change_no_exit_status() -> None:
+    code = """
+from atom.shared.utils.logger import print_lines, setup_logging
+print_lines("before the log is set up")
+logger = setup_logging("test")
+logger.info("a line")
+print_lines("a banner")
+print("done")
+"""
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True, timeout=60
+        )
+    assert (found.stdout, found.returncode) == ("done\n", 0)
+
+
+def test_a_log_goes_on_in_its_file_once_the_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "log"
+    file.write_text("earlier\n")
+    is_full = [False, True, True, False]
+    write = os.write
+
+    def written(fd: int, content: bytes) -> int:
+        if is_full.pop(0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, content)
+
+    with open(file, "a") as opened:
+        stream = LogStream(opened.fileno())
+        monkeypatch.setattr(os, "write", written)
+        for number in range(4):
+            stream.write(f"line {number}\n")
+        monkeypatch.undo()
+        stream.close()
+    lost = "2 lines were lost: standard error could not be written: No space left on device"
+    assert file.read_text().splitlines() == ["earlier", "line 0", lost, "line 3"]
