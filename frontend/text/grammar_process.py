@@ -50,7 +50,7 @@ class Compilation:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
-    def over(self, connection: socket.socket) -> Iterator[None]:
+    def using(self, connection: socket.socket) -> Iterator[None]:
         """A block that uses the connection to its fork. Raises _CancelledError before or after it."""
         with self._lock:
             if self.is_cancelled:
@@ -82,10 +82,10 @@ class GrammarProcess:
         Waits for it; of `MAX_PARALLEL` threads at a time. Not final is that its forks were killed, or that it
         was cancelled. Raises CompileError; BusyError where it may succeed later.
         """
-        over = (compilation or Compilation()).over
+        using = (compilation or Compilation()).using
         timeout_s = _START_DEADLINE_S + 2 * DEADLINE_S
         try:
-            answer, took_s = self._forks.ask(encode(source), timeout_s, CPU_S, over)
+            answer, took_s = self._forks.ask(encode(source), timeout_s, CPU_S, using)
         except _CancelledError:
             return CompiledGrammar(error="the request was dropped"), False
         except TimeoutError:

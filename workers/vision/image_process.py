@@ -78,9 +78,7 @@ def prepared(content: bytes, prepare: Prepare) -> PreparedImage:
     if len(content) > MAX_FILE_BYTES:
         return PreparedImage(error=f"it has {len(content)} bytes, and at most {MAX_FILE_BYTES} are possible")
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # Pillow's, of damaged tags: the log is not for strangers
+        with warnings.catch_warnings(action="ignore"):  # Pillow warns of damaged tags, in the server's log
             image = _decoded(content)
         if isinstance(image, PreparedImage):
             return image

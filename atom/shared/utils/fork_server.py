@@ -18,8 +18,6 @@ _PIECE = 1 << 18
 _END_S = 0.5
 _TRIES = 2
 
-Use = AbstractContextManager[object]
-
 
 class ForkServer:
     """Starts the process with the first descriptors, and again after it has died. Safe in any thread."""
@@ -54,18 +52,19 @@ class ForkServer:
         frame: bytes,
         timeout_s: float,
         cpu_s: float,
-        over: "Callable[[socket.socket], Use]" = nullcontext,
+        using: "Callable[[socket.socket], AbstractContextManager[object]]" = nullcontext,
     ) -> tuple[bytes, float]:
         """(everything that a fork answers to a frame, the seconds that it took); empty if it was ended.
 
         One that ends before `cpu_s`, its limit, may have been killed for what others do: another one is asked
-        once. `over` makes the context in which a connection is used. Raises TimeoutError, and another OSError
-        if the process that forks has ended or cannot be started.
+        once. `using` is entered with each connection while it is open.
+
+        Raises TimeoutError, and another OSError if the process that forks has ended or cannot be started.
         """
         for _ in range(_TRIES):
             started = time.monotonic()
             ours, theirs = socket.socketpair()
-            with ours, theirs, over(ours):
+            with ours, theirs, using(ours):
                 pid = self.pass_descriptors([theirs.fileno()])
                 theirs.close()  # the fork has the only one, so that its end is noticed
                 answer = exchange(ours, frame, started + timeout_s)
