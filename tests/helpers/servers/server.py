@@ -35,6 +35,7 @@ class Server:
         self._ready = threading.Event()
         self._may_read = threading.Event()
         self._may_read.set()
+        self._holds_line = threading.Event()
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
 
@@ -64,14 +65,15 @@ class Server:
     def unread_log(self) -> Iterator[None]:
         """The pipe of the log is full in the block, and is not read."""
         assert self.process.stderr is not None
+        self._holds_line.clear()
         self._may_read.clear()
         filler = os.open(f"/proc/self/fd/{self.process.stderr.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
         try:
-            for _ in range(3):  # the thread may take one more piece
-                with contextlib.suppress(BlockingIOError):
-                    while True:
-                        os.write(filler, b"\n")
-                time.sleep(0.1)
+            os.write(filler, b"\n")
+            assert self._holds_line.wait(STOP_DEADLINE_S)  # from now on the thread reads no more
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(filler, b"\n")
             yield
         finally:
             os.close(filler)
@@ -84,7 +86,9 @@ class Server:
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self._may_read.wait()
+            if not self._may_read.is_set():
+                self._holds_line.set()
+                self._may_read.wait()
             self.log.append(line)
             if found := re.search(r"ready .*(https?://\S+)", line):
                 self.url = found[1]
