@@ -34,7 +34,7 @@ class InterruptedSupervisor:
     def __enter__(self) -> "InterruptedSupervisor":
         return self
 
-    def prepare(self, _: object) -> None:
+    def prepare(self, *_: object) -> None:
         if self.while_it_starts:
             os.kill(os.getpid(), signal.SIGTERM)
         raise StartError("no such model", 3)

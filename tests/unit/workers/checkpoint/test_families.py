@@ -15,7 +15,7 @@ from workers.checkpoint.families import (
     keeps_states,
     mtp_layers,
 )
-from workers.layers.decoder import DecoderLM
+from workers.layers.decoder.decoder_lm import DecoderLM
 
 
 def tables() -> dict[str, dict[str, type]]:
