@@ -17,7 +17,7 @@ class Placement:
     """Gives sequences their engines, and takes them away."""
 
     def __init__(self, engines: EngineSet, router: DPRouter, handovers: Handovers, metrics: Metrics):
-        self.router = router
+        self._router = router
         self._engines = engines
         self._handovers = handovers
         self._metrics = metrics
@@ -25,7 +25,7 @@ class Placement:
     def send(self, request: AddRequest, sequences: Iterable[RunningSequence], ready: list[int]) -> None:
         """Send the request of `sequences`, which have no engine, to one of the ranks `ready`."""
         request, ready = self._handovers.place(request, ready)
-        charge = self.router.route(routed_prompt(request), ready)
+        charge = self._router.route(routed_prompt(request), ready)
         self._metrics.engine(charge.rank).session_routed(charge.stays)
         engine = self._engines[charge.rank]
         for sequence in sequences:
@@ -39,14 +39,14 @@ class Placement:
         """Note that `engine` runs a sequence that was sent by another frontend or connection."""
         request = sequence.state.request
         routed = RoutedPrompt(request.prompt_ids, sequence.num_left, 1, request.cache_salt)
-        sequence.charge = self.router.route(routed, [engine.rank])
+        sequence.charge = self._router.route(routed, [engine.rank])
         sequence.engine = engine
         sequence.rank = engine.rank
 
     def leave(self, sequence: RunningSequence) -> None:
         """Note that a sequence runs no longer on its engine, if it had one."""
         if sequence.charge is not None:
-            self.router.release(sequence.charge)
+            self._router.release(sequence.charge)
         sequence.engine = None
         sequence.charge = None
 
@@ -58,4 +58,4 @@ class Placement:
 
     def forget(self, rank: int) -> None:
         """Forget what the engine of a rank had computed, which has ended."""
-        self.router.forget(rank)
+        self._router.forget(rank)

@@ -26,7 +26,7 @@ def draft_checkpoint(
     `target`, and OSError.
     """
     path, method = speculative.draft_model, speculative.method
-    if path is None or method in (None, "ngram", "suffix", "mtp"):
+    if path is None or method is None or not speculative.has_draft_model:
         return None
     try:
         draft = _read(Path(path).expanduser().resolve())

@@ -62,7 +62,7 @@ def _check_flags(speculative: SpeculativeConfig) -> None:
     method = speculative.method
     if speculative.num_speculative_tokens == 0:
         raise ConfigError(f"--method {method} needs --num-speculative-tokens of at least 1")
-    if speculative.draft_model is not None and method in ("ngram", "suffix", "mtp"):
+    if speculative.draft_model is not None and not speculative.has_draft_model:
         raise ConfigError(f"--draft-model: --method {method} has none; omit the flag")
     lookup = [name for name in _LOOKUP_FLAGS if getattr(speculative, name)]
     if lookup and method != "ngram":
@@ -104,8 +104,7 @@ def _forced_notes(speculative: SpeculativeConfig) -> list[str]:
 
 def _check_draft_model(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> None:
     flag = f"--method {speculative.method}"
-    needs_draft = speculative.method != "mtp"
-    if needs_draft and speculative.draft_model is None:
+    if speculative.has_draft_model and speculative.draft_model is None:
         raise ConfigError(f"{flag} needs --draft-model")
     most = _MOST_OF_BLOCK if speculative.drafts_blocks else _MOST_OF_MODEL
     if speculative.num_speculative_tokens > most:

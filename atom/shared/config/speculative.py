@@ -51,6 +51,11 @@ class SpeculativeConfig:
         return self.method in _MODELS
 
     @property
+    def has_draft_model(self) -> bool:
+        """Whether that model is the one of --draft-model."""
+        return self.runs_model and self.method != "mtp"
+
+    @property
     def reads_next_ids(self) -> bool:
         """Whether the drafting model computes a token together with the one after it."""
         return self.method in ("mtp", "eagle3")
@@ -65,7 +70,7 @@ class SpeculativeConfig:
     @property
     def reads_images(self) -> bool:
         """Whether what drafts sees the images of prompts, or reads the text alone without a model."""
-        return not self.runs_model or self.method == "mtp"
+        return not self.has_draft_model
 
     @property
     def reads_hidden_states(self) -> bool:

@@ -2,7 +2,7 @@
 
 A pipe, a terminal or journald's socket takes no more bytes while its reader stands still: a terminal after
 Ctrl-S, a pager, a blocking log driver. A supervisor that waited for it could not restart an engine, and a
-frontend would send no token. A file on a full disk takes none either, and a pipe that nobody reads any more.
+frontend would send no token. A file on a full disk takes none either, and a pipe without a reader.
 So lines that are not taken in time are lost, and the next line says how many.
 """
 

@@ -52,7 +52,7 @@ async def connected(
     async with client:
         await until(lambda: all(client.engines.up.values()))
         yield client
-        assert sum(client._placement.router.load(rank)[0] for rank in range(len(cores))) == len(client)
+        assert sum(client._placement._router.load(rank)[0] for rank in range(len(cores))) == len(client)
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -208,7 +208,7 @@ def test_prompts_of_one_request_use_all_ranks_and_fail_together(start: Start) ->
             requests = [request(client, n=2) for _ in range(4)]
             with pytest.raises(EngineLostError):
                 async with client.open(requests, TextOptions()) as stream:
-                    assert [client._placement.router.load(rank)[0] for rank in (0, 1)] == [4, 4]
+                    assert [client._placement._router.load(rank)[0] for rank in (0, 1)] == [4, 4]
                     await until(lambda: stream.first_token_at)
                     dying.die("killed")
                     await read(stream)
@@ -231,7 +231,7 @@ def test_a_slow_reader_delays_no_failure(start: Start) -> None:
                 dying.die("killed")
                 expected = [*requests[1].request_ids, *requests[3].request_ids]
                 await asyncio.to_thread(living.wait_for, lambda: sorted(living.aborted) == expected)
-                assert len(client) == 0 and client._placement.router.load(1) == (0, 0)
+                assert len(client) == 0 and client._placement._router.load(1) == (0, 0)
                 with pytest.raises(EngineLostError):
                     async for _ in stream:
                         await asyncio.sleep(0.02)
@@ -275,7 +275,7 @@ def test_ten_thousand_random_ends_leave_nothing(start: Start) -> None:
                     )
                 await asyncio.gather(*tasks, return_exceptions=True)
             assert (len(client), client.output_memory.used) == (0, 0)
-            assert [client._placement.router.load(rank) for rank in cores] == [(0, 0), (0, 0)]
+            assert [client._placement._router.load(rank) for rank in cores] == [(0, 0), (0, 0)]
             assert not client.output_memory._held
             counted = [sum(client._metrics.engine(rank).finish_reasons.values()) for rank in cores]
             assert sum(counted) <= sequences
@@ -355,7 +355,7 @@ def test_random_deaths_and_new_lives_lose_no_token_of_the_others(start: Start) -
             await asyncio.gather(*readers)
             await until(lambda: all(client.engines.up.values()))
             assert await asyncio.gather(*(generate(client, rank=rank) for rank in cores)) == [IDS] * 3
-            assert len(client) == 0 and client._placement.router.load(0) == (0, 0)
+            assert len(client) == 0 and client._placement._router.load(0) == (0, 0)
 
     asyncio.run(run())
     assert ends["complete"] > 100 and ends["failed"] > 5 and sum(ends.values()) == 300
