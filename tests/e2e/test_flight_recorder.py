@@ -34,6 +34,7 @@ def test_the_requests_of_a_dead_engine_run_again(tmp_path: Path, monkeypatch: py
 
     with running_server("--model", str(model), *ARGS, "--flight-recorder", "ids") as server:
         asyncio.run(kill())
+        server.until("--replay-file .* runs")
         log = server.text()
     assert crowd.ends == {"finished": 3}
     found = re.search(r"--replay-file (\S+\.json) runs", log)

@@ -7,8 +7,6 @@ import asyncio
 import os
 import re
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -41,13 +39,6 @@ async def until_ready_is(server: Server, status: int) -> str:
     return found[1]
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"), [("workers.main", "worker 0"), ("engine_core.process", "engine core 0")]
@@ -71,8 +62,8 @@ def test_a_short_stop_heals_and_no_stream_is_lost(model: str, tmp_path: Path, mo
     with running_server("--model", model, *ARGS, *limit) as server:
         asyncio.run(drive(server))
         assert crowd.ends == {"finished": STREAMS}
-        assert re.search(f"{name} has not responded for [34] s", server.text())
-        assert f"{name} responds again after" in server.text()
+        server.until(f"{name} has not responded for [34] s")
+        server.until(f"{name} responds again after")
         assert server.terminate() == 0
 
 
@@ -92,7 +83,7 @@ def test_after_a_long_stop_it_is_restarted(
     async def drive(server: Server) -> None:
         async with crowd.streaming(server):
             os.kill(pid_of(server, module), signal.SIGSTOP)
-            await asyncio.to_thread(wait_for, lambda: f"{name}, life 0, has ended: " in server.text())
+            await asyncio.to_thread(server.until, f"{name}, life 0, has ended: ")
             await crowd.go_on()
             await abort_all(admin)
         await until_ready_is(server, 200)
@@ -101,7 +92,7 @@ def test_after_a_long_stop_it_is_restarted(
     with running_server("--model", model, *ARGS, *limit) as server:
         asyncio.run(drive(server))
         assert crowd.ends == {"cut off" if name == "frontend" else "finished": STREAMS}
-        assert f"{name}, life 0, has ended: {cause}; life 1 starts in 1 s" in server.text()
+        server.until(f"{name}, life 0, has ended: {cause}; life 1 starts in 1 s")
         (path,) = re.findall(r"the stacks of all its processes are in (\S+)", server.text()) or [""]
         # The only process of a frontend's life is the one that is stopped.
         assert bool(path) == (name != "frontend")
@@ -116,9 +107,9 @@ def test_a_short_stop_of_a_frontend_is_logged(model: str) -> None:
     with running_server("--model", model, *ARGS, "--hang-timeout", "12") as server:
         pid = pid_of(server, "frontend.main")
         os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: re.search(r"frontend has not responded for \d s", server.text()))
+        server.until(r"frontend has not responded for \d s")
         os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: "frontend responds again after" in server.text())
+        server.until("frontend responds again after")
         asyncio.run(until_ready_is(server, 200))
         assert "has ended" not in server.text()
         assert server.terminate() == 0

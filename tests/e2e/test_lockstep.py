@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import aiohttp
@@ -69,15 +68,6 @@ def busy_seconds(pids: list[int]) -> list[float]:
     return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
 
 
-def until_logged(server: Server, text: str) -> float:
-    """Seconds until the log has a line that matches."""
-    begun = time.monotonic()
-    while not re.search(text, server.text()):
-        assert time.monotonic() - begun < DEADLINE_S, f"no line {text!r}:\n{server.text()}"
-        time.sleep(0.02)
-    return time.monotonic() - begun
-
-
 def test_engines_that_share_experts_are_one_domain(moe_model: Path, tmp_path: Path) -> None:
     admin = tmp_path / "admin"
 
@@ -93,7 +83,7 @@ def test_engines_that_share_experts_are_one_domain(moe_model: Path, tmp_path: Pa
         crowd = Crowd(2)
         async with crowd.streaming(server):
             os.kill(pids[1], signal.SIGSTOP)
-            ended_s = await asyncio.to_thread(until_logged, server, "engines 0 to 1, life 0, has ended")
+            ended_s = await asyncio.to_thread(server.until, "engines 0 to 1, life 0, has ended")
             await crowd.go_on()
             await abort_all(admin)
         assert ended_s < ENDS_WITHIN_S
@@ -101,15 +91,15 @@ def test_engines_that_share_experts_are_one_domain(moe_model: Path, tmp_path: Pa
         await until_ready(server)
         assert await completion(server, 1) == alone[0]
         os.kill(workers(server)[0], signal.SIGKILL)
-        ended_s = await asyncio.to_thread(until_logged, server, "engines 0 to 1, life 1, has ended")
+        ended_s = await asyncio.to_thread(server.until, "engines 0 to 1, life 1, has ended")
         assert ended_s < ENDS_WITHIN_S
 
     arguments = ("--model", str(moe_model), *ARGS, "-dp", "2", "--enable-expert-parallel")
     arguments += ("--admin-socket", str(admin))
     with running_server(*arguments) as server:
         asyncio.run(drive(server))
-        assert "2 engines of 1 x cpu, experts spread over 2 workers" in server.text()
+        server.until("2 engines of 1 x cpu, experts spread over 2 workers")
         stopped = r"engine \d core: worker 0 has not responded for [78] s; life 1 starts"
-        assert re.search(stopped, server.text())
-        assert "engine 0 worker 0: killed by SIGKILL" in server.text()
+        server.until(stopped)
+        server.until("engine 0 worker 0: killed by SIGKILL")
         assert server.terminate() == 0

@@ -1,7 +1,6 @@
 """Two nodes on loopback addresses are one server, which serves on when one of them is killed."""
 
 import asyncio
-import re
 
 import aiohttp
 import pytest
@@ -27,8 +26,10 @@ def test_two_nodes_are_one_server(model: str) -> None:
             assert response.status == 200
 
     with nodes_of(loopback_hosts(2), "--model", model, *ARGS, "-dp", "2") as nodes:
-        master, node = nodes.start_all()
-        assert re.search(r"waiting for node 1 to join at 127\S+:29500 \(1800 s\)", master.text())
+        master = nodes.start(0)
+        master.until(r"waiting for node 1 to join at 127\S+:29500 \(1800 s\)")
+        node = nodes.start(1)
+        master.until("ready .*http")
         asyncio.run(drive(master.url))
         node.kill()
         master.until(r"engine 1, life 0, has ended: node 1 \(127\S+\) has ended")

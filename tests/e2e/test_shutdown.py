@@ -44,7 +44,7 @@ def wait_until_gone(pids: list[int], limit_s: float) -> list[int]:
 
 def last_line(server: Server) -> str:
     server.kill()
-    return server.log[-1].strip()
+    return server.text().splitlines()[-1].strip()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_an_engine_that_dies_while_draining_is_no_error_if_all_requests_finish(
     with running_server("--model", model, *ARGS, *layout) as server:
         asyncio.run(drive(server))
         assert server.process.wait(STOP_DEADLINE_S) == 0
-        assert "run again" in server.text()
+        server.until("run again")
     assert crowd.ends == {"finished": STREAMS}
 
 

@@ -189,7 +189,7 @@ def test_requests_of_a_leaving_server_outlive_its_engine(tmp_path: Path) -> None
 
     with upgraded_server(*args) as (old, new):
         other = asyncio.run(upgrade(old, new))
-        assert "life 1, is ready" in old.text()
+        old.until("life 1, is ready")
     assert other == []
 
 
@@ -224,7 +224,7 @@ def test_a_server_accepts_again_if_the_new_one_dies_after_its_takeover(tmp_path:
 
     with upgraded_server(*args) as (old, new):
         expected, found = asyncio.run(upgrade(old, new))
-        assert "has died: this server accepts connections again" in old.text()
+        old.until("has died: this server accepts connections again")
     assert found.events == expected.events and not found.resumptions
     assert len(texts) == 41 and len(set(texts)) == 1
 
@@ -246,7 +246,7 @@ def test_a_new_server_that_is_stopped_is_given_up(tmp_path: Path) -> None:
 
     with upgraded_server(*args) as (old, new):
         assert asyncio.run(upgrade(old, new)) != 0
-        assert f"error: --upgrade-from: process {old.process.pid} has given it up" in new[0].text()
+        new[0].until(f"error: --upgrade-from: process {old.process.pid} has given it up")
 
 
 @pytest.mark.slow
@@ -328,6 +328,7 @@ def test_engines_restart_one_after_the_other_under_load(tmp_path: Path) -> None:
         text, stream = asyncio.run(undisturbed(server.url))
         load = Load(server.url, text, stream.events)
         asyncio.run(load.run(_restart_engines(server, socket)))
+        server.until("engine 1, life 0.* an administrator has restarted it")
         ends = [line for line in server.log if "an administrator has restarted it" in line]
     assert load.problems == []
     assert load.requests > 5 and load.resumptions == 0

@@ -5,21 +5,18 @@ import ctypes
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tests.helpers.servers.random_server import MODEL_NAME
-from tests.helpers.servers.server import STOP_DEADLINE_S, child_processes
+from tests.helpers.servers.server import ServerProcess
 
-JOIN_DEADLINE_S = 180.0
 SECRET = "of these tests alone: 0123456789"
 MASTER_PORT = 29500
 ARGS = (
@@ -39,48 +36,15 @@ class Host:
     device: str = "lo"
 
 
-@dataclass
-class NodeProcess:
-    """`python -m atom.entrypoints.openai_server` of one node; ended for certain by `kill`."""
+class NodeProcess(ServerProcess):
+    """`python -m atom.entrypoints.openai_server` of one node."""
 
-    rank: int
-    host: Host
-    args: Sequence[str]
-    variables: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        command = [sys.executable, "-m", "atom.entrypoints.openai_server", *self.args]
-        self.log: list[str] = []
-        self.url = ""
+    def __init__(self, rank: int, host: Host, args: Sequence[str], variables: Mapping[str, str]):
+        self.rank = rank
+        self.host = host
         self._directory = tempfile.TemporaryDirectory(prefix="n-")
-        self.process = subprocess.Popen(
-            [*self.host.prefix, *command],
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "TMPDIR": self._directory.name, **self.variables},
-        )
-        self._reader = threading.Thread(target=self._read_log, daemon=True)
-        self._reader.start()
-
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if found := re.search(r"ready .*(https?://\S+)", line):
-                self.url = found[1]
-
-    def text(self) -> str:
-        return "".join(self.log)
-
-    def until(self, pattern: str, deadline_s: float = JOIN_DEADLINE_S) -> float:
-        """Seconds until the log has a line that matches."""
-        begun = time.monotonic()
-        while not re.search(pattern, self.text()):
-            assert self.process.poll() is None, f"node {self.rank} ended:\n{self.text()}"
-            assert time.monotonic() - begun < deadline_s, f"no {pattern!r} in time:\n{self.text()}"
-            time.sleep(0.02)
-        return time.monotonic() - begun
+        command = [*host.prefix, sys.executable, "-m", "atom.entrypoints.openai_server", *args]
+        super().__init__(command, {"TMPDIR": self._directory.name, **variables})
 
     def http_url(self) -> str:
         """URL of its own frontends, with --frontend-per-node."""
@@ -88,26 +52,8 @@ class NodeProcess:
         assert found is not None, self.text()
         return f"http://{found[1]}:{found[2]}"
 
-    def wait(self) -> int:
-        """Its exit status, once it has ended."""
-        return self.process.wait(STOP_DEADLINE_S)
-
-    def terminate(self) -> int:
-        """SIGTERM; returns the exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.wait()
-
-    def children(self) -> dict[int, str]:
-        """Process ids and command lines of the node's processes."""
-        return child_processes(self.process.pid)
-
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(STOP_DEADLINE_S)
-        self._reader.join(STOP_DEADLINE_S)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        super().kill()
         self._directory.cleanup()
 
 

@@ -9,57 +9,76 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 60.0
 _REPLACED_DEADLINE_S = 90.0
+_LAST_LINES_S = 2.0
+"""For those of an ended process; the server that has replaced it may hold the pipe."""
 _PROGRAM = ("-m", "atom.entrypoints.openai_server")
 _START_TIME = 17
 """Its place in /proc/PID/stat after the parent, in ticks."""
 
 
-class Server:
-    """`python -m atom.entrypoints.openai_server` with its log; ended for certain by `kill`."""
+class ServerProcess:
+    """A server's launcher and its log; ended for certain by `kill`."""
 
-    def __init__(self, *args: str, program: Sequence[str] = _PROGRAM):
-        """`program`: what Python runs."""
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None):
+        """`variables`: of the environment, besides those of this process."""
         self.process = subprocess.Popen(
-            [sys.executable, *program, "--host", "127.0.0.1", "--server-port", "0", *args],
+            command,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, **(variables or {})},
         )
         self.log: list[str] = []
         self.url = ""
-        self._ready = threading.Event()
         self._may_read = threading.Event()
         self._may_read.set()
         self._holds_line = threading.Event()
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
 
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_DEADLINE_S
-        while not self._ready.wait(0.1):
-            assert self.process.poll() is None, f"the server ended:\n{self.text()}"
-            assert time.monotonic() < deadline, f"not ready in time:\n{self.text()}"
+    def until(self, pattern: str, deadline_s: float = START_DEADLINE_S) -> float:
+        """Seconds until the log has a line that matches: what it tells of may be seen before it is read."""
+        begun = time.monotonic()
+        while True:
+            ended = self.process.poll() is not None
+            text = self.text()
+            if re.search(pattern, text, re.MULTILINE):
+                return time.monotonic() - begun
+            assert not ended, f"the server ended without {pattern!r}:\n{text}"
+            assert time.monotonic() - begun < deadline_s, f"no {pattern!r} in time:\n{text}"
+            time.sleep(0.02)
+
+    def text(self) -> str:
+        """The log that has been read; all of it once the server has ended."""
+        if self.process.poll() is not None:
+            self._reader.join(_LAST_LINES_S)
+        return "".join(self.log)
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        return self.process.wait(STOP_DEADLINE_S)
 
     def terminate(self) -> int:
         """SIGTERM; returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(STOP_DEADLINE_S)
+        return self.wait()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(STOP_DEADLINE_S)
+        self.wait()
         self._reader.join(STOP_DEADLINE_S)
         assert self.process.stderr is not None
         self.process.stderr.close()
 
-    def text(self) -> str:
-        return "".join(self.log)
+    def children(self) -> dict[int, str]:
+        """Process ids and command lines of its child processes, in the order of their starts."""
+        return child_processes(self.process.pid)
 
     @contextlib.contextmanager
     def unread_log(self) -> Iterator[None]:
@@ -79,20 +98,26 @@ class Server:
             os.close(filler)
             self._may_read.set()
 
-    def children(self) -> dict[int, str]:
-        """Process ids and command lines of the server's child processes, in the order of their starts."""
-        return child_processes(self.process.pid)
-
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if not self._may_read.is_set():
                 self._holds_line.set()
                 self._may_read.wait()
-            self.log.append(line)
             if found := re.search(r"ready .*(https?://\S+)", line):
                 self.url = found[1]
-                self._ready.set()
+            self.log.append(line)
+
+
+class Server(ServerProcess):
+    """`python -m atom.entrypoints.openai_server` on a free port."""
+
+    def __init__(self, *args: str, program: Sequence[str] = _PROGRAM):
+        """`program`: what Python runs."""
+        super().__init__([sys.executable, *program, "--host", "127.0.0.1", "--server-port", "0", *args])
+
+    def wait_ready(self) -> None:
+        self.until("ready .*http")
 
 
 @contextlib.contextmanager
