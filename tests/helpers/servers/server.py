@@ -122,11 +122,14 @@ class Server(ServerProcess):
 
 @contextlib.contextmanager
 def running_server(*args: str, program: Sequence[str] = _PROGRAM) -> Iterator[Server]:
-    """A ready server, gone when the block ends."""
+    """A ready server, gone when the block ends. Its log is printed when the test fails."""
     server = Server(*args, program=program)
     try:
         server.wait_ready()
         yield server
+    except BaseException:
+        print(server.text())
+        raise
     finally:
         server.kill()
 
