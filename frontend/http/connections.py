@@ -283,6 +283,11 @@ class Listener(web.BaseSite):
             ssl_shutdown_timeout=None if self._ssl_context is None else _TLS_CLOSE_S,
         )
 
+    async def stop(self) -> None:
+        """Accept no more, and close the socket. May be called twice: a runner that ends stops what it has."""
+        if self in self._runner.sites:
+            await super().stop()
+
 
 def check_aiohttp() -> None:
     """Raise ImportError for a version of aiohttp that works in another way."""

@@ -256,6 +256,33 @@ def test_of_two_frontends_the_other_serves_on(model: str, run_directories: Path,
     assert list(run_directories.iterdir()) == []
 
 
+def test_a_frontend_drains_longer_than_the_other(model: str, run_directories: Path) -> None:
+    """It answers the connections of the one that has ended, and ends as well as that one."""
+    body = {"model": MODEL_NAME, "prompt": "one", "max_tokens": 30000, "ignore_eos": True, "stream": True}
+
+    async def drive(server: Server) -> None:
+        await until_both_accept(server)
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            aiohttp.ClientSession(server.url, connector=connector) as session,
+            session.post("/v1/completions", json=body) as stream,
+        ):
+            await stream.content.readline()
+            server.process.terminate()
+            while len(pids_of(server, "frontend.main")) == 2:
+                await asyncio.sleep(0.01)
+            for _ in range(8):
+                async with session.get("/ready") as response:
+                    assert response.status == 503
+
+    with running_server("--model", model, *ARGS, "--api-server-count", "2") as server:
+        asyncio.run(drive(server))
+        assert server.process.wait(DEADLINE_S) == 0
+        assert "Traceback" not in server.text()
+    assert list(run_directories.iterdir()) == []
+
+
 def test_two_frontends_drain_together(model: str, run_directories: Path) -> None:
     crowd = Crowd(12, max_tokens=400)
 
