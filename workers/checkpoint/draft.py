@@ -1,10 +1,12 @@
 """Reads the checkpoint of `--draft-model`, and checks that it can draft for the target model."""
 
+from itertools import chain
 from pathlib import Path
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.speculative import SpeculativeConfig
-from workers.checkpoint.checkpoint_files import check_weights
+from workers.checkpoint.checkpoint_files import check_weights, tensors_by_file
+from workers.checkpoint.draft_configs import Target, check_embedding, check_fit
 from workers.checkpoint.families import architectures, has_aux_hidden_states, keeps_states
 from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import normalised_config, positions
@@ -31,7 +33,7 @@ def draft_checkpoint(
     try:
         draft = _read(Path(path).expanduser().resolve())
         if method in _READERS:
-            _check_reader(method, draft, target)
+            _check_reader(method, draft, target, speculative.num_speculative_tokens)
         else:
             _check_model(draft)
         if draft.vocab_size != target.vocab_size:
@@ -39,8 +41,12 @@ def draft_checkpoint(
                 f"it has a vocabulary of {draft.vocab_size} ids, and the model one of {target.vocab_size}: a "
                 "draft model needs the same tokenizer"
             )
+        files = dict[Path, list[str]]()
         if not load_dummy:
             check_weights(Path(draft.directory))
+            files = tensors_by_file(Path(draft.directory))
+        if method == "eagle3":
+            check_embedding(draft.hf_config, target.hf_config, {*chain.from_iterable(files.values())})
     except ValueError as error:
         raise ValueError(f"--draft-model {path}: {error}") from None
     return draft
@@ -61,8 +67,8 @@ def _read(directory: Path) -> Checkpoint:
     )
 
 
-def _check_reader(method: str, draft: Checkpoint, target: Checkpoint) -> None:
-    """Raise ValueError for a drafter of another method, or a target without hidden states for it."""
+def _check_reader(method: str, draft: Checkpoint, target: Checkpoint, drafts: int) -> None:
+    """Raise ValueError for a drafter of another method or another target, or a target that none fits."""
     if draft.architecture not in _READERS[method]:
         raise ValueError(
             f"it has architecture {draft.architecture}; --method {method} supports "
@@ -73,6 +79,8 @@ def _check_reader(method: str, draft: Checkpoint, target: Checkpoint) -> None:
             f"--method {method} needs hidden states of the model, which {target.model_type} does not hand "
             "out; use another method"
         )
+    sizes = Target(target.hf_config["hidden_size"], target.hf_config["num_hidden_layers"], drafts)
+    check_fit(method, draft.hf_config, sizes)
 
 
 def _check_model(draft: Checkpoint) -> None:

@@ -9,13 +9,14 @@ LM head are the model's, or copies in the drafter's checkpoint.
 T tokens, R rows of K drafts, F features of the hidden states side by side, D hidden size.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from atom_ops import SamplingBatch
+from workers.checkpoint.draft_configs import block_fields, block_layers
 from workers.layers.attention.rotary import RotaryEmbedding
 from workers.layers.attention.self_attention import SelfAttention, kv_groups
 from workers.layers.context import BuildContext, ForwardContext
@@ -28,32 +29,19 @@ from workers.layers.hidden_states_reader import HiddenStatesReader
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
 
-_DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False}
-
 
 class BlockDraftModel(HiddenStatesReader):
-    """The drafter of a target model. Fields may be in `dflash_config` or at the top level of config.json."""
+    """The drafter of a target model."""
 
     packed_modules_mapping: ClassVar = DecoderLM.packed_modules_mapping
-    supported: ClassVar[Mapping[str, Any]] = {
-        "input_embedding_scale": 1.0,
-        "fc_layernorm": False,
-        "is_causal": False,
-        "use_target_layer_norm": False,
-        "markov_rank": 0,
-        "enable_confidence_head": False,
-    }
-    """Fields by which drafters of another structure differ, with their values in this one."""
     first_draft: ClassVar[int] = 1
     """The place in a block of the hidden state that gives the first draft: a mask's gives its own."""
 
     def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
         super().__init__(config, target, names, build)
-        config = self._fields(config)
-        self._check_supported(config, target)
+        config = block_fields(config)
         self.mask_id: int = config["mask_token_id"]
-        self.most_drafts = config["block_size"] - self.first_draft
-        self.aux_layers = aux_layers(config["target_layer_ids"], len(target.model.layers))
+        self.aux_layers = block_layers(config)
         bias = config["attention_bias"]
         args = DecoderArgs(**common_fields(config), qkv_bias=bias, o_bias=bias, qk_norm=True)
         hidden = args.hidden_size
@@ -82,37 +70,6 @@ class BlockDraftModel(HiddenStatesReader):
             self.lm_head = LMHead(args.vocab_size, hidden, build.at("lm_head"), None)
             self._logits = self.lm_head.forward
             self._sample = self.lm_head.sample
-
-    @staticmethod
-    def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-        return {**_DEFAULTS, **config, **(config.get("dflash_config") or {})}
-
-    @classmethod
-    def _check_supported(cls, config: Mapping[str, Any], target: DecoderLM) -> None:
-        """Raises ValueError for drafters of another structure."""
-        for name, value in cls.supported.items():
-            if (found := config.get(name)) is not None and found != value:
-                raise ValueError(f"a block drafter with {name} {found!r} is not supported")
-        kinds = {*(config.get("layer_types") or ["full_attention"])}
-        if kinds != {"full_attention"}:
-            raise ValueError(
-                f"a block drafter with layer_types {sorted(kinds)} is not supported; full_attention is"
-            )
-        if config["hidden_size"] != target.model.hidden_size:
-            raise ValueError(
-                f"a block drafter of hidden size {config['hidden_size']} is not for a model of "
-                f"{target.model.hidden_size}"
-            )
-        vocabulary = config["vocab_size"]
-        if (config.get("draft_vocab_size") or vocabulary) != vocabulary:
-            raise ValueError(
-                f"a block drafter with a vocabulary of its own, of draft_vocab_size "
-                f"{config['draft_vocab_size']}, is not supported"
-            )
-        if not 0 <= config["mask_token_id"] < vocabulary:
-            raise ValueError(
-                f"mask_token_id {config['mask_token_id']} is outside the vocabulary of {vocabulary}"
-            )
 
     @property
     def read_for_each_draft(self) -> list[nn.Module]:
@@ -150,17 +107,3 @@ class BlockDraftModel(HiddenStatesReader):
         repeated = settings.repeated(drafts)
         ids_S = self._sample(hidden_RKD.flatten(0, 1), repeated, positions_RK.flatten())
         return ids_S.view(rows, drafts)
-
-
-def aux_layers(target_layer_ids: Sequence[int], num_layers: int) -> list[int]:
-    """The layers of the model whose inputs the drafter reads: those after `target_layer_ids`.
-
-    Raises ValueError for layers that the model does not have.
-    """
-    layers = [layer + 1 for layer in target_layer_ids]
-    if not layers or len({*layers}) != len(layers) or not all(0 <= layer < num_layers for layer in layers):
-        raise ValueError(
-            f"a block drafter of target_layer_ids {target_layer_ids} needs distinct layers below the "
-            f"last one of a model of {num_layers}"
-        )
-    return layers

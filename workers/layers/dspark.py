@@ -18,6 +18,7 @@ from torch import nn
 
 from atom_ops import SamplingBatch, sample
 from parallel.communicator import Communicator
+from workers.checkpoint.draft_configs import block_fields
 from workers.layers.context import BuildContext
 from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.dflash import BlockDraftModel
@@ -44,24 +45,11 @@ class DsparkModel(BlockDraftModel):
     Its confidence head is not loaded: how many drafts are verified follows from what was accepted before.
     """
 
-    supported: ClassVar = {
-        "model_type": "qwen3",
-        "speculators_model_type": None,
-        "markov_head_type": "vanilla",
-        "sample_from_anchor": True,
-        "shift_label": True,
-        "use_swa": False,
-        "causal": False,
-        "dflash_query_causal": False,
-        "log_snr_conditioning": False,
-        "dspark_backbone_conv_enabled": False,
-    }
     first_draft: ClassVar = 0
 
     def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
         super().__init__(config, target, names, build)
-        if (rank := self._fields(config)["markov_rank"]) < 1:
-            raise ValueError(f"a DSpark drafter with markov_rank {rank} is not supported; 1 or more is")
+        rank = block_fields(config)["markov_rank"]
         self.markov_head = MarkovHead(config["vocab_size"], rank, build.at("markov_head"))
         self.unused_on_disk = (*self.unused_on_disk, "confidence_head.*")
 

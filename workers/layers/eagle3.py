@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from atom_ops import SamplingBatch
+from workers.checkpoint.draft_configs import eagle3_fields, eagle3_layers
 from workers.layers.attention.rotary import RotaryEmbedding
 from workers.layers.attention.rotation import Rotation
 from workers.layers.attention.self_attention import SelfAttention, kv_groups
@@ -32,16 +33,6 @@ from workers.layers.norm import RMSNorm
 from workers.layers.quantization.scheme import StoredTensor
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
-_DEFAULTS = {
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "num_hidden_layers": 1,
-    "norm_before_residual": False,
-    "norm_output": False,
-    "fc_norm": False,
-    "num_aux_hidden_states": 3,
-}
 _LAYER = "midlayer"
 _NUMBERED_LAYER = "layers.0"
 
@@ -97,8 +88,7 @@ class Eagle3Head(HiddenStatesReader):
 
     def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
         super().__init__(config, target, names, build)
-        config = {**_DEFAULTS, **config}
-        _check_supported(config)
+        config = eagle3_fields(config)
         numbered = any(name.startswith(f"{_NUMBERED_LAYER}.") for name in names)
         renamed = {"vocabulary": "", **({_LAYER: _NUMBERED_LAYER} if numbered else {})}
         self.renamed_on_disk = renamed  # type: ignore[misc]  # it differs from head to head
@@ -110,7 +100,7 @@ class Eagle3Head(HiddenStatesReader):
         fields["attention_inputs"] = 2 * hidden
         args = DecoderArgs(**fields, qkv_bias=bias, o_bias=bias, mlp_bias=config["mlp_bias"])
         self.kv_groups = [*kv_groups(args, build)]
-        self.aux_layers = aux_layers(config, len(target.model.layers))
+        self.aux_layers = eagle3_layers(config, len(target.model.layers))
         self.fc = ReplicatedLinear(len(self.aux_layers) * target_hidden, hidden, build)
         self.midlayer = Eagle3Layer(args, config["norm_before_residual"], build.at(_LAYER))
         self.norm = RMSNorm(hidden, args.rms_norm_eps, build)
@@ -125,11 +115,6 @@ class Eagle3Head(HiddenStatesReader):
         if "embed_tokens.weight" in names:
             self.embed_tokens = VocabEmbedding(own, hidden, build.at("embed_tokens"))
             self._embed = [self.embed_tokens]
-        elif hidden != target_hidden:
-            raise ValueError(
-                f"an EAGLE-3 head of hidden size {hidden} without embed_tokens.weight cannot use the model's "
-                f"embedding, of {target_hidden}"
-            )
         self._returns_normed = config["norm_output"]
 
     def combine(self, aux_TF: torch.Tensor) -> torch.Tensor:
@@ -159,29 +144,3 @@ class Eagle3Head(HiddenStatesReader):
         normed_RD = hidden_RD if self._returns_normed else self.norm(hidden_RD)
         ids_R = self.lm_head.sample(normed_RD, settings, positions_R)
         return ids_R if self.vocabulary is None else self.vocabulary(ids_R)
-
-
-def aux_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """The layers of the model whose inputs the head reads: by its config, or a low, a middle and a high one.
-
-    Raises ValueError for layers that the model does not have.
-    """
-    stated = config.get("eagle_aux_hidden_state_layer_ids")
-    stated = stated or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    layers = list(stated or (2, num_layers // 2, num_layers - 3))
-    if not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in layers):
-        raise ValueError(f"an EAGLE-3 head of layers {layers} needs a model of more than {num_layers} layers")
-    count = config["num_aux_hidden_states"]
-    if len(layers) != count or len({*layers}) != count:
-        raise ValueError(
-            f"an EAGLE-3 head needs {count} distinct layers (num_aux_hidden_states), not {layers}"
-        )
-    return layers
-
-
-def _check_supported(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for heads of another structure."""
-    if config["num_hidden_layers"] != 1:
-        raise ValueError(f"an EAGLE-3 head of {config['num_hidden_layers']} layers is not supported; one is")
-    if config["fc_norm"]:
-        raise ValueError("an EAGLE-3 head with fc_norm is not supported")

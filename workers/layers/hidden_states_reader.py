@@ -14,12 +14,10 @@ class HiddenStatesReader(WeightedModel, ABC):
 
     aux_layers: list[int]
     """These layers."""
-    most_drafts: int | None = None
-    """The most drafts that it has after a token; None: any number."""
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
-        """`config` is its config.json, and `names` are the tensors of its checkpoint.
+        """`config` is its config.json, which fits the target, and `names` are the tensors of its checkpoint.
 
         Raises KeyError (missing field) or ValueError (unsupported).
         """

@@ -30,8 +30,7 @@ def build_reader(
 
     Raises ValueError for what is not supported.
     """
-    method, drafts = config.speculative.method, config.speculative.num_speculative_tokens
-    most_tokens = config.scheduler.max_num_batched_tokens
+    method, most_tokens = config.speculative.method, config.scheduler.max_num_batched_tokens
     assert method is not None and most_tokens is not None, "resolved before any worker starts"
     assert isinstance(target, DecoderLM), "checked by draft_checkpoint"
     reader = _MODELS[method]
@@ -41,10 +40,5 @@ def build_reader(
         model = reader(own.hf_config, target, names, replace(build, quantization=quantization))
     except KeyError as error:
         raise ValueError(f"config.json of {own.directory} lacks {error}") from error
-    if model.most_drafts is not None and drafts > model.most_drafts:
-        raise ValueError(
-            f"--num-speculative-tokens {drafts}: the blocks of {own.directory} have at most "
-            f"{model.most_drafts} drafts"
-        )
     target.model.aux = AuxStates(model.aux_layers, most_tokens, target.model.hidden_size, build)
     return model

@@ -1,10 +1,8 @@
 """Engines whose drafts a model proposes, and what it proposes in each step."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -111,35 +109,6 @@ def check_few_blocks(
     stats = made.core.stats()
     assert stats.preemptions > 0 and stats.prefix_hits > 0
     assert sum(stats.num_accepted_tokens_per_pos) > 0
-
-
-def check_refusal(
-    checkpoint: Checkpoint,
-    speculative: SpeculativeConfig,
-    changes: Mapping[str, Any],
-    folder: Path,
-    message: str,
-) -> None:
-    """A worker refuses the draft model, copied to `folder` with a changed config.json, by that message."""
-    assert speculative.draft_model
-    original = Path(speculative.draft_model)
-    config = _changed(json.loads((original / "config.json").read_text()), changes)
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes((original / "model.safetensors").read_bytes())
-    other = dataclasses.replace(speculative, draft_model=str(folder))
-    with pytest.raises(ValueError, match=message):
-        drafting_worker(checkpoint, other).load()
-
-
-def _changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """None removes a field; a mapping changes the fields of one."""
-    changed = dict(config)
-    for name, value in changes.items():
-        if value is None:
-            del changed[name]
-        else:
-            changed[name] = _changed(changed.get(name, {}), value) if isinstance(value, Mapping) else value
-    return changed
 
 
 def unchanging(speculative: SpeculativeConfig) -> SpeculativeConfig:

@@ -22,17 +22,37 @@ TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
     "max_position_embeddings": 2048,
     "dtype": "bfloat16",
 }
+HEAD: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "eagle_aux_hidden_state_layer_ids": [0, 1, 3],
+}
+DFLASH: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 3,
+    "mask_token_id": 9,
+    "target_layer_ids": [0, 2],
+}
+DSPARK = DFLASH | {
+    "architectures": ["DSparkDraftModel"],
+    "block_size": 2,
+    "dflash_config": {"markov_rank": 8, "markov_head_type": "vanilla"},
+}
+READERS = {"eagle3": HEAD, "dflash": DFLASH, "dspark": DSPARK}
 DEADLINE_S = 60
 
 
-def saved(directory: Path, **changes: Any) -> Path:
+def saved(directory: Path, tensor: str = "weight", **changes: Any) -> Path:
     """A checkpoint of one small tensor."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(TARGET | changes))
-    save_file({"weight": np.zeros(2, np.float32)}, directory / "model.safetensors")
+    save_file({tensor: np.zeros(2, np.float32)}, directory / "model.safetensors")
     return directory
 
 
@@ -58,8 +78,9 @@ def test_a_draft_model_is_described_as_far_as_it_is_built(tmp_path: Path) -> Non
     draft = draft_checkpoint(drafted("draft_model", directory), target())
     assert draft is not None
     assert (draft.directory, draft.model_type, draft.vocab_size) == (str(directory), "qwen3", 300)
-    head = saved(tmp_path / "head", architectures=["LlamaForCausalLMEagle3"])
-    assert draft_checkpoint(drafted("eagle3", head), target()) is not None
+    for method, config in READERS.items():
+        reader = saved(tmp_path / method, **config)
+        assert draft_checkpoint(drafted(method, reader), target()) is not None
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "suffix", "mtp"])
@@ -88,7 +109,37 @@ def test_methods_without_a_draft_model_read_none(method: str | None) -> None:
         ("draft_model", {"architectures": ["DFlashDraftModel"]}, "use --method dflash"),
         ("eagle3", {}, "LlamaForCausalLM; --method eagle3 supports LlamaForCausalLMEagle3 and"),
         ("dspark", {"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel; --method dspark supports"),
-        ("eagle3", {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 301}, "of 301 ids"),
+        ("dflash", {"architectures": ["DFlash2DraftModel"]}, "architecture DFlash2DraftModel"),
+        ("dspark", {"architectures": ["Gemma4DSparkModel"]}, "architecture Gemma4DSparkModel"),
+        ("eagle3", HEAD | {"vocab_size": 301}, "of 301 ids"),
+        ("eagle3", HEAD | {"hidden_size": 32}, r"of size 32 \(hidden_size\), and the model's have 64"),
+        ("eagle3", HEAD | {"target_hidden_size": 32}, r"of size 32 \(target_hidden_size\)"),
+        ("eagle3", HEAD | {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, r"\[1, 2, 4\].* the model's 4, 0"),
+        ("eagle3", HEAD | {"eagle_aux_hidden_state_layer_ids": None}, r"layers \[2, 2, 1\]"),
+        ("eagle3", HEAD | {"num_aux_hidden_states": 2}, r"2 distinct ones \(num_aux_hidden_states\)"),
+        ("eagle3", HEAD | {"num_hidden_layers": 2}, "it has 2 layers"),
+        ("eagle3", HEAD | {"fc_norm": True}, "fc_norm"),
+        ("dflash", DFLASH | {"hidden_size": 32}, r"of size 32 \(hidden_size\)"),
+        ("dflash", DFLASH | {"block_size": 2}, r"at most 1 drafts \(block_size 2\).*-tokens is 2"),
+        ("dflash", DFLASH | {"block_size": None}, "block_size None is not supported"),
+        ("dflash", DFLASH | {"target_layer_ids": [0, 3]}, r"\[0, 3\] are not distinct layers .* 4, 0 to 2"),
+        ("dflash", DFLASH | {"target_layer_ids": ["0"]}, "are not distinct layers"),
+        ("dflash", DFLASH | {"dflash_config": {"mask_token_id": 300}}, "300 is outside the vocabulary"),
+        ("dflash", DFLASH | {"dflash_config": {"fc_layernorm": True}}, "fc_layernorm True"),
+        ("dflash", DFLASH | {"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ("dflash", DFLASH | {"draft_vocab_size": 100}, "draft_vocab_size 100"),
+        (
+            "dflash",
+            {name: value for name, value in DFLASH.items() if name != "mask_token_id"},
+            "lacks 'mask_token_id'",
+        ),
+        ("dspark", DSPARK | {"block_size": 1}, "at most 1 drafts"),
+        ("dspark", DSPARK | {"model_type": "qwen3_5"}, "model_type 'qwen3_5'"),
+        ("dspark", DSPARK | {"speculators_model_type": "dspark"}, "speculators_model_type"),
+        ("dspark", DSPARK | {"dflash_config": {"markov_head_type": "rnn"}}, "markov_head_type 'rnn'"),
+        ("dspark", DSPARK | {"dflash_config": {"markov_rank": 0}}, "markov_rank 0"),
+        ("dspark", DSPARK | {"sample_from_anchor": False}, "sample_from_anchor False"),
+        ("dspark", DSPARK | {"shift_label": False}, "shift_label False"),
     ],
 )
 def test_drafters_that_do_not_fit(tmp_path: Path, method: str, changes: dict[str, Any], message: str) -> None:
@@ -96,6 +147,15 @@ def test_drafters_that_do_not_fit(tmp_path: Path, method: str, changes: dict[str
     (directory / "model.safetensors").unlink()  # weights are looked at last
     with pytest.raises(ValueError, match=rf"--draft-model {directory}: .*{message}"):
         draft_checkpoint(drafted(method, directory), target())
+
+
+def test_a_head_of_another_size_has_its_own_embedding(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "target_hidden_size": 64}
+    bare = saved(tmp_path / "bare", **HEAD, **sizes)
+    with pytest.raises(ValueError, match=r"hidden size 32 and no embed_tokens\.weight.* size is 64"):
+        draft_checkpoint(drafted("eagle3", bare), target())
+    whole = saved(tmp_path / "whole", "embed_tokens.weight", **HEAD, **sizes)
+    assert draft_checkpoint(drafted("eagle3", whole), target()) is not None
 
 
 def test_a_model_that_hands_out_no_hidden_states(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """DSpark drafters through core and worker: the drafts by definition, and the output of the plain run."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,6 @@ from tests.helpers.engine.drafting import (
     check_drafts,
     check_few_blocks,
     check_output,
-    check_refusal,
     drafting_engine,
     rarely,
     unchanging,
@@ -67,24 +64,3 @@ def test_the_output_is_the_plain_runs(models: dict[str, DsparkModel], kind: str,
 def test_preempted_and_cached_requests(models: dict[str, DsparkModel]) -> None:
     model = models["copies"]
     check_few_blocks(model.checkpoint, dspark(model, 3), blocks=24, requests=14)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"architectures": ["Gemma4DSparkModel"]}, "architecture Gemma4DSparkModel"),
-        ({"model_type": "qwen3_5"}, "model_type 'qwen3_5'"),
-        ({"speculators_model_type": "dspark"}, "speculators_model_type"),
-        ({"markov_head_type": "rnn"}, "markov_head_type 'rnn'"),
-        ({"markov_rank": 0}, "markov_rank 0"),
-        ({"sample_from_anchor": False}, "sample_from_anchor False"),
-        ({"dflash_config": {"shift_label": False}}, "shift_label False"),
-        ({"draft_vocab_size": 100}, "draft_vocab_size 100"),
-        ({"block_size": 3}, "at most 3 drafts"),
-    ],
-)
-def test_drafters_that_are_not_supported(
-    models: dict[str, DsparkModel], tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    model = models["copies"]
-    check_refusal(model.checkpoint, dspark(model, 4), changes, tmp_path, message)

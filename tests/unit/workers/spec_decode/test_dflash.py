@@ -1,8 +1,5 @@
 """Block drafters through core and worker: the drafts by definition, and the output of the plain run."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from atom.shared.config.speculative import SpeculativeConfig
@@ -12,7 +9,6 @@ from tests.helpers.engine.drafting import (
     check_drafts,
     check_few_blocks,
     check_output,
-    check_refusal,
     drafting_engine,
     rarely,
     unchanging,
@@ -60,23 +56,3 @@ def test_the_output_is_the_plain_runs(models: dict[str, DflashModel], name: str,
 def test_preempted_and_cached_requests(models: dict[str, DflashModel]) -> None:
     model = models["llama-gqa"]
     check_few_blocks(model.checkpoint, dflash(model, 3), blocks=24, requests=14)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"architectures": ["DFlash2DraftModel"]}, "architecture DFlash2DraftModel"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
-        ({"hidden_size": 64}, "hidden size 64"),
-        ({"block_size": 4}, "at most 3 drafts"),
-        ({"dflash_config": {"fc_layernorm": True}}, "fc_layernorm"),
-        ({"dflash_config": {"target_layer_ids": [0, 2]}}, "distinct layers below the last"),
-        ({"dflash_config": {"mask_token_id": 160}}, "outside the vocabulary"),
-        ({"dflash_config": {"mask_token_id": None}}, "lacks 'mask_token_id'"),
-    ],
-)
-def test_drafters_that_are_not_supported(
-    models: dict[str, DflashModel], tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    model = models["llama-gqa"]
-    check_refusal(model.checkpoint, dflash(model, 4), changes, tmp_path, message)

@@ -1,6 +1,5 @@
 """EAGLE-3 heads through core and worker: the drafts by definition, and the output of the plain run."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from tests.helpers.engine.drafting import (
     check_drafts,
     check_few_blocks,
     check_output,
-    check_refusal,
     drafting_engine,
     rarely,
     unchanging,
@@ -77,21 +75,3 @@ def test_two_ranks_draft_the_same(models: dict[str, Eagle3Model]) -> None:
 def test_preempted_and_cached_requests(models: dict[str, Eagle3Model]) -> None:
     model = models["small-vocabulary"]
     check_few_blocks(model.checkpoint, unchanging(eagle3(model, 3)), blocks=36, requests=30)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM"),
-        ({"fc_norm": True}, "fc_norm"),
-        ({"num_hidden_layers": 2}, "2 layers"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "layers \\[1, 2, 3\\]"),
-        ({"num_aux_hidden_states": 2}, "num_aux_hidden_states"),
-        ({"hidden_size": 64}, "embed_tokens"),
-    ],
-)
-def test_heads_that_are_not_supported(
-    models: dict[str, Eagle3Model], tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    model = models["small-vocabulary"]
-    check_refusal(model.checkpoint, eagle3(model, 2), changes, tmp_path, message)

@@ -1,0 +1,180 @@
+"""The config.json of drafters that read the target's hidden states, and whether they fit the target.
+
+They are EAGLE-3 heads, DFlash and DSpark drafters. A block drafter's fields may be in `dflash_config` or at
+the top level.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+_EAGLE3_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "num_hidden_layers": 1,
+    "norm_before_residual": False,
+    "norm_output": False,
+    "fc_norm": False,
+    "num_aux_hidden_states": 3,
+}
+_BLOCK_DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False}
+_DFLASH_VALUES = {
+    "input_embedding_scale": 1.0,
+    "fc_layernorm": False,
+    "is_causal": False,
+    "use_target_layer_norm": False,
+    "markov_rank": 0,
+    "enable_confidence_head": False,
+}
+"""Fields by which drafters of another structure differ, with their values in this one."""
+_DSPARK_VALUES = {
+    "model_type": "qwen3",
+    "speculators_model_type": None,
+    "markov_head_type": "vanilla",
+    "sample_from_anchor": True,
+    "shift_label": True,
+    "use_swa": False,
+    "causal": False,
+    "dflash_query_causal": False,
+    "log_snr_conditioning": False,
+    "dspark_backbone_conv_enabled": False,
+}
+
+
+def eagle3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a head, with defaults."""
+    return {**_EAGLE3_DEFAULTS, **config}
+
+
+def block_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a block drafter, with defaults."""
+    return {**_BLOCK_DEFAULTS, **config, **(config.get("dflash_config") or {})}
+
+
+def eagle3_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
+    """The layers whose inputs the head reads: those of its config, or a low, a middle and a high one."""
+    stated = fields.get("eagle_aux_hidden_state_layer_ids")
+    stated = stated or (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return list(stated or (2, num_layers // 2, num_layers - 3))
+
+
+def block_layers(fields: Mapping[str, Any]) -> list[int]:
+    """The layers of the model whose inputs the drafter reads: those after `target_layer_ids`."""
+    return [layer + 1 for layer in fields["target_layer_ids"]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a drafter must fit: the model's sizes, and --num-speculative-tokens."""
+
+    hidden_size: int
+    num_layers: int
+    drafts: int
+
+
+def check_fit(method: str, config: Mapping[str, Any], target: Target) -> None:
+    """Raise ValueError, in one line, for a drafter of another structure, or for another target."""
+    try:
+        _CHECKS[method](config, target)
+    except KeyError as error:
+        raise ValueError(f"its config.json lacks {error}") from None
+
+
+def check_embedding(config: Mapping[str, Any], target: Mapping[str, Any], names: Set[str]) -> None:
+    """Raise ValueError for a head, with tensors of these names, that cannot use the target's embedding."""
+    hidden, of_target = config["hidden_size"], target["hidden_size"]
+    if hidden != of_target and "embed_tokens.weight" not in names:
+        raise ValueError(
+            f"it has hidden size {hidden} and no embed_tokens.weight, so it needs the model's embedding, "
+            f"whose size is {of_target}: use a head with an embedding of its own"
+        )
+
+
+def _check_eagle3(config: Mapping[str, Any], target: Target) -> None:
+    fields = eagle3_fields(config)
+    if fields["num_hidden_layers"] != 1:
+        raise ValueError(f"it has {fields['num_hidden_layers']} layers; EAGLE-3 heads of one are supported")
+    if fields["fc_norm"]:
+        raise ValueError("EAGLE-3 heads with fc_norm are not supported")
+    name = "target_hidden_size" if fields.get("target_hidden_size") else "hidden_size"
+    _check_hidden_size(name, fields, target)
+    layers, count = eagle3_layers(fields, target.num_layers), fields["num_aux_hidden_states"]
+    if not _are_layers(layers, target) or len(layers) != count:
+        raise ValueError(
+            f"it reads the inputs of layers {layers} (eagle_aux_hidden_state_layer_ids), which are not "
+            f"{count} distinct ones (num_aux_hidden_states) of the model's {target.num_layers}, "
+            f"0 to {target.num_layers - 1}: use a head that was trained for this model"
+        )
+
+
+def _check_dflash(config: Mapping[str, Any], target: Target) -> None:
+    fields = block_fields(config)
+    _check_values(fields, _DFLASH_VALUES)
+    _check_block(fields, target, first_draft=1)
+
+
+def _check_dspark(config: Mapping[str, Any], target: Target) -> None:
+    fields = block_fields(config)
+    _check_values(fields, _DSPARK_VALUES)
+    _check_count("markov_rank", fields)
+    _check_block(fields, target, first_draft=0)
+
+
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any], Target], None]] = {
+    "eagle3": _check_eagle3,
+    "dflash": _check_dflash,
+    "dspark": _check_dspark,
+}
+
+
+def _check_block(fields: Mapping[str, Any], target: Target, first_draft: int) -> None:
+    """`first_draft`: its place in a block."""
+    kinds = {*(fields.get("layer_types") or ["full_attention"])}
+    if kinds != {"full_attention"}:
+        raise ValueError(f"layer_types {sorted(kinds)} are not supported; full_attention is")
+    _check_hidden_size("hidden_size", fields, target)
+    vocabulary, own = fields["vocab_size"], fields.get("draft_vocab_size")
+    if (own or vocabulary) != vocabulary:
+        raise ValueError(f"a vocabulary of its own, of draft_vocab_size {own}, is not supported")
+    mask = fields["mask_token_id"]
+    if type(mask) is not int or not 0 <= mask < vocabulary:
+        raise ValueError(f"mask_token_id {mask!r} is outside the vocabulary of {vocabulary}")
+    _check_count("block_size", fields)
+    if (most := fields["block_size"] - first_draft) < target.drafts:
+        raise ValueError(
+            f"its blocks have at most {most} drafts (block_size {fields['block_size']}), and "
+            f"--num-speculative-tokens is {target.drafts}"
+        )
+    ids = fields["target_layer_ids"]
+    known = isinstance(ids, list) and all(type(each) is int for each in ids)
+    if not known or not _are_layers(block_layers(fields), target):
+        raise ValueError(
+            f"target_layer_ids {ids!r} are not distinct layers below the last one of the model's "
+            f"{target.num_layers}, 0 to {target.num_layers - 2}: use a drafter trained for this model"
+        )
+
+
+def _check_values(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if (found := fields.get(name)) is not None and found != value:
+            raise ValueError(f"{name} {found!r} is not supported")
+
+
+def _check_count(name: str, fields: Mapping[str, Any]) -> None:
+    if type(fields[name]) is not int or fields[name] < 1:
+        raise ValueError(f"{name} {fields[name]!r} is not supported; a whole number from 1 is")
+
+
+def _check_hidden_size(name: str, fields: Mapping[str, Any], target: Target) -> None:
+    if fields[name] != target.hidden_size:
+        raise ValueError(
+            f"it reads hidden states of size {fields[name]} ({name}), and the model's have "
+            f"{target.hidden_size}: use a drafter that was trained for this model"
+        )
+
+
+def _are_layers(layers: Sequence[Any], target: Target) -> bool:
+    """Whether they are distinct layers of the target, and there is one at least."""
+    known = all(type(layer) is int and 0 <= layer < target.num_layers for layer in layers)
+    return known and len({*layers}) == len(layers) > 0
