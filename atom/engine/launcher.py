@@ -42,6 +42,7 @@ from atom.shared.config.generation import generation_overrides
 from atom.shared.config.nodes import NodesConfig, first_device
 from atom.shared.config.server import ServerConfig
 from atom.shared.config.sources import unknown_variables
+from atom.shared.messages.admin import ServerState
 from atom.shared.messages.nodes import NodeInfo
 from atom.shared.messages.supervisor import Progress
 from atom.shared.utils import envs
@@ -241,6 +242,8 @@ class Launcher:
         Returns False if that has died meanwhile, and this server accepts them again.
         """
         self._logger.info("process %d has taken over: running requests may finish", hand_over.new_pid)
+        if supervisor.engine_state.state != ServerState(self.config.observability.log_level):
+            self._logger.warning("what an administrator has set ends with this server, draining included")
         self._manager.replaced_by(hand_over.new_pid)
         hand_over.leave(difference("the new server", model, "the earlier one", self._model))
         timeout = self.server.shutdown_timeout + _STOP_MARGIN_S

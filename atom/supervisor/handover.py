@@ -56,10 +56,18 @@ _MAX_SOCKETS = 250
 """The kernel passes 253 descriptors in one message."""
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
+_REMEDY = "if no server runs any more, start this one without it"
 
 
 class HandoverError(RuntimeError):
     """The other server is gone, or cannot hand over; the text is one line."""
+
+
+class EndedError(HandoverError):
+    """The other server has ended, or has closed the connection."""
+
+    def __init__(self) -> None:
+        super().__init__("it has ended, or has closed the connection")
 
 
 class DeclinedError(HandoverError):
@@ -92,6 +100,8 @@ class _Channel(Generic[T]):
             else:
                 self._connection.sendall(length)
             self._connection.sendall(frame)
+        except ConnectionError:
+            raise EndedError from None
         except OSError as error:
             raise HandoverError(f"the other server does not read: {error}") from None
 
@@ -105,8 +115,10 @@ class _Channel(Generic[T]):
             )
             head += self._read(_LENGTH.size - len(head)) if head else b""
             if not head:
-                raise HandoverError("the other server has closed the connection")
+                raise EndedError
             return self._decoder.decode(self._read(_LENGTH.unpack(head)[0]))
+        except ConnectionError:
+            raise EndedError from None
         except (OSError, WireError) as error:
             raise HandoverError(f"the connection to the other server has failed: {error}") from None
 
@@ -115,7 +127,7 @@ class _Channel(Generic[T]):
         while size:
             part = self._connection.recv(min(size, 1 << 20))
             if not part:
-                raise HandoverError("the other server has ended in the middle of a message")
+                raise EndedError
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
@@ -237,9 +249,7 @@ class OldServer:
         Raises HandoverError, a line for people, which names what was given.
         """
         try:
-            path = run_directory_of(target) / _NAME
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(str(path))
+            connection = _connected(run_directory_of(target) / _NAME)
         except OSError as error:
             raise HandoverError(f"--upgrade-from {target}: {error.strerror or error}") from None
         self._channel: _Channel[ToNew] | None = _Channel(connection, ToNew)
@@ -252,7 +262,8 @@ class OldServer:
                 raise HandoverError(f"it does not answer within {_OFFER_DEADLINE_S:.0f} s")
         except HandoverError as error:
             self.close()
-            raise HandoverError(f"--upgrade-from {target}: {error}") from None
+            remedy = f": {_REMEDY}" if isinstance(error, EndedError) else ""
+            raise HandoverError(f"--upgrade-from {target}: {error}{remedy}") from None
         self.offer = message
         """What the running server has; the sockets are those of `sockets` and `admin`."""
         found = [socket.socket(fileno=descriptor) for descriptor in self._channel.fds]
@@ -330,6 +341,21 @@ class OldServer:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+def _connected(path: Path) -> socket.socket:
+    """A connection to the socket of a running server. Raises OSError, whose text is for people."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(path))
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, FileNotFoundError):
+            raise OSError("it still starts: try again when it is ready") from None
+        if isinstance(error, ConnectionRefusedError):
+            raise OSError(f"it ends: wait for its end; {_REMEDY}") from None
+        raise
+    return connection
 
 
 def _is_alive(pid: int) -> bool:

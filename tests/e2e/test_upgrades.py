@@ -293,6 +293,37 @@ def test_a_signal_replaces_a_server_by_one_like_itself(tmp_path: Path) -> None:
             _end(pid)
 
 
+@pytest.mark.slow
+def test_a_server_that_drains_is_replaced_by_one_that_serves(tmp_path: Path) -> None:
+    """As after a restart: what administrators have set ends with the server."""
+    socket = tmp_path / "admin"
+    args = ("--model", str(checkpoint(tmp_path / "model")), *ARGS, *_MORE, "--admin-socket", str(socket))
+    with running_server(*args) as old:
+        asyncio.run(_drain(old.url, socket))
+        new = asyncio.run(replaced(old, *args))
+        try:
+            assert "what an administrator has set ends with this server" in old.text()
+            asyncio.run(_serves(new.url, socket))
+        finally:
+            new.kill()
+
+
+async def _drain(url: str, admin: Path) -> None:
+    """Returns once a frontend takes no request."""
+    connector = aiohttp.UnixConnector(str(admin))
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.post("http://localhost/drain") as response,
+    ):
+        assert response.status == 200
+    async with aiohttp.ClientSession(url) as session, asyncio.timeout(60):
+        while True:
+            async with session.get("/ready") as ready:
+                if ready.status == 503:
+                    return
+            await asyncio.sleep(0.05)
+
+
 async def _serves(url: str, admin: Path) -> None:
     async with aiohttp.ClientSession(url) as session:
         await plain(session)

@@ -23,6 +23,10 @@ _UNLOCKED_PREFIX = "atom-new-"
 _MAX_SOCKET_PATH = 107
 _LONGEST_NAME = len("/engine-1023.99999/supervisor")
 _CREDENTIALS = struct.Struct("3i")
+_NO_SERVER = (
+    "this is neither the process id nor the admin socket of a running server on this host: if it has ended, "
+    "start this one without it"
+)
 
 
 class RunDirectory:
@@ -57,23 +61,30 @@ def run_directory_of(target: str) -> Path:
     for pid in candidates:
         try:
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                path = Path(os.readlink(descriptor))
-                if path.name.startswith(_PREFIX) and path.is_dir():
-                    return path
-        except FileNotFoundError:
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    path = Path(os.readlink(descriptor))
+                    if path.name.startswith(_PREFIX) and path.is_dir():
+                        return path
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
         except PermissionError:
             raise OSError(f"process {pid} is another user's") from None
-    raise OSError("this is neither the process id nor the admin socket of a running server on this host")
+    raise OSError(_NO_SERVER)
 
 
 def _servers_of(path: Path) -> list[int]:
     """The process that listens at a Unix socket, and its parent: a frontend has its parent's socket."""
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(path))
+        try:
+            client.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):  # the file outlives its server
+            raise OSError(_NO_SERVER) from None
         raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid: int = _CREDENTIALS.unpack(raw)[0]
-    status = Path(f"/proc/{pid}/stat").read_text()
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        raise OSError(_NO_SERVER) from None
     return [pid, int(status.rpartition(")")[2].split()[1])]
 
 

@@ -1,12 +1,14 @@
 """Sockets and streams that pass from a running server to a new one, in one process."""
 
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -154,10 +156,46 @@ def test_only_one_server_takes_over_at_a_time(old: NewServer) -> None:
     close(first)
 
 
+def failure(target: str = "") -> str:
+    """The error of a new server; its target is this process by default."""
+    with pytest.raises(HandoverError) as found:
+        OldServer(target or str(os.getpid()))
+    text = str(found.value)
+    assert "Errno" not in text
+    return text.removeprefix(f"--upgrade-from {target or os.getpid()}: ")
+
+
 @pytest.mark.parametrize("target", ["1", "999999999", "/nowhere/admin"])
 def test_what_is_no_server_is_an_error_in_one_line(target: str) -> None:
     with pytest.raises(HandoverError, match=f"^--upgrade-from {target}: [^\n]+$"):
         OldServer(target)
+
+
+def test_an_admin_socket_whose_server_has_ended(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as admin:
+        admin.bind(str(tmp_path / "admin"))
+    assert "of a running server on this host: if it has ended" in failure(str(tmp_path / "admin"))
+
+
+def test_a_server_that_starts_or_ends_hands_nothing_over(run_dir: Path) -> None:
+    assert failure() == "it still starts: try again when it is ready"
+    NewServer(run_dir, lambda: (OFFER, [])).close()
+    assert failure().startswith("it ends: wait for its end; if no server runs any more, start this one")
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+def test_a_server_that_ends_meanwhile_is_told_in_words(run_dir: Path, is_accepted: bool) -> None:
+    """With the connection still in its queue it resets that."""
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor() as pool:
+        listener.bind(str(run_dir / "handover"))
+        listener.listen()
+        found = pool.submit(failure)
+        assert select.select([listener], [], [], 5)[0]
+        if is_accepted:
+            listener.accept()[0].close()
+        listener.close()
+        text = found.result(5)
+    assert text.startswith("it has ended, or has closed the connection: if no server runs any more, start")
 
 
 def test_an_admin_socket_leads_to_its_server(old: NewServer, tmp_path: Path) -> None:
