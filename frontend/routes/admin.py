@@ -21,7 +21,7 @@ from frontend.api.generation.request_info import listed, report
 from frontend.errors import RequestError
 from frontend.http.json_response import json_response
 from frontend.keys import CLIENT, SUPERVISOR
-from frontend.routes.bodies import open_body
+from frontend.routes.bodies import check_no_fields, open_body
 
 __all__ = ["admin_access", "routes"]
 
@@ -83,6 +83,7 @@ async def abort_requests(request: web.Request) -> web.Response:
 @routes.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached blocks; running requests go on, and what they have computed is not reused."""
+    await check_no_fields(request)
     count = await request.app[CLIENT].control.reset_prefix_cache()
     return json_response({"status": "success", "uncached_blocks": count})
 
@@ -104,12 +105,14 @@ async def set_log_level(request: web.Request) -> web.Response:
 @routes.post("/drain")
 async def drain(request: web.Request) -> web.Response:
     """Refuse new requests with 503; running ones go on, and /ready is 503."""
+    await check_no_fields(request)
     return await _change(request, draining=True)
 
 
 @routes.post("/resume")
 async def resume(request: web.Request) -> web.Response:
     """Take new requests again."""
+    await check_no_fields(request)
     return await _change(request, draining=False)
 
 
@@ -122,6 +125,7 @@ async def show_restarts(request: web.Request) -> web.Response:
 @routes.post("/restart_engines")
 async def restart_engines(request: web.Request) -> web.Response:
     """Restart the engines, each once the one before is ready; their requests go on at the others."""
+    await check_no_fields(request)
     link = request.app[SUPERVISOR]
     if link.to_restart:
         text = (

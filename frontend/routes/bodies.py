@@ -4,17 +4,22 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import msgspec
 from aiohttp import http_exceptions, web
 
 from frontend.errors import RequestError
 from frontend.keys import BODY_MEMORY, LIMITS
 from frontend.routes.errors import encoding_error
 
-__all__ = ["open_body"]
+__all__ = ["check_no_fields", "open_body"]
 
 _LARGE_CHUNK_BYTES = 1 << 16
 # aiohttp decodes the last two where their packages are installed, and else refuses them itself.
 _ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})
+
+
+class _NoFields(msgspec.Struct, forbid_unknown_fields=True):
+    pass
 
 
 @contextlib.asynccontextmanager
@@ -52,6 +57,17 @@ async def open_body(request: web.Request) -> AsyncIterator[bytes]:
         yield bytes(body)
     finally:
         memory.release(len(body))
+
+
+async def check_no_fields(request: web.Request) -> None:
+    """Raise RequestError for parameters or fields sent to a route without any; {} and no body have none."""
+    for name in request.query:
+        raise RequestError(f"unknown parameter {name!r:.80}: {request.path} has none", param=name)
+    async with open_body(request) as body:
+        try:
+            msgspec.json.decode(body or b"{}", type=_NoFields)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(f"{request.path} has no fields, send no body: {error}") from None
 
 
 def _too_large(limit: int) -> RequestError:

@@ -12,6 +12,7 @@ from frontend.errors import RequestError
 from frontend.http.json_response import json_response
 from frontend.keys import CLIENT
 from frontend.routes.access import TENANT
+from frontend.routes.bodies import check_no_fields
 
 __all__ = ["routes"]
 
@@ -38,6 +39,7 @@ async def abort_request(request: web.Request) -> web.Response:
     if _is_cross_origin(request):
         text = "web pages of other origins cannot abort requests: close the connection of your own instead"
         raise RequestError(text, status=403, code="cross_origin")
+    await check_no_fields(request)
     count = await request.app[CLIENT].abort_named([name], tenant=request[TENANT])
     if not count:
         text = f"no request {name!r:.100} is running: it has ended, or was sent with another API key"

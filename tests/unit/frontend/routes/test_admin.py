@@ -1,5 +1,6 @@
 """The administration: what it refuses, profiles, and the state of the server that frontends follow."""
 
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,31 @@ def test_bad_bodies_are_refused(clients: tuple[Client, Client], path: str, body:
     status, error = clients[1].call("POST", path, raw=body)
     assert status == 400
     assert words in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/drain", b'{"after_s": 5}', "/drain has no fields, send no body: .*`after_s`"),
+        ("/resume", b"now", "/resume has no fields, send no body: "),
+        ("/reset_prefix_cache", b"[]", "no fields"),
+        ("/restart_engines", b'{"ranks": [0]}', "`ranks`"),
+        ("/resume?when=now", b"", "unknown parameter 'when'"),
+    ],
+)
+def test_routes_without_fields_refuse_any(
+    clients: tuple[Client, Client], path: str, body: bytes, words: str
+) -> None:
+    status, error = clients[1].call("POST", path, raw=body)
+    assert status == 400 and re.search(words, error["error"]["message"])
+
+
+def test_routes_without_fields_read_no_large_body(clients: tuple[Client, Client]) -> None:
+    """Its length is refused unread; the same as {} is no body."""
+    admin = clients[1]
+    status, _, _ = admin.exchange("POST", "/drain", raw=b"", headers={"Content-Length": str(1 << 40)})
+    assert status == 413
+    assert admin.call("POST", "/reset_prefix_cache", {})[0] == admin.call("POST", "/reset_prefix_cache")[0]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,14 @@ def test_pages_of_other_origins_abort_nothing(client: Client, sent: dict[str, st
     assert abort(client, "unknown", **headers(KEYS[0], **sent))[0] == status
 
 
+def test_an_abort_has_no_fields(client: Client) -> None:
+    """The status page sends {}."""
+    sent = {"headers": headers(KEYS[0])}
+    status, body, _ = client.exchange("POST", "/v1/requests/unknown/abort", {"after_s": 5}, **sent)
+    assert status == 400 and b"after_s" in body
+    assert client.exchange("POST", "/v1/requests/unknown/abort", {}, **sent)[0] == 404
+
+
 def test_an_id_is_bounded(client: Client) -> None:
     status, error = abort(client, "x" * 257, **headers(KEYS[0]))
     assert status == 400 and error["error"]["param"] == "id"
