@@ -58,13 +58,15 @@ class FollowedGrammar:
         masks: mmap.mmap,
         num_slots: int,
         masks_per_slot: int,
+        pid: int,
         parent: int,
     ):
-        """The process has started, and shares the memory of `masks`, int32 [num_slots, masks_per_slot, W].
+        """The process `pid` has started, and shares the memory of `masks`, int32 [slots, masks_per_slot, W].
 
         `parent`: id of the process that forked it.
         """
         self.key = key
+        self.pid = pid
         self.parent = parent
         self._frames = FrameSocket(connection)
         self._words_SJW: Words = np.frombuffer(masks, np.int32).reshape(num_slots, masks_per_slot, -1)

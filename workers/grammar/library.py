@@ -3,9 +3,11 @@
 import contextlib
 import os
 import queue
+import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.messages.codec import Decoder, encode
@@ -25,6 +27,7 @@ from workers.grammar.output_matcher import WORD_BITS
 _MODULE = "workers.grammar.matcher_process"
 _START_DEADLINE_S = 120.0
 _MAX_PARALLEL = 4
+_FROM_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class _LostError(Exception):
@@ -46,7 +49,7 @@ class GrammarLibrary:
         self._grammars: dict[bytes, FollowedGrammar] = {}
         self._dead: set[bytes] = set()
         self._died: set[bytes] = set()
-        """Grammars whose own process has ended once, while that which forks went on."""
+        """Grammars whose own process was killed once, while that which forks went on."""
         self._loaded: queue.SimpleQueue[tuple[GrammarLoaded, FollowedGrammar | None]] = queue.SimpleQueue()
         self._num_loading = 0
         self._threads = ThreadPoolExecutor(_MAX_PARALLEL, thread_name_prefix="grammars")
@@ -82,8 +85,8 @@ class GrammarLibrary:
     def report_death(self, grammar: FollowedGrammar, reason: str) -> None:
         """Let `next_loaded` report once that the process of a grammar has ended.
 
-        The first time, and if its parent has ended, it is lost, and `load` will be called. The second time
-        `drop` will be called, and `reason` is reported.
+        If it was killed, or its parent has ended, it is lost, and `load` will be called. If it has ended by
+        its own fault, or was killed twice, `drop` will be called, and `reason` is reported.
         """
         if grammar.key not in self._dead and self._grammars.get(grammar.key) is grammar:
             self._dead.add(grammar.key)
@@ -118,12 +121,12 @@ class GrammarLibrary:
     def _find_cause(self, grammar: FollowedGrammar, reason: str) -> None:
         """Tell why the process of a grammar has ended; runs in a thread.
 
-        The system may have killed it for what others do: only a second end is the grammar's own fault.
+        The system may have killed it for what others do: only the second time the grammar is blamed.
         """
-        is_lost = self._forks.has_ended(grammar.parent)
-        if not is_lost and grammar.key not in self._died:
+        is_lost = not _is_own_fault(grammar.pid)
+        if is_lost and not self._forks.has_ended(grammar.parent):
+            is_lost = grammar.key not in self._died
             self._died.add(grammar.key)
-            is_lost = True
         if is_lost:
             self._loaded.put((GrammarLoaded(grammar.key, is_lost=True), None))
         else:
@@ -148,11 +151,26 @@ class GrammarLibrary:
             if not answer:
                 error_type = _LostError if self._forks.has_ended(parent) else ValueError
                 raise error_type("its process has ended")
-            if error := Decoder[MatcherStarted](MatcherStarted).decode(answer).error:
-                raise ValueError(error)
+            started = Decoder[MatcherStarted](MatcherStarted).decode(answer)
+            if started.error:
+                raise ValueError(started.error)
         except BaseException:
             ours.close()
             raise
         finally:
             os.close(descriptor)
-        return FollowedGrammar(message.key, ours, masks, self._num_slots, self._masks_per_slot, parent)
+        return FollowedGrammar(
+            message.key, ours, masks, self._num_slots, self._masks_per_slot, started.pid, parent
+        )
+
+
+def _is_own_fault(pid: int) -> bool:
+    """Whether a process has ended by its limits on CPU time and memory, or by an error; False if unknown.
+
+    The system tells it of a process that its parent has not reaped, which that does before the next fork.
+    """
+    try:
+        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
+    except OSError:
+        return False
+    return status != 0 and not (os.WIFSIGNALED(status) and os.WTERMSIG(status) in _FROM_OTHERS)

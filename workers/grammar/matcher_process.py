@@ -79,7 +79,7 @@ def _serve(connection: socket.socket, descriptors: list[int], info: "xgrammar.To
         reason = f"the grammar could not be loaded: {one_line(error, Exception)}"
         write_frame(connection, encode(MatcherStarted(reason)))
         return
-    write_frame(connection, encode(MatcherStarted()))
+    write_frame(connection, encode(MatcherStarted(pid=os.getpid())))
     _Follower(connection, compiled, words_SJW).run()
 
 

@@ -144,6 +144,8 @@ class MatcherStarted(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Its response: outputs may be followed, unless `error`."""
 
     error: str = ""
+    pid: int = 0
+    """Its process id."""
 
 
 class FollowOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
