@@ -5,6 +5,8 @@ import gc
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import AddRequest, FinishReason, Sampling, TokenDeltas, pack_ids, unpack_ids
 from atom.shared.messages.grammar import CompiledGrammar, GrammarBytes, RowGrammar
 from atom.shared.messages.supervisor import EngineEnded
+from frontend.engine_client import client as client_module
 from frontend.engine_client import engine_connection
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.client_settings import ClientHooks, ClientSettings
@@ -292,14 +295,21 @@ def test_a_rank_that_is_final_fails_its_own_alone(start: Start) -> None:
     asyncio.run(run())
 
 
-def test_deadlines_hold_while_a_sequence_waits(start: Start) -> None:
+def test_deadlines_hold_while_a_sequence_waits(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tokens it ends with these, without any it fails."""
     cores = [start(0, script=part_script), start(1, waits=lambda: True)]
 
     async def run() -> None:
         async with connected(cores, max_replays=3) as client:
-            loop = asyncio.get_running_loop()
-            deadline = Deadline(2.0, loop.time() + 2.0)
+            timeouts: list[Callable[[float], None]] = []
+
+            @contextmanager
+            def timed(deadline: Deadline | None, on_time_out: Callable[[float], None]) -> Iterator[None]:
+                timeouts.append(on_time_out)
+                yield
+
+            monkeypatch.setattr(client_module, "timed", timed)
+            deadline = Deadline(2.0, 0.0)
             begun = asyncio.create_task(
                 by_sequence(client, [long_request(client)], rank=0, deadline=deadline)
             )
@@ -310,6 +320,8 @@ def test_deadlines_hold_while_a_sequence_waits(start: Start) -> None:
             for core in cores:
                 core.die("killed")
             await until(lambda: len(client._replays) == 2)
+            for on_time_out in timeouts:
+                on_time_out(deadline.timeout_s)
             ids = next(iter((await begun).values()))
             assert 5 < len(ids) < len(LONG)
             with pytest.raises(DeadlineError):
@@ -542,7 +554,8 @@ def test_an_administrator_ends_what_waits(start: Start) -> None:
         async with connected([core], max_replays=3) as client:
             asked = [long_request(client, name=name) for name in ("one", "two")]
             streams = [asyncio.create_task(by_sequence(client, [each])) for each in asked]
-            await until(lambda: client._metrics.engine(0).generated_tokens > 5)
+            await until(lambda: len(client._sequences) == 2)
+            await until(lambda: all(each.progress.tokens > 2 for each in client._sequences.values()))
             core.die("killed")
             await until(lambda: len(client._replays) == 2)
             assert await client.abort_named(["two", "three"]) == 1
