@@ -5,8 +5,6 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,13 +13,11 @@ from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import AddRequest, FinishReason, Sampling, TokenDeltas, pack_ids, unpack_ids
 from atom.shared.messages.grammar import CompiledGrammar, GrammarBytes, RowGrammar
 from atom.shared.messages.supervisor import EngineEnded
-from frontend.engine_client import client as client_module
 from frontend.engine_client import engine_connection
 from frontend.engine_client.client import EngineClient
 from frontend.engine_client.client_settings import ClientHooks, ClientSettings
 from frontend.engine_client.dp_router import DPRouter
 from frontend.engine_client.engine_connection import EngineConnection
-from frontend.engine_client.streams import Deadline
 from frontend.errors import ApiError, DeadlineError, EngineLostError
 from frontend.metrics.metrics import Metrics
 from frontend.text.live_grammars import LiveGrammars
@@ -295,33 +291,21 @@ def test_a_rank_that_is_final_fails_its_own_alone(start: Start) -> None:
     asyncio.run(run())
 
 
-def test_deadlines_hold_while_a_sequence_waits(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines_hold_while_a_sequence_waits(start: Start) -> None:
     """With tokens it ends with these, without any it fails."""
     cores = [start(0, script=part_script), start(1, waits=lambda: True)]
 
     async def run() -> None:
         async with connected(cores, max_replays=3) as client:
-            timeouts: list[Callable[[float], None]] = []
-
-            @contextmanager
-            def timed(deadline: Deadline | None, on_time_out: Callable[[float], None]) -> Iterator[None]:
-                timeouts.append(on_time_out)
-                yield
-
-            monkeypatch.setattr(client_module, "timed", timed)
-            deadline = Deadline(2.0, 0.0)
-            begun = asyncio.create_task(
-                by_sequence(client, [long_request(client)], rank=0, deadline=deadline)
-            )
-            empty = asyncio.create_task(
-                by_sequence(client, [long_request(client)], rank=1, deadline=deadline)
+            begun, empty = (
+                asyncio.create_task(by_sequence(client, [long_request(client)], rank=rank)) for rank in (0, 1)
             )
             await until(lambda: client._metrics.engine(0).generated_tokens > 5)
             for core in cores:
                 core.die("killed")
             await until(lambda: len(client._replays) == 2)
-            for on_time_out in timeouts:
-                on_time_out(deadline.timeout_s)
+            for stream in {each.stream for each in client._sequences.values()}:
+                client._time_out(stream, 2.0)  # as its timer does, however late this test is
             ids = next(iter((await begun).values()))
             assert 5 < len(ids) < len(LONG)
             with pytest.raises(DeadlineError):
