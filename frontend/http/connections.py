@@ -262,6 +262,11 @@ class Listener(web.BaseSite):
         host, port = self._listener.getsockname()[:2]
         return f"{'http' if self._ssl_context is None else 'https'}://{host}:{port}"
 
+    async def stop(self) -> None:
+        """Accept no more; without effect if its runner, which has ended, has stopped it."""
+        if self in self._runner.sites:
+            await super().stop()
+
     async def start(self) -> None:
         await super().start()
         server = self._runner.server

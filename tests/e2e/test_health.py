@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from tests.helpers.servers.random_server import ARGS, write_checkpoint
@@ -64,9 +64,19 @@ def test_health_and_readiness_while_each_process_is_killed_in_turn(tmp_path: Pat
         asyncio.run(watch(server, "frontend.main"))
 
 
-async def watch_start(server: Server, url: str) -> int:
+def port_of(server: Server) -> int:
+    """The port on which it listens; 0 before it does. It is not logged before the server is ready."""
+    found = psutil.Process(server.process.pid).net_connections("tcp4")
+    return next((each.laddr.port for each in found if each.status == psutil.CONN_LISTEN), 0)
+
+
+async def watch_start(server: Server) -> int:
     """The status of /ready once one of two engines serves, while a worker of the other is stopped."""
     timeout = aiohttp.ClientTimeout(total=60)
+    async with asyncio.timeout(_DEADLINE_S):
+        while not (port := port_of(server)):
+            await asyncio.sleep(0.01)
+    url = f"http://127.0.0.1:{port}"
     async with aiohttp.ClientSession(url, timeout=timeout) as session, asyncio.timeout(_DEADLINE_S):
         while len(workers := [pid for pid, line in server.children().items() if "workers.main" in line]) < 2:
             await asyncio.sleep(0.01)
@@ -93,14 +103,10 @@ def test_a_start_is_not_ready_before_its_last_engine(tmp_path: Path, prefill: in
     """Two engines, also where one of them computes the prompts."""
     model = write_checkpoint(tmp_path / "model", hidden_size=48, intermediate_size=64, num_hidden_layers=2)
     tier = ("--kv-offload-dir", str(tmp_path / "kv"), "--kv-offload-disk", "64M") if prefill else ()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    flags = ("-dp", "2", "--prefill-engines", str(prefill), *tier, "--server-port", str(port))
-    server = Server("--model", str(model), *ARGS, *flags)
+    server = Server("--model", str(model), *ARGS, "-dp", "2", "--prefill-engines", str(prefill), *tier)
     try:
-        assert asyncio.run(watch_start(server, url)) == 503
+        assert asyncio.run(watch_start(server)) == 503
         server.wait_ready()
-        asyncio.run(check_ready(url))
+        asyncio.run(check_ready(server.url))
     finally:
         server.kill()

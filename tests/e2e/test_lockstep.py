@@ -99,7 +99,7 @@ def test_engines_that_share_experts_are_one_domain(moe_model: Path, tmp_path: Pa
     with running_server(*arguments) as server:
         asyncio.run(drive(server))
         server.until("2 engines of 1 x cpu, experts spread over 2 workers")
-        stopped = r"engine \d core: worker 0 has not responded for [78] s; life 1 starts"
+        stopped = r"engine \d core: worker 0 has not responded for \d+ s; life 1 starts"
         server.until(stopped)
-        server.until("engine 0 worker 0: killed by SIGKILL")
+        server.until(r"engine \d worker 0: killed by SIGKILL")
         assert server.terminate() == 0

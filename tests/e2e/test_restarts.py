@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.servers import random_server
 from tests.helpers.servers.edges import metrics_text
-from tests.helpers.servers.random_server import ARGS, MODEL_NAME, Crowd, abort_all, seconds_until_unready
+from tests.helpers.servers.random_server import ARGS, MODEL_NAME, Crowd, abort_all
 from tests.helpers.servers.server import Server, running_server
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.usefixtures("shared_memory_is_left_as_it_was")]
@@ -128,35 +128,44 @@ def test_an_engine_that_dies_is_restarted(
     admin = tmp_path / "admin"
 
     async def kill(server: Server, victim: str, crowd: Crowd, before: str) -> float:
+        """Seconds until the death is noticed. For how long it is not ready then may be too short to see."""
+
+        def told(what: str) -> int:
+            return server.text().count(what)
+
+        deaths, starts = told(", has ended: "), told(", is ready after ")
         others = set(server.children()) - set(pids_of(server, "frontend.main"))
         async with crowd.streaming(server):
             os.kill(pids_of(server, victim)[0], signal.SIGKILL)
-            unready = await seconds_until_unready(server, limit_s=60)
+            killed = time.monotonic()
+            await crowd.until(lambda: told(", has ended: ") > deaths)
+            noticed = time.monotonic() - killed
+            await crowd.until(lambda: told(", is ready after ") > starts)
             await until_ready(server)
             await crowd.go_on()
             await abort_all(admin)
         assert await complete(server) == before
         assert not others & set(server.children()), "a process of the dead engine lives"
-        return unready
+        return noticed
 
     async def drive(server: Server) -> list[float]:
         before = await complete(server)
-        unready = [
+        noticed = [
             await kill(server, victim, crowd, before) for victim, crowd in zip(victims, crowds, strict=True)
         ]
         async with undisturbed.streaming(server):
             await undisturbed.until(lambda: all(is_shorter(crowd, undisturbed) for crowd in crowds))
             await abort_all(admin)
-        return unready
+        return noticed
 
     with running_server("--model", model, *ARGS, *args, "--admin-socket", str(admin)) as server:
-        unready = asyncio.run(drive(server))
+        noticed = asyncio.run(drive(server))
         assert counter(server, "engine_restarts") == [len(victims)]
         assert counter(server, "request_replays") == [STREAMS * len(victims)]
         assert lives_in(run_directories) == [f"engine-0.{len(victims)}", "frontend-0.0"]
         assert server.terminate() == 0
         text = server.text()
-    assert max(unready) < 20
+    assert max(noticed) < 20
     assert undisturbed.ends == {"finished": STREAMS}
     for life, (crowd, cause) in enumerate(zip(crowds, causes, strict=True)):
         assert crowd.ends == undisturbed.ends
@@ -292,7 +301,7 @@ def test_two_frontends_drain_together(model: str, run_directories: Path) -> None
 
     with running_server("--model", model, *ARGS, "--api-server-count", "2", "-dp", "2") as server:
         asyncio.run(drive(server))
-        assert server.process.wait(DEADLINE_S) == 0
+        assert server.process.wait(DEADLINE_S) == 0, server.text()
     assert crowd.ends == {"finished": 12}
     assert list(run_directories.iterdir()) == []
 
@@ -342,6 +351,8 @@ _WITHOUT_DELAYS = (
     "from atom.supervisor import failure; failure.MAX_DELAY_S = 0.1; import atom.launch; atom.launch.main()"
 )
 """Runs a server that starts an engine again at once, however often it was killed."""
+_TRIES = 5
+"""On a busy machine the requests may end while this test waits to kill their worker."""
 DRAFTS = ("--method", "ngram", "--num-speculative-tokens", "3", "--prompt-lookup-min", "1")
 
 
@@ -367,18 +378,22 @@ def test_requests_of_every_kind_go_on(model: str, flags: tuple[str, ...]) -> Non
             work = asyncio.gather(*(ask(session, body) for body in bodies))
             if kill:
                 while sum(await asyncio.to_thread(counter, server, "generation_tokens")) < before + 300:
-                    assert not work.done()
                     await asyncio.sleep(0.01)
                 os.kill(pids_of(server, "workers.main")[0], signal.SIGKILL)
             return await work
 
     with running_server("--model", model, *ARGS, *flags) as server:
         undisturbed = asyncio.run(run(server, kill=False))
-        replayed = asyncio.run(run(server, kill=True))
-        assert sum(counter(server, "request_replays")) > len(KINDS) // 2
+        for _ in range(_TRIES):
+            before = sum(counter(server, "request_replays"))
+            replayed = asyncio.run(run(server, kill=True))
+            for kind, expected, got in zip(KINDS, undisturbed, replayed, strict=True):
+                assert got == expected, kind
+            if sum(counter(server, "request_replays")) - before > len(KINDS) // 2:
+                break
+        else:
+            pytest.fail("most requests had ended before each kill")
         assert server.terminate() == 0
-    for kind, expected, got in zip(KINDS, undisturbed, replayed, strict=True):
-        assert got == expected, kind
 
 
 @pytest.mark.slow

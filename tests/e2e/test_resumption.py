@@ -55,6 +55,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ),
 ]
 
+_TRIES = 5
+"""On a busy machine streams may end while this test waits to kill their frontend."""
 # A busy machine may take long to start a frontend.
 MORE = ("--api-server-count", "2", "--orphan-grace", "150")
 
@@ -101,20 +103,23 @@ def test_streams_go_on_after_the_death_of_their_frontend(server: Server) -> None
     undisturbed = asyncio.run(_all(server))
     assert all(each.resumptions == 0 for each in undisturbed)
     chosen = random.Random(1)
-    at = {chosen.randrange(15, 40)}
+    for _ in range(_TRIES):
+        at = {chosen.randrange(15, 40)}
 
-    def kill(resumed: Resumed) -> None:
-        if len(resumed.events) in at:
-            at.clear()
-            kill_frontends(server)
+        def kill(resumed: Resumed, at: set[int] = at) -> None:
+            if len(resumed.events) in at:
+                at.clear()
+                kill_frontends(server)
 
-    resumed = asyncio.run(_all(server, kill))
-    assert not at
-    # A short one may have ended before.
-    assert sum(each.resumptions >= 1 for each in resumed) > len(resumed) // 2
-    for (path, _), one, other in zip(REQUESTS, resumed, undisturbed, strict=True):
-        assert one.texts == other.texts, path
-        assert sorted(one.events) == sorted(other.events), path
+        resumed = asyncio.run(_all(server, kill))
+        assert not at
+        for (path, _), one, other in zip(REQUESTS, resumed, undisturbed, strict=True):
+            assert one.texts == other.texts, path
+            assert sorted(one.events) == sorted(other.events), path
+        if sum(each.resumptions >= 1 for each in resumed) > len(resumed) // 2:  # a short one may have ended
+            break
+    else:
+        pytest.fail("most streams had ended before each kill")
 
 
 def test_the_example_with_the_openai_package_gives_the_whole_text(server: Server) -> None:

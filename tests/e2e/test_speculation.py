@@ -12,6 +12,7 @@ import pytest
 from atom import LLMEngine, SamplingParams
 from atom.benchmarks.serving.speculation import Speculation
 from tests.helpers.checkpoints.tiny_models import VOCAB, save_tiny, tiny
+from tests.helpers.servers.edges import metrics_text
 from tests.helpers.servers.random_server import write_checkpoint
 from tests.helpers.servers.server import Server, running_server
 
@@ -95,12 +96,6 @@ def post(server: Server, **fields: Any) -> dict[str, Any]:
         return found
 
 
-def metrics(server: Server) -> str:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
-        text: str = response.read().decode()
-        return text
-
-
 def test_a_prediction_of_the_whole_output_is_accepted(tmp_path: Path) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in NGRAM.items()]
     flags.append("--no-spec-decode-adaptive")  # the number of drafts would depend on the time that they take
@@ -108,10 +103,10 @@ def test_a_prediction_of_the_whole_output_is_accepted(tmp_path: Path) -> None:
     arguments = ("--model", model, "--load-dummy", "--device", "cpu", "--server-port", "0", *flags)
     with running_server(*arguments, "--host", "127.0.0.1", "--kv-cache-memory-bytes", str(1 << 27)) as server:
         plain = post(server, prompt="number one")
-        before = Speculation.parse(metrics(server))
+        before = Speculation.parse(metrics_text(server))
         text = plain["choices"][0]["text"]
         predicted = post(server, prompt="number one", prediction={"type": "content", "content": text})
-        after = Speculation.parse(metrics(server))
+        after = Speculation.parse(metrics_text(server))
         assert predicted["choices"][0]["text"] == text
         details = predicted["usage"]["completion_tokens_details"]
         assert before is not None and after is not None
@@ -122,7 +117,7 @@ def test_a_prediction_of_the_whole_output_is_accepted(tmp_path: Path) -> None:
         )
         assert run.accepted > 30
         places = re.findall(
-            r'vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d)"', metrics(server)
+            r'vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d)"', metrics_text(server)
         )
         assert places == ["0", "1", "2", "3"]
         middle = text[20:23]

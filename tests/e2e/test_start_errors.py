@@ -161,11 +161,13 @@ def test_a_path_too_long_for_sockets(good: Path, tmp_path: Path) -> None:
 
 
 def test_an_unreachable_hub() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    error = failure(
-        *("--model", "someone/something"), status=ExitStatus.RESOURCES, HF_ENDPOINT=f"http://127.0.0.1:{port}"
-    )
+    with socket.socket() as silent:  # bound, so that nobody else is, and not listening
+        silent.bind(("127.0.0.1", 0))
+        error = failure(
+            *("--model", "someone/something"),
+            status=ExitStatus.RESOURCES,
+            HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}",
+        )
     assert "cannot be reached" in error and "give a local directory" in error
 
 

@@ -1,6 +1,7 @@
 """The KV events of an engine core in a process of its own."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from atom.shared.messages.engine import (
     FinishReason,
 )
 from atom.shared.messages.supervisor import Dead
-from tests.helpers.engine.core_rig import CONFIG, Engine, collect, request
+from tests.helpers.engine.core_rig import CONFIG, DEADLINE_S, Engine, collect, request
 from tests.helpers.servers.kv_events import BATCHES, replay
+
+Known = dict[int, tuple[int | None, list[int]]]
+"""Parent and ids of each block, by its digest."""
 
 
 @pytest.mark.parametrize("event_format", ["maps", "arrays"])
@@ -29,35 +33,46 @@ def test_kv_events_tell_what_the_prefix_cache_has(tmp_path: Path, event_format: 
         engine.start()
         frontend = engine.frontend(0)
         frontend.receive()
-        known: dict[int, tuple[int | None, list[int]]] = {}
+        known: Known = {}
         prompts = [[1] * 4 + [number] * 40 for number in range(2, 6)]  # more than 32 blocks of 4
         for number, prompt in enumerate(prompts):
             frontend.send(request(number, prompt, 5))
             reasons: dict[int, FinishReason] = {}
             tokens: dict[int, list[int]] = {}
             engine.work_until(lambda: collect(frontend, tokens, reasons) or bool(reasons))  # noqa: B023
-        messages = replay(f"ipc://{tmp_path}/replay", 0)
-        assert [number for number, _ in messages] == list(range(len(messages)))
-        for _, payload in messages:
-            for event in msgspec.msgpack.decode(payload, type=BATCHES[event_format]).events:
-                follow(event, known)
+        computed = prompts[-1] + tokens[len(prompts) - 1][:-1]
+        deadline = time.monotonic() + DEADLINE_S
+        while not has_blocks(known, computed):  # a thread publishes them, maybe after the tokens have come
+            assert time.monotonic() < deadline, f"blocks are missing: {known}"
+            messages = replay(f"ipc://{tmp_path}/replay", 0)
+            assert [number for number, _ in messages] == list(range(len(messages)))
+            known.clear()
+            for _, payload in messages:
+                for event in msgspec.msgpack.decode(payload, type=BATCHES[event_format]).events:
+                    follow(event, known)
         assert len(known) <= 32
-        digest, computed = None, prompts[-1] + tokens[len(prompts) - 1][:-1]
-        for start in range(0, len(computed) // 4 * 4, 4):
-            (digest,) = [
-                one for one, block in known.items() if block == (digest, computed[start : start + 4])
-            ]
         frontend.send(ResetPrefixCache(1))
         frontend.receive()
         while (newest := replay(f"ipc://{tmp_path}/replay", len(messages))) == []:
-            pass
+            assert time.monotonic() < deadline, "no event of the reset"
         (cleared,) = msgspec.msgpack.decode(newest[0][1], type=BATCHES[event_format]).events
         assert cleared.__struct_config__.tag == "AllBlocksCleared"
     finally:
         engine.close()
 
 
-def follow(event: Any, known: dict[int, tuple[int | None, list[int]]]) -> None:
+def has_blocks(known: Known, ids: list[int]) -> bool:
+    """Whether each whole block of `ids` is known, once, with the one before as its parent."""
+    digest = None
+    for start in range(0, len(ids) // 4 * 4, 4):
+        found = [one for one, block in known.items() if block == (digest, ids[start : start + 4])]
+        if not found:
+            return False
+        (digest,) = found
+    return True
+
+
+def follow(event: Any, known: Known) -> None:
     """Apply an event to the parent and the ids of each known block."""
     if event.__struct_config__.tag == "BlockRemoved":
         for digest in event.block_hashes:

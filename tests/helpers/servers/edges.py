@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,24 @@ DEADLINE_S = 60.0
 
 
 def metrics_text(server: Server) -> str:
-    """One scrape of /metrics."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=DEADLINE_S) as response:
-        text: str = response.read().decode()
-    return text
+    """The first scrape of /metrics that has the counters of all engines that are up.
+
+    A scrape waits a second for an engine, and then leaves its counters out. One that cannot read what other
+    frontends have counted within a second is a 503.
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        text = ""
+        try:
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=DEADLINE_S) as response:
+                text = response.read().decode()
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+        up = set(re.findall(r'^atom:engine_up\{.*engine="(\d+)".* 1\.0$', text, re.MULTILINE))
+        if text and up <= set(re.findall(r'^atom:engine_steps_total\{.*engine="(\d+)"', text, re.MULTILINE)):
+            return text
+        assert time.monotonic() < deadline, f"an engine that is up does not answer:\n{text}"
 
 
 class Gauges:

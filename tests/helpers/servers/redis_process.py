@@ -19,9 +19,11 @@ class RedisProcess:
     """Keeps nothing on disk."""
 
     def __init__(self, password: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self._port_kept = socket.socket()
+        """Bound, so that the kernel gives the port to nobody else; the store may still listen on it."""
+        self._port_kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port_kept.bind(("127.0.0.1", 0))
+        self.port: int = self._port_kept.getsockname()[1]
         self._password = password
         self.start()
 
@@ -52,6 +54,10 @@ class RedisProcess:
         self.process.kill()
         self.process.wait(_DEADLINE_S)
 
+    def close(self) -> None:
+        self.kill()
+        self._port_kept.close()
+
 
 @contextmanager
 def redis_process(password: str) -> Iterator[RedisProcess]:
@@ -60,4 +66,4 @@ def redis_process(password: str) -> Iterator[RedisProcess]:
     try:
         yield made
     finally:
-        made.kill()
+        made.close()

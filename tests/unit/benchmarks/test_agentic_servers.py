@@ -35,12 +35,13 @@ HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 def serving(place: Path, status: int) -> Iterator[int]:
     """The process id of a server that says 503 once, then `status`."""
     (place / "server.py").write_text(SERVER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = shlex.join([sys.executable, str(place / "server.py"), "{model}", "{port}", str(status)])
-    with running(Contender("one", command), str(place / "pid"), port, place / "logs" / "one.log", 30):
-        yield int((place / "pid").read_text())
+    with socket.socket() as kept:  # bound, so that the kernel gives the port to nobody else
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # but the server may listen on it
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        with running(Contender("one", command), str(place / "pid"), port, place / "logs" / "one.log", 30):
+            yield int((place / "pid").read_text())
 
 
 def test_a_server_runs_until_its_block_ends(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from tests.helpers.servers.wire import error_of
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 STEP_S = 0.01
-SOME_S = 1.5
-"""Time for some tokens, also on a busy machine, and for few of 10,000."""
+SOME_S = 2.5
+"""Time for some tokens, also if this process stands still for two seconds, and for few of 10,000."""
 
 
 def script(request: AddRequest) -> Script:

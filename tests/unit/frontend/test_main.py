@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,12 +77,15 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(tmp_path: Path)
     with started(tmp_path, Script(OUTPUT, FinishReason.MAX_TOKENS)) as running:
         assert running.message == Ready("frontend")
         running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 200)
+        may_end = threading.Event()
+        running.core.waits = lambda: running.core.steps >= 2 and not may_end.is_set()
         with contextlib.closing(begin_request(running)) as connection:
             running.process.send_signal(signal.SIGTERM)
             running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 503)
             status, data, headers = running.client.exchange("POST", "/v1/completions", {"prompt": "x"})
             assert (status, headers["retry-after"]) == (503, "2")
             assert "stopping" in json.loads(data)["error"]["message"]
+            may_end.set()
             response = connection.getresponse()
             assert response.status == 200
             assert json.loads(response.read())["usage"]["completion_tokens"] == len(OUTPUT)

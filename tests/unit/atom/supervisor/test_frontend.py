@@ -1,7 +1,6 @@
 """HTTP processes: restarted on a socket that is held for them, and stopped in steps."""
 
 import contextlib
-import itertools
 import socket
 import time
 from collections.abc import Iterator
@@ -31,7 +30,10 @@ LOCAL = "127.0.0.1"
 HANDLERS = "import os, signal, sys, time; got = []; signal.signal(15, lambda *_: got.append(1)); "
 TOLD = "os.open(sys.argv[1], os.O_CREAT); "
 STUBBORN = f"{HANDLERS}{TOLD}time.sleep(60) or time.sleep(60)"
-TWO_SIGNALS = f"{HANDLERS}{TOLD}\nwhile len(got) < 2: time.sleep(0.01)\ntime.sleep(1.5); sys.exit(7)"
+TWO_SIGNALS = (
+    f"{HANDLERS}{TOLD}\nwhile not got: time.sleep(0.01)\nos.open(sys.argv[1] + '.again', os.O_CREAT)"
+    "\nwhile len(got) < 2: time.sleep(0.01)\ntime.sleep(1.5); sys.exit(7)"
+)
 
 DRAINS = f"{HANDLERS}{TOLD}\nwhile not got: time.sleep(0.01)"
 FAILS = f"{DRAINS}\nsys.exit(1)"
@@ -212,8 +214,8 @@ def test_a_frontend_has_seconds_for_its_clients_after_the_second_signal(
     (frontend,) = add_frontends(supervisor, port, TWO_SIGNALS)
     assert frontend.life is not None
     process = frontend.life.children[frontend.name].process
-    calls = itertools.count()
-    supervisor.stop_frontends(60, hurry=lambda: next(calls) > 3)
+    first_has_come = frontend.life.directory / "told.again"
+    supervisor.stop_frontends(60, hurry=first_has_come.exists)
     assert process.returncode == 7
 
 

@@ -24,7 +24,7 @@ from tests.helpers.servers.http_server import DEADLINE_S, Client, running_fronte
 from tests.helpers.servers.wire import post_head, read_response
 
 TOKENIZER = tiny_tokenizer.tokenizer()
-KEEPALIVE_S = 2.0
+KEEPALIVE_S = 3.0
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 

@@ -6,8 +6,12 @@ import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
+from aiohttp import web
 
+from frontend.http.connections import Listener
+from frontend.http.limits import HttpLimits
 from frontend.http.other_sockets import OtherSockets
+from frontend.metrics.metrics import Metrics
 
 LOCAL = "127.0.0.1"
 DEADLINE_S = 60.0
@@ -127,6 +131,30 @@ def test_after_the_end_nothing_listens() -> None:
             await asyncio.open_connection(*address)
 
     asyncio.run(check())
+
+
+def test_a_server_ends_while_it_accepts_for_another_frontend() -> None:
+    """Its runner stops all that accept before it ends what else the server has."""
+
+    async def stop(app: web.Application) -> None:
+        await others.stop()
+
+    async def check() -> None:
+        app = web.Application()
+        app.on_shutdown.append(stop)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        others.start(lambda listening: Listener(runner, listening, HttpLimits(), Metrics()))
+        others.set_down([1])
+        async with asyncio.timeout(DEADLINE_S):
+            while not runner.sites:
+                await asyncio.sleep(0.01)
+        await runner.cleanup()
+
+    with socket.create_server((LOCAL, 0)) as kept:
+        others = OtherSockets({1: kept.dup().detach()})
+        asyncio.run(check())
+        assert not others._listeners
 
 
 def test_a_socket_that_cannot_be_used_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:

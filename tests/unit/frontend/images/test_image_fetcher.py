@@ -182,10 +182,11 @@ def test_few_files_are_fetched_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_host_without_a_server_is_an_error_of_the_request() -> None:
     async def run() -> None:
-        with contextlib.closing(socket.create_server((LOOPBACK, 0))) as taken:
-            port = taken.getsockname()[1]
-        fetcher = ImageFetcher(frozenset({f"images.test:{port}"}), Resolver(LOOPBACK), lambda _: True)
-        await fetcher.fetch(f"http://images.test:{port}/", "f")
+        with socket.socket() as silent:  # bound, so that nobody else is, and not listening
+            silent.bind((LOOPBACK, 0))
+            port = silent.getsockname()[1]
+            fetcher = ImageFetcher(frozenset({f"images.test:{port}"}), Resolver(LOOPBACK), lambda _: True)
+            await fetcher.fetch(f"http://images.test:{port}/", "f")
 
     assert "no connection to its host" in str(failure(lambda: asyncio.run(run())))
 

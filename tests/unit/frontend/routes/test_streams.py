@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -234,20 +235,19 @@ def test_who_asks_last_has_the_stream(model: ToolModel, frontends: list[Client])
     """The earlier connection may be open still, as after a loss of the network."""
     expected = begun(frontends[0], CHAT, TOOLS)
     for frontend in frontends:
-        paused = [False]
-        model.core.waits = lambda paused=paused: paused[0]  # type: ignore[misc]
+        last = [model.core.steps + 8]  # of some forty
+        model.core.waits = lambda last=last: model.core.steps >= last[0]  # type: ignore[misc]
         connection = frontends[0].connection()
         connection.request("POST", CHAT, json.dumps(TOOLS), {**key_headers(), **RESUMABLE})
         response = connection.getresponse()
         got = read_events(response, 4)
-        paused[0] = True
         other = frontend.connection()
         path = f"/v1/streams/{got[-1][0].partition('/')[0]}"
         other.request("GET", path, headers={**key_headers(), "Last-Event-ID": got[-1][0]})
         resumed = other.getresponse()
         assert resumed.status == 200
         assert b"resumed" in response.read()  # its error event, and its end
-        paused[0] = False
+        last[0] = sys.maxsize
         assert [text for _, text in got + events_of(resumed.read())] == [text for _, text in expected]
         connection.close()
         other.close()

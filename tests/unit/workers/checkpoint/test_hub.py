@@ -73,11 +73,6 @@ def error_of(cache: Path, model: str = NAME, status: int = ExitStatus.MODEL, **m
     return str(response["error"])
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     ("text", "is_name"),
     [
@@ -222,9 +217,11 @@ def test_an_interrupted_download_is_continued(tmp_path: Path, monkeypatch: pytes
 
 
 def test_no_hub_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    begun = time.monotonic()
-    error = error_of(tmp_path, status=ExitStatus.RESOURCES)
+    with socket.socket() as silent:  # bound, so that nobody else is, and not listening
+        silent.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        begun = time.monotonic()
+        error = error_of(tmp_path, status=ExitStatus.RESOURCES)
     assert time.monotonic() - begun < 100
     assert "cannot be reached" in error and "give a local directory" in error
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

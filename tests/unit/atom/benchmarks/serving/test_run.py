@@ -9,12 +9,6 @@ from atom.benchmarks.serving.errors import BenchmarkError
 from atom.benchmarks.serving.run import check_server
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-    return port
-
-
 def test_a_server_that_listens_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         check_server(f"http://127.0.0.1:{server.getsockname()[1]}/base")
@@ -30,7 +24,9 @@ def test_a_closed_port_is_named_before_a_tokenizer_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(benchmark_serving, "text_source", lambda args: pytest.fail("too late"))
-    port = closed_port()
-    assert benchmark_serving.main(["--model", "owner/name", "--port", str(port)]) == 1
+    with socket.socket() as silent:  # bound, so that nobody else is, and not listening
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        assert benchmark_serving.main(["--model", "owner/name", "--port", str(port)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: no server answers at http://") and f":{port}: Connection refused" in line

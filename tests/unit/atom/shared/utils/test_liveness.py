@@ -92,6 +92,7 @@ def test_unread_beats_do_not_pile_up() -> None:
         for _ in range(20_000):
             heartbeats.send_if_due()  # never waits
         received = 0
+        assert reader.poll(60_000)
         while reader.poll(200):
             reader.recv()
             received += 1

@@ -8,12 +8,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from atom.shared.utils import file_lock
 from atom.shared.utils.file_lock import exclusive
 from atom_ops import backend, linear, triton_impl
 from atom_ops.triton_impl.experts import expert_plans
@@ -252,12 +254,15 @@ def test_two_workers_measure_once_and_both_see_the_progress(tmp_path: Path) -> N
     assert all(total == 8 for *_, heard in found for _, _, total in heard)
 
 
-def test_waiting_for_the_lock_times_out(tmp_path: Path) -> None:
-    waits: list[float] = []
+def test_waiting_for_the_lock_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[None] = []
+    clock = itertools.count(0.0, 0.1)  # each look at it is later
+    own_time = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None)
+    monkeypatch.setattr(file_lock, "time", own_time)
     with (
         exclusive(tmp_path / "lock", 1.0, lambda: None),
         pytest.raises(TimeoutError, match="lock is still locked after 0 s"),
-        exclusive(tmp_path / "lock", 0.3, lambda: waits.append(time.monotonic())),
+        exclusive(tmp_path / "lock", 0.3, lambda: waits.append(None)),
     ):
         raise AssertionError("two hold one lock")
     assert len(waits) >= 2
