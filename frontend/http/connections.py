@@ -262,11 +262,6 @@ class Listener(web.BaseSite):
         host, port = self._listener.getsockname()[:2]
         return f"{'http' if self._ssl_context is None else 'https'}://{host}:{port}"
 
-    async def stop(self) -> None:
-        """Accept no more; without effect if its runner, which has ended, has stopped it."""
-        if self in self._runner.sites:
-            await super().stop()
-
     async def start(self) -> None:
         await super().start()
         server = self._runner.server
@@ -289,7 +284,7 @@ class Listener(web.BaseSite):
         )
 
     async def stop(self) -> None:
-        """Accept no more, and close the socket. May be called twice: a runner that ends stops what it has."""
+        """Accept no more; without effect if its runner, which has ended, has stopped it."""
         if self in self._runner.sites:
             await super().stop()
 
