@@ -1,18 +1,29 @@
 """The processes of a server on this host, found from its supervisor."""
 
+import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import struct
 import time
 from pathlib import Path
 
-__all__ = ["ChaosError", "processes_of", "resident_bytes", "send", "supervisor_of", "wait_for_kind"]
+__all__ = [
+    "ChaosError",
+    "pause_at_random",
+    "processes_of",
+    "resident_bytes",
+    "send",
+    "supervisor_of",
+    "wait_for_kind",
+]
 
 _MODULES = {"worker": "workers.main", "core": "engine_core.process", "frontend": "frontend.main"}
 _CREDENTIALS = struct.Struct("3i")
 _START_DEADLINE_S = 120.0
+_LONGEST_PAUSE_S = 1.0
 
 
 class ChaosError(Exception):
@@ -55,10 +66,28 @@ def wait_for_kind(supervisor: int, kind: str, count: int) -> None:
         time.sleep(0.2)
 
 
-def send(pid: int, action: str) -> None:
-    """Kill or stop a process."""
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+        os.kill(pid, number)
+
+
+async def pause_at_random(supervisor: int, count: int, seed: int, until: asyncio.Event) -> None:
+    """Stop random processes of the server one after another, each for up to a second, as a busy host does."""
+    chosen = random.Random(seed)
+    for _ in range(count):
+        if until.is_set():
+            return
+        pids = [pid for kind in _MODULES for pid in processes_of(supervisor, kind)]
+        if not pids:
+            return
+        pid = chosen.choice(pids)
+        send(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(chosen.uniform(0, _LONGEST_PAUSE_S))
+        finally:
+            send(pid, signal.SIGCONT)
+        await asyncio.sleep(chosen.uniform(0, _LONGEST_PAUSE_S))
 
 
 def resident_bytes(pids: list[int]) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import re
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,14 @@ from typing import Any
 import aiohttp
 
 from atom.benchmarks.chaos.overload import overload
-from atom.benchmarks.chaos.processes import ChaosError, processes_of, resident_bytes, send, wait_for_kind
+from atom.benchmarks.chaos.processes import (
+    ChaosError,
+    pause_at_random,
+    processes_of,
+    resident_bytes,
+    send,
+    wait_for_kind,
+)
 from atom.benchmarks.chaos.report import Report, judge, judge_overload
 from atom.benchmarks.chaos.scenarios import Event, Scenario
 from atom.benchmarks.chaos.streams import ClientStream, body_of, flood, follow_all, stall
@@ -126,7 +134,10 @@ class _Events:
             assert event.target is not None
             pids = processes_of(target.supervisor, event.target)
             for pid in random.Random(target.seed).sample(pids, min(event.count, len(pids))):
-                send(pid, event.action)
+                send(pid, signal.SIGKILL if event.action == "kill" else signal.SIGSTOP)
+        elif event.action == "pause":
+            pauses = pause_at_random(target.supervisor, event.count, target.seed, self.until)
+            self.tasks.append(asyncio.create_task(pauses))
         elif event.action == "stall":
             for number in range(event.count):
                 body = {**body_of(target.model, number, target.tokens), "return_token_ids": False}

@@ -13,15 +13,17 @@ class Event:
     """`at`: the part of all expected tokens that the streams have got then."""
 
     at: float
-    action: Literal["kill", "stop", "stall", "flood"]
-    """SIGKILL; SIGSTOP, until the server kills it; clients that do not read; many short requests."""
+    action: Literal["kill", "stop", "pause", "stall", "flood"]
+    """SIGKILL; SIGSTOP, until the server kills it; short pauses of random processes one after another, until
+    the streams end; clients that do not read; many short requests."""
     target: Target | None = None
     """For signals: a random process of that kind."""
     count: int = 1
-    """Number of processes, clients or requests."""
+    """Number of processes, clients or requests; of pauses at most."""
 
     def __str__(self) -> str:
-        return f"{self.action} {self.count} {self.target or 'clients'} after {self.at:.0%} of the tokens"
+        what = self.target or ("processes" if self.action == "pause" else "clients")
+        return f"{self.action} {self.count} {what} after {self.at:.0%} of the tokens"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Scenario:
 SCENARIOS = {
     "worker": Scenario("R1", "SIGKILL of a worker", (Event(0.3, "kill", "worker"),)),
     "core": Scenario("R2", "SIGKILL of an engine core", (Event(0.3, "kill", "core"),)),
+    "pauses": Scenario("R3", "short pauses of random processes", (Event(0.0, "pause", count=1000),)),
     "hang": Scenario("R3", "SIGSTOP of a worker", (Event(0.3, "stop", "worker"),)),
     "frontend": Scenario("R4", "SIGKILL of a frontend", (Event(0.3, "kill", "frontend"),)),
     "twice": Scenario(

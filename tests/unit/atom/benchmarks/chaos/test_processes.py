@@ -1,3 +1,4 @@
+import asyncio
 import os
 import socket
 import subprocess
@@ -7,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from atom.benchmarks.chaos.processes import ChaosError, processes_of, resident_bytes, supervisor_of
+from atom.benchmarks.chaos.processes import (
+    ChaosError,
+    pause_at_random,
+    processes_of,
+    resident_bytes,
+    supervisor_of,
+)
 
 _SLEEP = "import time; time.sleep(60)"
 
@@ -25,6 +32,25 @@ def test_processes_are_found_by_their_module(worker: int) -> None:
     assert processes_of(os.getpid(), "worker") == [worker]
     assert processes_of(os.getpid(), "core") == []
     assert resident_bytes([worker]) > 0
+
+
+def test_pauses_end(worker: int) -> None:
+    """Also where the streams end within one: the process goes on."""
+
+    def state() -> str:
+        return Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0]
+
+    async def run() -> None:
+        until = asyncio.Event()
+        task = asyncio.create_task(pause_at_random(os.getpid(), 1000, 0, until))
+        async with asyncio.timeout(60):
+            while state() != "T":
+                await asyncio.sleep(0.001)
+            until.set()
+            await task
+
+    asyncio.run(run())
+    assert state() != "T"
 
 
 def test_the_admin_socket_tells_the_supervisor(worker: int, tmp_path: Path) -> None:
