@@ -15,7 +15,7 @@ from aiohttp import web
 
 from atom.shared.messages.codec import encode
 from atom.shared.messages.launch import FrontendLaunch
-from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
+from atom.shared.messages.supervisor import INTERRUPT_SIGNAL, Dead, Heartbeat, Ready, ToSupervisor
 from atom.shared.utils.errors import out_of_memory
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.liveness import HeartbeatSender, heartbeat_interval
@@ -53,11 +53,11 @@ def main() -> None:
 async def serve(launch: FrontendLaunch) -> ExitStatus:
     """Serve requests until SIGTERM; then running requests get the shutdown timeout to finish.
 
-    A second SIGTERM ends them at once. Once another server has the sockets, requests on open connections get
-    that time, and SIGTERM ends them; if that server dies meanwhile, connections are accepted again. Returns
-    whether a request has failed for lack of an engine since the end began.
+    INTERRUPT_SIGNAL ends them at once. Once another server has the sockets, requests on open connections get
+    that time; if that server dies meanwhile, connections are accepted again. Returns whether a request has
+    failed for lack of an engine since the end began.
     """
-    stop = _StopSignal()
+    stop = _StopSignals()
     app = create_app(launch)
     replaces = launch.first_life > 0 and launch.life == 0
     patience_s = None if replaces else _ENGINES_ANSWER_S  # the server that it replaces accepts meanwhile
@@ -76,18 +76,18 @@ async def serve(launch: FrontendLaunch) -> ExitStatus:
         await runner.cleanup()
 
 
-async def _until_end(runner: web.AppRunner, timeout_s: float, stop: "_StopSignal") -> int:
+async def _until_end(runner: web.AppRunner, timeout_s: float, stop: "_StopSignals") -> int:
     """Serve until all requests have ended; returns how many had failed when the end began."""
     app = runner.app
     lifecycle, client = app[keys.LIFECYCLE], app[keys.CLIENT]
     while True:
-        await _first(stop.first.wait(), lifecycle.left.wait())
+        await _first(stop.drain.wait(), lifecycle.left.wait())
         failed_before = client.num_failed
         if not lifecycle.left.is_set():
-            await _first(lifecycle.drain(timeout_s), stop.second.wait())
+            await _first(lifecycle.drain(timeout_s), stop.interrupt.wait())
             await _end_unfinished(app)
             return failed_before
-        await _first(_no_connections(runner, timeout_s), lifecycle.stays.wait(), stop.first.wait())
+        await _first(_no_connections(runner, timeout_s), lifecycle.stays.wait(), stop.drain.wait())
         if lifecycle.left.is_set():
             await _end_unfinished(app)
             await app[keys.SUPERVISOR].leave_streams(client.resumption.without_engine())
@@ -138,16 +138,19 @@ async def _end_unfinished(app: web.Application) -> None:
         await app[keys.LIFECYCLE].interrupt(_LAST_RESPONSES_S)
 
 
-class _StopSignal:
-    """SIGTERM: the first starts draining, the second ends it."""
+class _StopSignals:
+    """SIGTERM starts draining; INTERRUPT_SIGNAL ends it, also before it has started."""
 
     def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._count)
+        self.drain = asyncio.Event()
+        self.interrupt = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(INTERRUPT_SIGNAL, self._interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self.drain.set)
 
-    def _count(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+    def _interrupt(self) -> None:
+        self.drain.set()
+        self.interrupt.set()
 
 
 def _report(supervisor: str, message: ToSupervisor) -> None:

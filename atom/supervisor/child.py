@@ -47,10 +47,10 @@ class Child:
         assert self.process.returncode is not None
         return how_it_ended(self.process.returncode)
 
-    def terminate(self) -> None:
-        """Send SIGTERM; its end is expected from now on."""
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send the signal; its end is expected from now on."""
         self.stopping = True
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(number)
 
 
 def how_it_ended(status: int) -> str:

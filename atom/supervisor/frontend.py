@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from atom.shared.messages.launch import FrontendLaunch
-from atom.shared.messages.supervisor import Engines
+from atom.shared.messages.supervisor import INTERRUPT_SIGNAL, Engines
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.net import ListenPort
 from atom.supervisor.domain import Domain, DomainSettings
@@ -109,7 +109,7 @@ class Frontend(Domain):
         return super().failure()
 
     def unclean_end(self) -> str:
-        """How its process has ended after SIGTERM, if requests were cut off or failed; empty if none were."""
+        """How its process has ended when stopped, if requests were cut off or failed; empty if none were."""
         if self.life is None:
             return ""
         for child in self.life.children.values():
@@ -118,7 +118,8 @@ class Frontend(Domain):
             if child.process.returncode not in (
                 ExitStatus.DONE,
                 -signal.SIGTERM,
-            ):  # it had not begun to serve
+                -INTERRUPT_SIGNAL,
+            ):  # by a signal: it had not begun to serve
                 return child.end
         return ""
 
@@ -141,9 +142,14 @@ class Frontend(Domain):
         self.restart()
 
     def terminate(self) -> None:
-        """Send SIGTERM: the first lets running requests finish, the second ends them with errors."""
-        if self.life is not None and self.life.is_alive:
+        """Let running requests finish, and end then."""
+        if self.life is not None:
             self.life.terminate()
+
+    def interrupt(self) -> None:
+        """End running requests with errors, and then the process."""
+        if self.life is not None:
+            self.life.terminate(INTERRUPT_SIGNAL)
 
     def close(self) -> None:
         """Kill the process; connections are refused from now on."""

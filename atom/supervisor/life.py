@@ -1,6 +1,7 @@
 """One life (restart generation) of a failure domain: its processes, their reports, why it has failed."""
 
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -138,11 +139,11 @@ class Life:
             return Failure(reason, reason)
         return None
 
-    def terminate(self) -> None:
-        """Send SIGTERM to every process but workers, whose core stops them."""
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send the signal to every process but workers, whose core stops them."""
         for child in self.children.values():
             if child.is_alive and child.role is not Role.WORKER:
-                child.terminate()
+                child.terminate(number)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all processes have ended, at most `timeout_s`."""

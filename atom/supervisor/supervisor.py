@@ -43,7 +43,7 @@ STALL_NOTICE_S = 60.0
 JOIN_NOTICE_S = 10.0
 ENGINE_STOP_S = 10.0
 _POLL_S = 0.1
-# Time for a frontend to send its clients error events after the second SIGTERM.
+# Time for a frontend that is interrupted to send its clients error events.
 _CLIENT_ERRORS_S = 5.0
 _END_POLL_S = 0.02
 # For frontends to send the requests of an engine elsewhere before it ends.
@@ -466,7 +466,7 @@ class Supervisor:
                 frontend.terminate()
         self.drain_frontends(timeout_s, hurry)
         for frontend in self._frontends:
-            frontend.terminate()  # the second SIGTERM: it ends its running requests with errors
+            frontend.interrupt()
         deadline = time.monotonic() + _CLIENT_ERRORS_S
         while self.has_frontends and time.monotonic() < deadline:
             self._receive(_END_POLL_S)  # streams that they leave

@@ -119,6 +119,20 @@ def test_the_first_signal_drains_and_the_second_ends(
     assert list(run_directories.iterdir()) == []
 
 
+def test_two_signals_at_once_end_as_two_do(model: str, run_directories: Path) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            server.process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGINT)
+
+    with running_server("--model", model, *ARGS) as server:
+        asyncio.run(drive(server))
+        assert server.process.wait(STOP_DEADLINE_S) == 0
+    assert crowd.ends == {"error event": STREAMS}
+
+
 def test_draining_ends_at_its_deadline(model: str, run_directories: Path) -> None:
     crowd = Crowd(STREAMS)
 

@@ -9,12 +9,17 @@ WantTrial, and GetStream and LeaveStream are answered by HandedStream.
 `process` is the supervisor's name of the process: prepare, core, frontend, worker 0, worker 1, …
 """
 
+import signal
+
 import msgspec
 
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.resume import GetStream, HandedStream, LeaveStream
 from atom.shared.utils.exit_status import ExitStatus
+
+INTERRUPT_SIGNAL = signal.SIGUSR1
+"""Ends the running requests of a frontend with errors. A second SIGTERM is lost while one is pending."""
 
 
 class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):

@@ -17,7 +17,7 @@ import zmq
 
 from atom.shared.messages.codec import Decoder
 from atom.shared.messages.engine import AddRequest, FinishReason
-from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
+from atom.shared.messages.supervisor import INTERRUPT_SIGNAL, Dead, Heartbeat, Ready, ToSupervisor
 from atom.shared.utils.process import spawn
 from tests.helpers.checkpoints import tiny_tokenizer
 from tests.helpers.servers.fake_core import FakeCore, Script
@@ -92,10 +92,10 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(tmp_path: Path)
         assert running.process.wait(DEADLINE_S) == 0
 
 
-@pytest.mark.parametrize("second_signal", [True, False])
-def test_unfinished_requests_get_an_error_response(tmp_path: Path, second_signal: bool) -> None:
-    """After a second SIGTERM, and after the shutdown timeout."""
-    timeout = DEADLINE_S if second_signal else 0.5
+@pytest.mark.parametrize("interrupts", [True, False])
+def test_unfinished_requests_get_an_error_response(tmp_path: Path, interrupts: bool) -> None:
+    """After two signals that come before the process has run, and after the shutdown timeout."""
+    timeout = DEADLINE_S if interrupts else 0.5
     with started(tmp_path, Script(OUTPUT, reason=None), shutdown_timeout=timeout) as running:
         running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 200)
         with (
@@ -106,10 +106,11 @@ def test_unfinished_requests_get_an_error_response(tmp_path: Path, second_signal
             stream = streaming.getresponse()
             first = stream.readline()
             uploading.sendall(post_head(100) + b"{")
+            running.process.send_signal(signal.SIGSTOP)
             running.process.send_signal(signal.SIGTERM)
-            if second_signal:
-                running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 503)
-                running.process.send_signal(signal.SIGTERM)
+            if interrupts:
+                running.process.send_signal(INTERRUPT_SIGNAL)
+            running.process.send_signal(signal.SIGCONT)
             data = first + stream.read()  # fails if the stream is truncated
             frames = data.decode().strip().split("\n\n")
             response = whole.getresponse()

@@ -27,7 +27,8 @@ from atom.supervisor.process import ProcessSpec
 from tests.helpers.servers.domains import SLEEP, ScriptDomain, add_child, send, settings_in
 
 LOCAL = "127.0.0.1"
-HANDLERS = "import os, signal, sys, time; got = []; signal.signal(15, lambda *_: got.append(1)); "
+ON_SIGNALS = "[signal.signal(number, lambda *_: got.append(1)) for number in (10, 15)]"
+HANDLERS = f"import os, signal, sys, time; got = []; {ON_SIGNALS}; "
 TOLD = "os.open(sys.argv[1], os.O_CREAT); "
 STUBBORN = f"{HANDLERS}{TOLD}time.sleep(60) or time.sleep(60)"
 TWO_SIGNALS = (
