@@ -133,8 +133,8 @@ class Connection(web.RequestHandler):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads the result
         """Whether the connection stays open for a response; probes whether the client still reads."""
-        if self._is_idle() or self._is_encrypted():  # TLS transports cannot be half closed
-            return False
+        if self.transport is None or self._is_idle() or self._is_encrypted():
+            return False  # it is being closed, or TLS, which cannot be half closed
         self._is_half_closed = True
         self._probe(_FIRST_PROBE_S)
         return True
@@ -162,7 +162,8 @@ class Connection(web.RequestHandler):
         return self._waiter is not None and not self._waiter.done() and not self._unparsed
 
     def _is_encrypted(self) -> bool:
-        return self.transport is not None and self.transport.get_extra_info("ssl_object") is not None
+        assert self.transport is not None, "it has a connection"
+        return self.transport.get_extra_info("ssl_object") is not None
 
     def _close_idle_in(self, delay_s: float) -> None:
         if self._keepalive_handle is not None:

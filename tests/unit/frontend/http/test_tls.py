@@ -146,6 +146,19 @@ def is_served(client: Client) -> bool:
         return False
 
 
+def test_the_end_of_an_idle_connection_is_not_logged(
+    tmp_path: Path, checkpoint: Checkpoint, files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits, tls = HttpLimits(keepalive_s=0.05), client_context(files / "authority.pem")
+    with served(tmp_path, checkpoint, settings(files), tls, limits) as client, connect(client) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert read_response(connection)[0] == 200
+        assert connection.recv(1) == b""
+        connection.unwrap().close()
+        assert client.post("/v1/completions", prompt="x")[0] == 200
+    assert caplog.messages == []
+
+
 def test_clients_may_have_to_show_a_certificate(tmp_path: Path, checkpoint: Checkpoint, files: Path) -> None:
     authority = files / "authority.pem"
     known = client_context(authority)
