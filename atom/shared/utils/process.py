@@ -19,6 +19,8 @@ from atom.shared.utils.bytecode import bytecode_variables
 
 T = TypeVar("T")
 
+_PARENT = "_ATOM_PARENT_PID"
+"""Variable of a child: its parent; empty if that may not end with the thread that has started it."""
 _PR_SET_PDEATHSIG = 1
 _MAX_LAUNCH_BYTES = 16 * 1024 * 1024
 _MAX_OUTPUT_BYTES = 16 * 1024 * 1024
@@ -48,7 +50,7 @@ def spawn(
         pass_fds=pass_fds,
         # Signals to the supervisor's process group (Ctrl-C, a service manager) must not reach the child.
         process_group=0,
-        env={**module_environment(), "_ATOM_PARENT_PID": str(os.getpid()) if in_main_thread else ""},
+        env={**module_environment(), _PARENT: str(os.getpid()) if in_main_thread else ""},
     )
     assert child.stdin is not None
     # The exit status of a child that has died already is reported later.
@@ -86,7 +88,7 @@ def last_line(child: subprocess.Popen[bytes], deadline: float) -> bytes:
 def read_launch(kind: type[T]) -> T:
     """Read the parent's launch frame. From here on this process ends with its parent.
 
-    Raises ValueError when standard input holds no such frame.
+    Raises ValueError when standard input holds no such frame, and no parent was going to send one.
     """
     _die_with_parent()
     size = int.from_bytes(_read_exactly(4), "little")
@@ -112,7 +114,7 @@ def _inherited_python_path() -> list[str]:
 
 
 def _die_with_parent() -> None:
-    parent = os.environ.get("_ATOM_PARENT_PID", "")
+    parent = os.environ.get(_PARENT, "")
     if not parent.isdigit():
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -125,6 +127,8 @@ def _read_exactly(size: int) -> bytes:
     while len(data) < size:
         piece = os.read(0, size - len(data))
         if not piece:
+            if _PARENT in os.environ:
+                os._exit(1)  # the parent was stopped before it had sent the frame
             raise ValueError("this module is started by atom-launch, not by hand")
         data += piece
     return data
