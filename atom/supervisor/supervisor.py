@@ -271,6 +271,7 @@ class Supervisor:
         group = next(iter(self._to_restart), None)
         if group is None or self._phase is not _Phase.SERVING:
             self._to_restart.clear()
+            self._restarted.clear()
             return
         if group in self._restarted:
             if group.is_ready or group.is_over:

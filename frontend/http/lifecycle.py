@@ -61,9 +61,11 @@ class Lifecycle:
         return self.left.is_set() and self._is_interrupted
 
     async def listen(self, listening: socket.socket, listen: Listen) -> None:
-        """Accept connections on a socket, until `leave` and after `come_back`. Raises OSError."""
-        self._sockets.append((listening, listen))
-        await self._start(listening, listen)
+        """Accept connections on a socket, but not between `leave` and `come_back`. Raises OSError."""
+        async with self._moves:
+            self._sockets.append((listening, listen))
+            if not self.left.is_set():  # as it is where this process starts while the server is replaced
+                await self._start(listening, listen)
 
     async def _start(self, listening: socket.socket, listen: Listen) -> None:
         listener = listen(listening.dup())

@@ -316,6 +316,24 @@ def test_an_administrator_restarts_engines_one_after_the_other(supervisor: Super
     assert all(engine.is_ready for engine in engines)
 
 
+def test_restarts_of_engines_that_an_upgrade_ended_are_forgotten(supervisor: Supervisor) -> None:
+    (engine,) = add_engines(supervisor, (SLEEP, SLEEP, SLEEP))
+    assert engine.life is not None
+    send(engine.life, Ready("core"))
+    supervisor.restart_failed()
+    check_until(supervisor, lambda: engine.is_ready)
+    supervisor.restart_engines()
+    check_until(supervisor, lambda: engine.number == 1)
+    supervisor.leave()
+    supervisor.check()
+    supervisor.come_back()  # the server that took over has died
+    assert engine.life is not None
+    send(engine.life, Ready("core"))
+    check_until(supervisor, lambda: engine.is_ready)
+    supervisor.restart_engines()
+    check_until(supervisor, lambda: engine.number == 2)
+
+
 def test_one_frontend_at_a_time_tries_requests(supervisor: Supervisor) -> None:
     """The turn of one that ends, or that comes back, passes on."""
     add_engines(supervisor, (SLEEP,))
