@@ -222,9 +222,13 @@ class Launcher:
             if take_over is not None:
                 take_over.stopping()
             self._logger.info("stopping: running requests may finish")
+            if self._successor is not None:
+                self._successor.stop()
             self._manager.stopping(self.server.shutdown_timeout + END_S)
             timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
             supervisor.stop_frontends(timeout, hurry=lambda: self._stops > 1)
+            if self._successor is not None:
+                self._successor.close()
         if supervisor.fault is not None:
             raise StartError(supervisor.fault.text)
 

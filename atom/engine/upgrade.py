@@ -26,6 +26,8 @@ UPGRADE_SIGNAL = signal.SIGUSR2
 """A server that gets it starts another one like itself, which replaces it."""
 _FIELD = "upgrade_from"
 _FLAG = "--upgrade-from"
+_STOP_S = 10.0
+"""For the end of a server that was to replace this one."""
 
 
 class TakeOver:
@@ -201,6 +203,21 @@ class Successor:
             return False
         get_logger().error("this server goes on: the one that was to replace it has ended (%d)", status)
         return True
+
+    def stop(self) -> None:
+        """Send it SIGTERM: this server is stopped before it has been replaced."""
+        if self._process.poll() is None:
+            get_logger().info("process %d, which was to replace this server, is stopped", self._process.pid)
+            self._process.terminate()
+
+    def close(self) -> None:
+        """After `stop`: wait for its end, and kill it if that takes too long."""
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            get_logger().warning("process %d has not ended, and is killed", self._process.pid)
+            self._process.kill()
+            self._process.wait()
 
 
 def without_upgrade(arguments: list[str]) -> list[str]:

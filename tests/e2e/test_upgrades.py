@@ -324,6 +324,19 @@ async def _drain(url: str, admin: Path) -> None:
             await asyncio.sleep(0.05)
 
 
+def test_a_server_that_is_stopped_ends_the_one_that_was_to_replace_it(tmp_path: Path) -> None:
+    with running_server("--model", str(checkpoint(tmp_path / "model")), *ARGS) as old:
+        old.process.send_signal(signal.SIGUSR2)
+        old.until("is going to take over")
+        pid = int(old.text().rpartition(" is going to take over")[0].rpartition("process ")[2])
+        try:
+            assert old.terminate() == 0
+            assert not is_alive(pid)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 async def _serves(url: str, admin: Path) -> None:
     async with aiohttp.ClientSession(url) as session:
         await plain(session)
