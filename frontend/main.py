@@ -95,9 +95,14 @@ async def _until_end(runner: web.AppRunner, timeout_s: float, stop: "_StopSignal
 
 
 async def _report_ready(app: web.Application, launch: FrontendLaunch) -> None:
-    # No deadline here: the supervisor bounds the whole start.
-    await app[keys.CLIENT].engines.wait_started()
-    _report(launch.supervisor, Ready(launch.name))
+    """Tell the supervisor, on a socket that stays: a busy one may take long to read it."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as status:
+        status.setsockopt(zmq.LINGER, 0)
+        status.connect(launch.supervisor)
+        # No deadline here: the supervisor bounds the whole start.
+        await app[keys.CLIENT].engines.wait_started()
+        status.send(encode(Ready(launch.name)), zmq.DONTWAIT)
+        await asyncio.Event().wait()  # until it is cancelled
 
 
 async def _send_heartbeats(launch: FrontendLaunch) -> None:

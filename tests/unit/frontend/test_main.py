@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,20 +39,29 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(directory: Path, script: Script, shutdown_timeout: float = DEADLINE_S) -> Iterator[Process]:
+def started(
+    directory: Path, script: Script, shutdown_timeout: float = DEADLINE_S, reads_after_s: float = 0.0
+) -> Iterator[Process]:
+    """`reads_after_s`: so long the supervisor reads nothing."""
     checkpoint = tiny_tokenizer.checkpoint(directory)
     with contextlib.ExitStack() as stack:
         core = stack.enter_context(FakeCore(directory, lambda _: script, step_s=0.02))
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         supervisor = stack.enter_context(zmq.Context().socket(zmq.PULL))
         stack.callback(supervisor.context.destroy, linger=0)
-        supervisor.bind(f"ipc://{directory}/supervisor")
         frame = launch_frame(core, checkpoint, directory / "supervisor", listener.fileno(), shutdown_timeout)
         process = spawn("frontend.main", frame, pass_fds=[listener.fileno()])
         stack.callback(end, process)
+        deadline = time.monotonic() + DEADLINE_S + reads_after_s
+        if reads_after_s:
+            client = Client(listener.getsockname()[1])
+            core.wait_for(lambda: client.exchange("GET", "/ready")[0] == 200)
+            time.sleep(reads_after_s)
+        supervisor.bind(f"ipc://{directory}/supervisor")
         message: ToSupervisor = Heartbeat("")
         while isinstance(message, Heartbeat):
             assert supervisor.poll(int(DEADLINE_S * 1000)), "no message to the supervisor"
+            assert time.monotonic() < deadline, "heartbeats alone"
             message = Decoder[ToSupervisor](ToSupervisor).decode(supervisor.recv())
         yield Process(core, process, listener.getsockname()[1], message)
 
@@ -125,6 +135,11 @@ def test_unfinished_requests_get_an_error_response(tmp_path: Path, interrupts: b
         assert frames[0].startswith('data: {"id"') and frames[-1] == "data: [DONE]"
         assert json.loads(frames[-2].removeprefix("data: "))["error"] == error
         assert running.process.wait(DEADLINE_S) == 0
+
+
+def test_a_supervisor_that_is_busy_learns_that_it_is_ready(tmp_path: Path) -> None:
+    with started(tmp_path, Script(OUTPUT), reads_after_s=2.0) as running:
+        assert running.message == Ready("frontend")
 
 
 def test_a_broken_template_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
