@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=1, help="streams of each client, one after another")
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--seconds", type=float, default=60.0, help="of an overload")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the processes that are killed and stopped")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the processes that are hit")
     parser.add_argument("--api-key", default="")
     parser.add_argument("--output", type=Path, help="a JSON file for the reports")
     parser.add_argument("--launch", nargs=argparse.REMAINDER, help="start a server with these flags")
