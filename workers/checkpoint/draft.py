@@ -6,13 +6,25 @@ from pathlib import Path
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.speculative import SpeculativeConfig
 from workers.checkpoint.checkpoint_files import check_weights, tensors_by_file
-from workers.checkpoint.draft_configs import Target, check_embedding, check_fit
+from workers.checkpoint.draft_configs import (
+    LATENT_EAGLE3,
+    SPECULATORS_EAGLE3,
+    Target,
+    check_embedding,
+    check_fit,
+    with_layer_fields,
+)
 from workers.checkpoint.families import architectures, has_aux_hidden_states, keeps_states
-from workers.checkpoint.hf_config import read_config
+from workers.checkpoint.hf_config import read_config, with_new_names
 from workers.checkpoint.hf_directory import normalised_config, positions
 
 _READERS = {
-    "eagle3": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+    "eagle3": (
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        *LATENT_EAGLE3,
+        *SPECULATORS_EAGLE3,
+    ),
     "dflash": ("DFlashDraftModel",),
     "dspark": ("Qwen3DSparkModel", "DSparkDraftModel"),
 }
@@ -55,7 +67,10 @@ def draft_checkpoint(
 def _read(directory: Path) -> Checkpoint:
     if not (directory / "config.json").is_file():
         raise ValueError("give a directory with config.json and safetensors files")
-    config = normalised_config(read_config(directory, {}), directory)
+    config = read_config(directory, {})
+    if config["architectures"][0] in SPECULATORS_EAGLE3:
+        config = with_new_names(with_layer_fields(config))
+    config = normalised_config(config, directory)
     return Checkpoint(
         directory=str(directory),
         architecture=config["architectures"][0],

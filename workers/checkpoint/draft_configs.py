@@ -1,7 +1,8 @@
 """The config.json of drafters that read the target's hidden states, and whether they fit the target.
 
-They are EAGLE-3 heads, DFlash and DSpark drafters. A block drafter's fields may be in `dflash_config` or at
-the top level.
+They are EAGLE-3 heads, DFlash and DSpark drafters. Some fields may be in `eagle_config` or `dflash_config`
+instead of the top level. The speculators library has the fields of an EAGLE-3 head's layer in
+`transformer_layer_config`.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -16,9 +17,15 @@ _EAGLE3_DEFAULTS = {
     "norm_before_residual": False,
     "norm_output": False,
     "fc_norm": False,
-    "num_aux_hidden_states": 3,
+    "norm_before_fc": False,
+    "use_aux_hidden_state": True,
 }
+LATENT_EAGLE3 = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+"""Architectures of EAGLE-3 heads with multi-head latent attention."""
+SPECULATORS_EAGLE3 = ("Eagle3Speculator", "Eagle3DraftModel")
+"""Architectures that the speculators library writes."""
 _BLOCK_DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False}
+_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _DFLASH_VALUES = {
     "input_embedding_scale": 1.0,
     "fc_layernorm": False,
@@ -44,7 +51,20 @@ _DSPARK_VALUES = {
 
 def eagle3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a head, with defaults."""
-    return {**_EAGLE3_DEFAULTS, **config}
+    inner = config.get("eagle_config") or {}
+    stated = {name: value for name, value in config.items() if value is not None or name not in inner}
+    return {**_EAGLE3_DEFAULTS, **inner, **stated}
+
+
+def with_layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A head's config.json with the fields of `transformer_layer_config` at the top level.
+
+    Raises ValueError for a layer that is none of Llama's.
+    """
+    layer = config.get("transformer_layer_config") or {}
+    if (kind := layer.get("model_type", "llama")) != "llama":
+        raise ValueError(f"its transformer_layer_config has model_type {kind!r}; llama is supported")
+    return {**layer, **config, "model_type": "llama"}
 
 
 def block_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,9 +74,7 @@ def block_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def eagle3_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
     """The layers whose inputs the head reads: those of its config, or a low, a middle and a high one."""
-    stated = fields.get("eagle_aux_hidden_state_layer_ids")
-    stated = stated or (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return list(stated or (2, num_layers // 2, num_layers - 3))
+    return list(fields.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3))
 
 
 def block_layers(fields: Mapping[str, Any]) -> list[int]:
@@ -95,11 +113,18 @@ def _check_eagle3(config: Mapping[str, Any], target: Target) -> None:
     fields = eagle3_fields(config)
     if fields["num_hidden_layers"] != 1:
         raise ValueError(f"it has {fields['num_hidden_layers']} layers; EAGLE-3 heads of one are supported")
-    if fields["fc_norm"]:
-        raise ValueError("EAGLE-3 heads with fc_norm are not supported")
+    if not fields["use_aux_hidden_state"]:
+        raise ValueError("it reads one hidden state (use_aux_hidden_state), as EAGLE heads before EAGLE-3 do")
+    if fields["fc_norm"] and fields["norm_before_fc"]:
+        raise ValueError("fc_norm and norm_before_fc exclude each other: hidden states are normalised once")
+    _check_layer_types(fields)
+    is_latent = fields["architectures"][0] in LATENT_EAGLE3
+    if missing := [name for name in _LATENT_FIELDS if is_latent and name not in fields]:
+        raise ValueError(f"its config.json lacks {', '.join(missing)}")
     name = "target_hidden_size" if fields.get("target_hidden_size") else "hidden_size"
     _check_hidden_size(name, fields, target)
-    layers, count = eagle3_layers(fields, target.num_layers), fields["num_aux_hidden_states"]
+    layers = eagle3_layers(fields, target.num_layers)
+    count = fields.get("num_aux_hidden_states") or len(layers)
     if not _are_layers(layers, target) or len(layers) != count:
         raise ValueError(
             f"it reads the inputs of layers {layers} (eagle_aux_hidden_state_layer_ids), which are not "
@@ -130,9 +155,7 @@ _CHECKS: Mapping[str, Callable[[Mapping[str, Any], Target], None]] = {
 
 def _check_block(fields: Mapping[str, Any], target: Target, first_draft: int) -> None:
     """`first_draft`: its place in a block."""
-    kinds = {*(fields.get("layer_types") or ["full_attention"])}
-    if kinds != {"full_attention"}:
-        raise ValueError(f"layer_types {sorted(kinds)} are not supported; full_attention is")
+    _check_layer_types(fields)
     _check_hidden_size("hidden_size", fields, target)
     vocabulary, own = fields["vocab_size"], fields.get("draft_vocab_size")
     if (own or vocabulary) != vocabulary:
@@ -153,6 +176,12 @@ def _check_block(fields: Mapping[str, Any], target: Target, first_draft: int) ->
             f"target_layer_ids {ids!r} are not distinct layers below the last one of the model's "
             f"{target.num_layers}, 0 to {target.num_layers - 2}: use a drafter trained for this model"
         )
+
+
+def _check_layer_types(fields: Mapping[str, Any]) -> None:
+    kinds = {*(fields.get("layer_types") or ["full_attention"])}
+    if kinds != {"full_attention"}:
+        raise ValueError(f"layer_types {sorted(kinds)} are not supported; full_attention is")
 
 
 def _check_values(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:

@@ -1,11 +1,13 @@
-"""The EAGLE-3 head: one Llama layer that predicts from a model's hidden states at several depths.
+"""The EAGLE-3 head: one layer that predicts from a model's hidden states at several depths.
 
     hidden states of token i ─ fc ─┬─ hidden_norm ──────┐
                                    │                    ├─ layer ─┬─ norm ─ lm_head ─ d2t ► token i + 2
     embedding of token i + 1 ──────┼─ input_layernorm ──┘         │
                                    └─────────── + ────────────────┴► in place of fc's output for token i + 1
 
-The head may have a smaller vocabulary (d2t maps it to the model's), and an embedding of its own.
+The layer is Llama's, or has multi-head latent attention. EAGLE 3.1 normalises the hidden states before fc:
+each one (fc_norm), or all as one vector (norm_before_fc). The head may have a smaller vocabulary (d2t maps it
+to the model's), and an embedding of its own.
 
 T tokens, R rows, F features of the hidden states side by side, D hidden size of the head.
 """
@@ -18,7 +20,8 @@ import torch
 from torch import nn
 
 from atom_ops import SamplingBatch
-from workers.checkpoint.draft_configs import eagle3_fields, eagle3_layers
+from workers.checkpoint.draft_configs import LATENT_EAGLE3, eagle3_fields, eagle3_layers
+from workers.layers.attention.cache_groups import CacheGroup
 from workers.layers.attention.rotary import RotaryEmbedding
 from workers.layers.attention.rotation import Rotation
 from workers.layers.attention.self_attention import SelfAttention, kv_groups
@@ -29,6 +32,8 @@ from workers.layers.decoder.gated_mlp import GatedMLP
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.hidden_states_reader import HiddenStatesReader
 from workers.layers.linear import ReplicatedLinear
+from workers.layers.mla.latent_decoder import decoder_args, latent_args, latent_token_mixers
+from workers.layers.mla.mla import LATENT_MODULES, LatentAttention
 from workers.layers.norm import RMSNorm
 from workers.layers.quantization.scheme import StoredTensor
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
@@ -40,12 +45,18 @@ _NUMBERED_LAYER = "layers.0"
 class Eagle3Layer(nn.Module):
     """Attention reads embedding and hidden state side by side; the hidden state is the residual stream."""
 
-    def __init__(self, args: DecoderArgs, norm_before_residual: bool, build: BuildContext):
+    def __init__(
+        self,
+        args: DecoderArgs,
+        attention: SelfAttention | LatentAttention,
+        norm_before_residual: bool,
+        build: BuildContext,
+    ):
         """`norm_before_residual`: whether the residual stream is the normalised hidden state."""
         super().__init__()
         self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
         self.hidden_norm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
-        self.self_attn = SelfAttention(args, 0, kv_groups(args, build), build.at("self_attn"))
+        self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
         self.mlp = GatedMLP(args, build.at("mlp"))
         self._norm_before_residual = norm_before_residual
@@ -54,11 +65,10 @@ class Eagle3Layer(nn.Module):
         self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output of the MLP, residual); the caller adds them."""
-        attention = self.self_attn
         normed_TD = self.hidden_norm(hidden_TD)
         both_T2D = torch.cat((self.input_layernorm(embedded_TD), normed_TD), -1)
         residual_TD = normed_TD if self._norm_before_residual else hidden_TD
-        out_TD = attention.o_proj(attention.attend(attention.qkv_proj(both_T2D), rotation, ctx))
+        out_TD = self.self_attn(both_T2D, rotation, ctx)
         return self.mlp.after_norm(self.post_attention_layernorm, out_TD, residual_TD)
 
 
@@ -81,10 +91,34 @@ class VocabularyMap(WeightedLayer):
         return ids_R + self.d2t.index_select(0, ids_R)
 
 
+_Attention = tuple[DecoderArgs, list[CacheGroup], SelfAttention | LatentAttention]
+"""The arguments of a layer, its cache groups, and its attention."""
+
+
+def _grouped(config: Mapping[str, Any], build: BuildContext) -> _Attention:
+    """Llama's attention, in the layer at `build`."""
+    bias = config["attention_bias"]
+    fields = common_fields(config)
+    fields["attention_inputs"] = 2 * fields["hidden_size"]
+    args = DecoderArgs(**fields, qkv_bias=bias, o_bias=bias, mlp_bias=config["mlp_bias"])
+    groups = kv_groups(args, build)
+    return args, [*groups], SelfAttention(args, 0, groups, build.at("self_attn"))
+
+
+def _latent(config: Mapping[str, Any], build: BuildContext) -> _Attention:
+    """Multi-head latent attention, in the layer at `build`."""
+    args = decoder_args(config)
+    latent = replace(latent_args(config), attention_inputs=2 * args.hidden_size)
+    mixers = latent_token_mixers(latent, 1, build)
+    attention = mixers.make(0, build)
+    assert isinstance(attention, LatentAttention)
+    return args, mixers.groups, attention
+
+
 class Eagle3Head(HiddenStatesReader):
     """The head of a target model."""
 
-    packed_modules_mapping: ClassVar = DecoderLM.packed_modules_mapping
+    packed_modules_mapping: ClassVar = {**DecoderLM.packed_modules_mapping, **LATENT_MODULES}
 
     def __init__(self, config: Mapping[str, Any], target: DecoderLM, names: Set[str], build: BuildContext):
         super().__init__(config, target, names, build)
@@ -93,18 +127,22 @@ class Eagle3Head(HiddenStatesReader):
         renamed = {"vocabulary": "", **({_LAYER: _NUMBERED_LAYER} if numbered else {})}
         self.renamed_on_disk = renamed  # type: ignore[misc]  # it differs from head to head
         build = replace(build, renamed=renamed)
-        bias = config["attention_bias"]
-        fields = common_fields(config)
-        hidden = fields["hidden_size"]
         target_hidden = target.model.hidden_size
-        fields["attention_inputs"] = 2 * hidden
-        args = DecoderArgs(**fields, qkv_bias=bias, o_bias=bias, mlp_bias=config["mlp_bias"])
-        self.kv_groups = [*kv_groups(args, build)]
+        at = build.at(_LAYER)
+        is_latent = config["architectures"][0] in LATENT_EAGLE3
+        args, self.kv_groups, attention = (_latent if is_latent else _grouped)(config, at)
+        hidden = args.hidden_size
         self.aux_layers = eagle3_layers(config, len(target.model.layers))
-        self.fc = ReplicatedLinear(len(self.aux_layers) * target_hidden, hidden, build)
-        self.midlayer = Eagle3Layer(args, config["norm_before_residual"], build.at(_LAYER))
+        states = len(self.aux_layers)
+        norms = [RMSNorm(target_hidden, args.rms_norm_eps, build) for _ in range(states * config["fc_norm"])]
+        self.fc_norm = nn.ModuleList(norms)
+        self.input_norm: RMSNorm | None = None
+        if config["norm_before_fc"]:
+            self.input_norm = RMSNorm(states * target_hidden, args.rms_norm_eps, build)
+        self.fc = ReplicatedLinear(states * target_hidden, hidden, build)
+        self.midlayer = Eagle3Layer(args, attention, config["norm_before_residual"], at)
         self.norm = RMSNorm(hidden, args.rms_norm_eps, build)
-        self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)
+        self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build, args.rope_interleaved)
         own = args.vocab_size
         draft_vocab = config.get("draft_vocab_size") or own
         self.lm_head = LMHead(draft_vocab, hidden, build.at("lm_head"), None)
@@ -119,6 +157,11 @@ class Eagle3Head(HiddenStatesReader):
 
     def combine(self, aux_TF: torch.Tensor) -> torch.Tensor:
         """The first hidden states [T, D], from the model's at `aux_layers`, side by side."""
+        if self.fc_norm:
+            parts = aux_TF.chunk(len(self.fc_norm), -1)
+            aux_TF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        if self.input_norm is not None:
+            aux_TF = self.input_norm(aux_TF)
         return self.fc(aux_TF)
 
     def forward(

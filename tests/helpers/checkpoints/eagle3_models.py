@@ -5,6 +5,7 @@ of its own token, so that the next token depends mostly on the last one and many
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,33 @@ from atom.shared.config.checkpoint import Checkpoint
 from tests.helpers.checkpoints.tiny_models import VOCAB, Tiny, build_tiny, checkpoint_of
 
 HEADS, WIDTH = 4, 18
+NOPE, ROPE, LATENT = 10, 8, 72
+"""Of a head with multi-head latent attention, which has one value feature for each of its WIDTH."""
 _SMALL, _SHARP = 0.015, 3.0
 _BASE = 10000.0
+
+
+_LATENT_SETTINGS = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "q_lora_rank": LATENT,
+    "kv_lora_rank": LATENT,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": WIDTH,
+}
+_OF_LAYER = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *(
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "rope_theta",
+        "model_type",
+    ),
+}
+"""What the speculators library writes to transformer_layer_config."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +64,7 @@ class Eagle3Model:
         """The greedy drafts after these ids."""
         layers = self.config.get("eagle_aux_hidden_state_layer_ids") or [2, 1, 0]
         states = self.built(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-        hidden_TD = torch.cat([states[layer][0] for layer in layers], -1) @ self.tensors["fc.weight"].T
+        hidden_TD = self._combined([states[layer][0] for layer in layers])
         next_ids = ids[1:]
         drafts: list[int] = []
         while len(drafts) < count:
@@ -51,6 +77,14 @@ class Eagle3Model:
             next_ids = [*next_ids, drafts[-1]]
         return drafts
 
+    def _combined(self, states: list[Tensor]) -> Tensor:
+        if self.config.get("fc_norm"):
+            states = [self._norm(f"fc_norm.{place}", state) for place, state in enumerate(states)]
+        states_TF = torch.cat(states, -1)
+        if self.config.get("norm_before_fc"):
+            states_TF = self._norm("input_norm", states_TF)
+        return states_TF @ self.tensors["fc.weight"].T
+
     def _layer(self, hidden_TD: Tensor, next_ids: list[int]) -> Tensor:
         own = self.tensors.get("embed_tokens.weight", self.built.model.embed_tokens.weight)
         normed_TD = self._norm("midlayer.hidden_norm", hidden_TD)
@@ -62,19 +96,49 @@ class Eagle3Model:
         return total_TD + (functional.silu(x_TD @ gate.T) * (x_TD @ up.T)) @ down.T
 
     def _attended(self, x_T2D: Tensor) -> Tensor:
+        if "midlayer.self_attn.kv_b_proj.weight" in self.tensors:
+            return self._attended_latents(x_T2D)
         q, k, v, o = (self.tensors[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkvo")
         q_HTE, k_HTE, v_HTE = ((x_T2D @ w.T).unflatten(1, (HEADS, WIDTH)).transpose(0, 1) for w in (q, k, v))
         out_HTE = functional.scaled_dot_product_attention(turned(q_HTE), turned(k_HTE), v_HTE, is_causal=True)
         return out_HTE.transpose(0, 1).flatten(1) @ o.T
+
+    def _attended_latents(self, x_T2D: Tensor) -> Tensor:
+        """Multi-head latent attention, its RoPE over pairs of neighbours."""
+        rows_TK = x_T2D @ self.tensors["midlayer.self_attn.kv_a_proj_with_mqa.weight"].T
+        latent_TC = self._norm("midlayer.self_attn.kv_a_layernorm", rows_TK[:, :-ROPE])
+        kv_HTX = self._by_head("kv_b_proj", latent_TC)
+        query_TQ = x_T2D @ self.tensors["midlayer.self_attn.q_a_proj.weight"].T
+        q_HTE = self._by_head("q_b_proj", self._norm("midlayer.self_attn.q_a_layernorm", query_TQ))
+        key_TR = turned(apart(rows_TK[None, :, -ROPE:]))
+        k_HTE = torch.cat((kv_HTX[..., :NOPE], key_TR.expand(HEADS, -1, -1)), -1)
+        q_HTE = torch.cat((q_HTE[..., :NOPE], turned(apart(q_HTE[..., NOPE:]))), -1)
+        out_HTV = functional.scaled_dot_product_attention(q_HTE, k_HTE, kv_HTX[..., NOPE:], is_causal=True)
+        return out_HTV.transpose(0, 1).flatten(1) @ self.tensors["midlayer.self_attn.o_proj.weight"].T
+
+    def _by_head(self, name: str, x_TD: Tensor) -> Tensor:
+        projected_TO = x_TD @ self.tensors[f"midlayer.self_attn.{name}.weight"].T
+        return projected_TO.unflatten(1, (HEADS, -1)).transpose(0, 1)
 
     def _norm(self, name: str, x_TD: Tensor) -> Tensor:
         return x_TD * (x_TD.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.tensors[f"{name}.weight"]
 
 
 def save_eagle3_model(
-    model: Tiny, directory: Path, head: Path, draft_vocab: int = VOCAB, layer: str = "midlayer", **config: Any
+    model: Tiny,
+    directory: Path,
+    head: Path,
+    draft_vocab: int = VOCAB,
+    layer: str = "midlayer",
+    latent: bool = False,
+    speculators: bool = False,
+    **config: Any,
 ) -> Eagle3Model:
-    """Saves the row of the table, and a head with these settings; `layer` is its layer's name on disk."""
+    """Saves the row of the table, and a head with these settings.
+
+    `layer` is its layer's name on disk; `latent`: with multi-head latent attention; `speculators`: its
+    config.json is one of that library.
+    """
     built: Any = build_tiny(model)
     hidden = built.config.hidden_size
     assert hidden == HEADS * WIDTH
@@ -107,6 +171,13 @@ def save_eagle3_model(
         "midlayer.mlp.down_proj.weight": noise(hidden, 100, 0.1),
         "lm_head.weight": built.lm_head.weight.detach().clone(),
     }
+    if latent:
+        tensors = {name: each for name, each in tensors.items() if "self_attn" not in name}
+        tensors |= _latent_tensors(noise, ones)
+    if config.get("fc_norm"):
+        tensors |= {f"fc_norm.{place}.weight": ones() for place in range(3)}
+    if config.get("norm_before_fc"):
+        tensors["input_norm.weight"] = torch.cat([ones() for _ in range(3)])
     if config.get("own_embedding"):
         tensors["embed_tokens.weight"] = built.model.embed_tokens.weight.detach().clone()
     if draft_vocab < VOCAB:
@@ -132,13 +203,46 @@ def save_eagle3_model(
         "rope_theta": _BASE,
         "dtype": "float32",
     } | {name: value for name, value in config.items() if name != "own_embedding"}
+    if latent:
+        settings |= _LATENT_SETTINGS
+    if speculators:
+        inner = {name: settings.pop(name) for name in [*settings] if name in _OF_LAYER}
+        settings |= {"architectures": ["Eagle3Speculator"], "model_type": "speculators"}
+        settings |= {"speculators_model_type": "eagle3", "transformer_layer_config": inner}
     (head / "config.json").write_text(json.dumps(settings))
     return Eagle3Model(checkpoint_of(directory), built, head, tensors, settings)
 
 
+def _latent_tensors(
+    noise: Callable[[int, int, float], Tensor], ones: Callable[[], Tensor]
+) -> dict[str, Tensor]:
+    """Latents that are embeddings; each head attends to its own token, and passes on a part of it."""
+    hidden = LATENT
+    sharp_HND = noise(HEADS * NOPE, hidden, _SHARP).unflatten(0, (HEADS, NOPE))
+    part_HVD = torch.eye(hidden).unflatten(0, (HEADS, WIDTH))
+    rope_HRD = noise(HEADS * ROPE, hidden, 0.3).unflatten(0, (HEADS, ROPE))
+    embedding = torch.eye(hidden, 2 * hidden)
+    tensors = {
+        "q_a_proj": embedding + noise(hidden, 2 * hidden, 0.05),
+        "q_a_layernorm": ones(),
+        "q_b_proj": torch.cat((sharp_HND, rope_HRD), 1).flatten(0, 1),
+        "kv_a_proj_with_mqa": torch.cat((embedding, noise(ROPE, 2 * hidden, 0.3))),
+        "kv_a_layernorm": ones(),
+        "kv_b_proj": torch.cat((sharp_HND, part_HVD), 1).flatten(0, 1),
+        "o_proj": torch.eye(hidden) + noise(hidden, hidden, 0.05),
+    }
+    return {f"midlayer.self_attn.{name}.weight": tensor for name, tensor in tensors.items()}
+
+
+def apart(x_HTE: Tensor) -> Tensor:
+    """Pairs of neighbours as pairs of both halves."""
+    return torch.cat((x_HTE[..., ::2], x_HTE[..., 1::2]), -1)
+
+
 def turned(x_HTE: Tensor, first: int = 0) -> Tensor:
     """RoPE of tokens from position `first` on."""
-    frequencies = _BASE ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+    width = x_HTE.shape[-1]
+    frequencies = _BASE ** (-torch.arange(0, width, 2) / width)
     angles = torch.outer(torch.arange(first, first + x_HTE.shape[1]), frequencies)
     one, two = x_HTE.chunk(2, -1)
     return torch.cat((one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()), -1)

@@ -67,7 +67,9 @@ class LatentDecoderLM(PredictingDecoderLM):
         args = replace(decoder_args(config), mtp_layers=int(build.mtp))
         latent = latent_args(config)
         token_mixers = (
-            sparse_token_mixers(latent, indexer, build) if indexer else _token_mixers(latent, args, build)
+            sparse_token_mixers(latent, indexer, build)
+            if indexer
+            else latent_token_mixers(latent, args.cached_layers, build)
         )
         moe = moe_args(config, rule, correction_bias)
 
@@ -171,8 +173,9 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     check_value(config, "moe_layer_freq", 1)
 
 
-def _token_mixers(latent: LatentArgs, args: DecoderArgs, build: BuildContext) -> TokenMixers:
-    groups = latent_groups(latent, args.cached_layers, TokenShard(build.dcp.rank, build.dcp.size))
+def latent_token_mixers(latent: LatentArgs, layers: int, build: BuildContext) -> TokenMixers:
+    """MLA of so many layers, over all tokens."""
+    groups = latent_groups(latent, layers, TokenShard(build.dcp.rank, build.dcp.size))
     kind = LatentAttention if build.dcp.size == 1 else ShardedLatentAttention
     return TokenMixers(groups, lambda layer, at: kind(latent, layer, groups, at.at("self_attn")))
 

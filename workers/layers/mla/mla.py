@@ -75,6 +75,8 @@ class LatentArgs:
     """RoPE style: pairs of neighbouring features (GPT-J), or of both halves (NeoX)."""
     eps: float = 1e-6
     """Epsilon of the latents' norms; config.json has no field for it."""
+    attention_inputs: int | None = None
+    """Features that attention reads, if not hidden_size."""
 
 
 class LatentAttention(nn.Module):
@@ -92,17 +94,14 @@ class LatentAttention(nn.Module):
         heads = ShardRange(args.num_heads, shard.q_start, shard.q_count)
         queries = heads.scaled(args.nope_dim + args.rope_dim)
         row = ShardRange.whole(args.kv_lora_rank + args.rope_dim)
+        inputs = args.attention_inputs or args.hidden_size
         if args.q_lora_rank is None:
             if args.bias:
                 raise ValueError("attention_bias without q_lora_rank is not supported")
-            self.q_kv_a_proj = ColumnParallelLinear(
-                args.hidden_size, [queries, row], False, build.at("q_kv_a_proj")
-            )
+            self.q_kv_a_proj = ColumnParallelLinear(inputs, [queries, row], False, build.at("q_kv_a_proj"))
         else:
             latents = [ShardRange.whole(args.q_lora_rank), row]
-            self.qkv_a_proj = ColumnParallelLinear(
-                args.hidden_size, latents, args.bias, build.at("qkv_a_proj")
-            )
+            self.qkv_a_proj = ColumnParallelLinear(inputs, latents, args.bias, build.at("qkv_a_proj"))
             self.q_a_layernorm = RMSNorm(args.q_lora_rank, args.eps, build)
             self.q_b_proj = ColumnParallelLinear(args.q_lora_rank, [queries], False, build.at("q_b_proj"))
         self.kv_a_layernorm = RMSNorm(args.kv_lora_rank, args.eps, build)
@@ -119,9 +118,16 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        projection = self.q_kv_a_proj if self._args.q_lora_rank is None else self.qkv_a_proj
-        latents_TN, residual_TD = projection.after_norm(norm, x_TD, residual_TD)
+        latents_TN, residual_TD = self._first_projection.after_norm(norm, x_TD, residual_TD)
         return self.o_proj(ctx.mix(self.mix, rotation, latents_TN)), residual_TD
+
+    def forward(self, x_TD: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        """This rank's part of the output, for inputs that are normalised."""
+        return self.o_proj(ctx.mix(self.mix, rotation, self._first_projection(x_TD)))
+
+    @property
+    def _first_projection(self) -> ColumnParallelLinear:
+        return self.q_kv_a_proj if self._args.q_lora_rank is None else self.qkv_a_proj
 
     def mix(self, ctx: ForwardContext, rotation: Rotation, latents_TN: torch.Tensor) -> torch.Tensor:
         """The input of the output projection [T, H * V]; writes the step's cache rows."""

@@ -118,7 +118,19 @@ def test_methods_without_a_draft_model_read_none(method: str | None) -> None:
         ("eagle3", HEAD | {"eagle_aux_hidden_state_layer_ids": None}, r"layers \[2, 2, 1\]"),
         ("eagle3", HEAD | {"num_aux_hidden_states": 2}, r"2 distinct ones \(num_aux_hidden_states\)"),
         ("eagle3", HEAD | {"num_hidden_layers": 2}, "it has 2 layers"),
-        ("eagle3", HEAD | {"fc_norm": True}, "fc_norm"),
+        ("eagle3", HEAD | {"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
+        ("eagle3", HEAD | {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ("eagle3", HEAD | {"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ("eagle3", HEAD | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "lacks q_lora_rank, kv_lora"),
+        (
+            "eagle3",
+            HEAD
+            | {
+                "architectures": ["Eagle3Speculator"],
+                "transformer_layer_config": {"model_type": "qwen3"},
+            },
+            "model_type 'qwen3'; llama is supported",
+        ),
         ("dflash", DFLASH | {"hidden_size": 32}, r"of size 32 \(hidden_size\)"),
         ("dflash", DFLASH | {"block_size": 2}, r"at most 1 drafts \(block_size 2\).*-tokens is 2"),
         ("dflash", DFLASH | {"block_size": None}, "block_size None is not supported"),
