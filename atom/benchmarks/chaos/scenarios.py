@@ -42,6 +42,8 @@ SCENARIOS = {
     "core": Scenario("R2", "SIGKILL of an engine core", (Event(0.3, "kill", "core"),)),
     "pauses": Scenario("R3", "short pauses of random processes", (Event(0.0, "pause", count=1000),)),
     "hang": Scenario("R3", "SIGSTOP of a worker", (Event(0.3, "stop", "worker"),)),
+    "core-hang": Scenario("R3", "SIGSTOP of an engine core", (Event(0.3, "stop", "core"),)),
+    "frontend-hang": Scenario("R4", "SIGSTOP of a frontend", (Event(0.3, "stop", "frontend"),)),
     "frontend": Scenario("R4", "SIGKILL of a frontend", (Event(0.3, "kill", "frontend"),)),
     "twice": Scenario(
         "R1",

@@ -23,6 +23,10 @@ REFUSED: dict[str, Refusal] = {
         "prefill context parallelism is not supported yet; -dcp splits the KV cache of MLA", "1", "-pcp"
     ),
     "cp_kv_cache_interleave_size": Refusal("ranks take turns token by token; use 1", "1"),
+    "enable_tbo": Refusal(
+        "large steps are computed in parts without a flag, where that hides their all-reduces; leave it out",
+        "False",
+    ),
     "enable_ssl_refresh": Refusal("renewed certificates are always used", "True"),
     "enable_chunked_prefill": Refusal("chunked prefill is always on", "True"),
 }
