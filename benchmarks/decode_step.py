@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     given = EngineArgs.from_cli_args(args)
     with Supervisor() as supervisor:
-        checkpoint, capabilities = supervisor.prepare(given.config.model)
+        checkpoint, capabilities, _ = supervisor.prepare(given.config.model)
     config = resolve(given.config, checkpoint, set(given.explicit), capabilities).config
     if config.device.device != "cuda" or config.parallel.data_parallel_size > 1:
         parser.error("this measures the workers of one engine on GPUs: it needs them, and -dp 1")

@@ -131,7 +131,7 @@ def main() -> None:
     given = EngineArgs.from_cli_args(args)
     with single_line_errors():
         with Supervisor() as supervisor:
-            checkpoint, capabilities = supervisor.prepare(given.config.model)
+            checkpoint, capabilities, _ = supervisor.prepare(given.config.model)
         config = resolve(given.config, checkpoint, set(given.explicit), capabilities).config
         if (
             config.device.device != "cuda"

@@ -46,10 +46,12 @@ def make_plan(config: EngineConfig, explicit: set[str], gpus: str) -> Plan:
     bars = ProgressBars()
     with Supervisor(bars.update) as supervisor:
         without_weights = replace(config.model, load_dummy=True)
-        checkpoint, capabilities = supervisor.prepare(without_weights, config.speculative)
+        checkpoint, capabilities, draft_model = supervisor.prepare(without_weights, config.speculative)
     bars.close()
     if size is not None:
         capabilities = replace(capabilities, cuda=count, rocm=False, gpu_dtypes=_GPU_DTYPES)
+    if draft_model is not None:
+        config = replace(config, speculative=replace(config.speculative, draft_model=draft_model))
     resolved = resolve(config, checkpoint, explicit, capabilities)
     made = resolved.config
     sizes = _sizes(made, checkpoint, capabilities)

@@ -1,6 +1,7 @@
 """The start of an engine, as the server, the library and other programs' workers have it in common."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
@@ -9,11 +10,11 @@ from atom.shared.config.resolve import DeviceCapabilities, resolve
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.utils import envs
 from atom.shared.utils.logger import get_logger
-from atom.supervisor import Supervisor
+from atom.supervisor import Prepared, Supervisor
 
 __all__ = ["EngineHost", "Prepare", "check_one_node", "check_same_engines"]
 
-Prepare = Callable[[ModelConfig, SpeculativeConfig], tuple[Checkpoint, DeviceCapabilities]]
+Prepare = Callable[[ModelConfig, SpeculativeConfig], Prepared]
 
 
 class EngineHost:
@@ -34,8 +35,15 @@ class EngineHost:
         self._explicit = explicit
 
     def prepare(self, prepare: Prepare) -> None:
-        """Read the checkpoint and examine the host with `prepare`. Raises StartError."""
-        self.checkpoint, self.capabilities = prepare(self.config.model, self.config.speculative)
+        """Read the checkpoint and examine the host with `prepare`. Raises StartError.
+
+        A draft model that was named by its name on the hub is a directory then.
+        """
+        found = prepare(self.config.model, self.config.speculative)
+        self.checkpoint, self.capabilities = found.checkpoint, found.device
+        if found.draft_model is not None:
+            speculative = replace(self.config.speculative, draft_model=found.draft_model)
+            self.config = replace(self.config, speculative=speculative)
 
     def resolve(self, notes: Iterable[str] = ()) -> None:
         """Complete the configuration, and log what the user should know of it, followed by `notes`.

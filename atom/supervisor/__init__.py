@@ -22,7 +22,7 @@ from atom.supervisor.failure import StartError
 from atom.supervisor.node_agent import NodeAgent
 from atom.supervisor.node_placement import NodePlacement, find_node_placement
 from atom.supervisor.placement import NodePorts, Placement
-from atom.supervisor.prepare import prepared
+from atom.supervisor.prepare import Prepared, prepared
 from atom.supervisor.supervisor import Supervisor
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "NodePlacement",
     "NodePorts",
     "Placement",
+    "Prepared",
     "StartError",
     "Supervisor",
     "find_node_placement",

@@ -15,9 +15,10 @@ from atom.shared.utils.version import atom_version
 
 __all__ = ["difference", "identity_of", "model_identity"]
 
-# Paths, and what each node decides for itself. The model is compared by its files.
+# Paths, and what each node decides for itself. Models are compared by their files.
 _OWN = {
     "model",
+    "draft_model",
     "download_dir",
     "revision",
     "served_model_name",
@@ -47,6 +48,8 @@ def identity_of(config: EngineConfig, checkpoint: Checkpoint, server: ServerConf
     found |= {f"config.json's {key}": str(value) for key, value in checkpoint.hf_config.items()}
     if not config.model.load_dummy:
         found |= dict(_files(Path(checkpoint.directory)))
+    if (draft := config.speculative.draft_model) is not None and not config.model.load_dummy:
+        found |= {f"--draft-model's {name}": what for name, what in _files(Path(draft))}
     return found
 
 

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -29,16 +30,27 @@ _HANG_S = 60.0
 
 
 class PrepareResult(msgspec.Struct, frozen=True):
-    """The line that the preparation step prints: an error, or the checkpoint and the device."""
+    """The line that the preparation step prints: an error, or what it has found."""
 
     error: str = ""
     checkpoint: Checkpoint | None = None
     device: DeviceCapabilities | None = None
+    draft_model: str | None = None
+
+
+class Prepared(NamedTuple):
+    """What the preparation step has found."""
+
+    checkpoint: Checkpoint
+    device: DeviceCapabilities
+    """This host's GPUs and cores."""
+    draft_model: str | None
+    """Directory of --draft-model; None for a method without one."""
 
 
 def prepare(
     life: Life, config: ModelConfig, speculative: SpeculativeConfig, on_turn: Callable[[], None]
-) -> tuple[Checkpoint, DeviceCapabilities]:
+) -> Prepared:
     """Run the step as a process of `life`, and call `on_turn` meanwhile; raises StartError."""
     launch = PrepareLaunch(config, envs.ATOM_CACHE_DIR, life.endpoint("supervisor"), speculative)
     process = spawn(Role.PREPARATION.value, launch, stdout=subprocess.PIPE)
@@ -52,7 +64,7 @@ def prepare(
     if result.error or result.checkpoint is None or result.device is None:
         text = result.error or f"{task} returned no result"
         raise StartError(text, process.returncode or ExitStatus.FAILURE)
-    return result.checkpoint, result.device
+    return Prepared(result.checkpoint, result.device, result.draft_model)
 
 
 def prepared(
@@ -62,7 +74,7 @@ def prepared(
     speculative: SpeculativeConfig,
     on_progress: OnProgress,
     on_turn: Callable[[], None],
-) -> tuple[Checkpoint, DeviceCapabilities]:
+) -> Prepared:
     """Run the step in a life of its own. Raises StartError."""
     with contextlib.closing(Life(context, run_dir / "prepare", _HANG_S, on_progress)) as life:
         return prepare(life, config, speculative, on_turn)

@@ -12,7 +12,6 @@ import zmq
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.model import ModelConfig
-from atom.shared.config.resolve import DeviceCapabilities
 from atom.shared.config.server import ServerConfig
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.admin import ServerState
@@ -36,7 +35,7 @@ from atom.supervisor.node import LocalNode, Node
 from atom.supervisor.node_links import NodeLinks, NodeSettings, RemotePort
 from atom.supervisor.node_placement import NodePlacement
 from atom.supervisor.placement import NodePorts, Placement
-from atom.supervisor.prepare import prepare
+from atom.supervisor.prepare import Prepared, prepare
 from atom.supervisor.trials import Trials
 
 STALL_NOTICE_S = 60.0
@@ -134,9 +133,7 @@ class Supervisor:
 
     # Start
 
-    def prepare(
-        self, config: ModelConfig, speculative: SpeculativeConfig = _NO_DRAFTS
-    ) -> tuple[Checkpoint, DeviceCapabilities]:
+    def prepare(self, config: ModelConfig, speculative: SpeculativeConfig = _NO_DRAFTS) -> Prepared:
         """Run the preparation step in a process of its own; raises StartError."""
         self._preparation = Life(self._context, self.run_dir / "prepare", 60.0, self._on_progress)
         result = prepare(self._preparation, config, speculative, self._on_turn)

@@ -70,7 +70,7 @@ def run(launch: FamilyLaunch) -> None:
     (directory / "config.json").write_text(json.dumps(family.config), encoding="utf-8")
     given = engine_config_from_kwargs(model=str(directory), **launch.options)
     with Supervisor() as supervisor:
-        checkpoint, capabilities = supervisor.prepare(given.model)
+        checkpoint, capabilities, _ = supervisor.prepare(given.model)
     config = resolve(given, checkpoint, {"model", *launch.options}, capabilities).config
     if config.device.device != "cuda":
         raise ValueError("this measures steps on a GPU, and there is none")

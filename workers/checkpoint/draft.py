@@ -8,6 +8,7 @@ from atom.shared.config.speculative import SpeculativeConfig
 from workers.checkpoint.checkpoint_files import check_weights, tensors_by_file
 from workers.checkpoint.draft_configs import (
     LATENT_EAGLE3,
+    LLAMA,
     SPECULATORS_EAGLE3,
     Target,
     check_embedding,
@@ -66,7 +67,7 @@ def draft_checkpoint(
 
 def _read(directory: Path) -> Checkpoint:
     if not (directory / "config.json").is_file():
-        raise ValueError("give a directory with config.json and safetensors files")
+        raise ValueError("give a directory with config.json and safetensors files, or a name on the hub")
     config = read_config(directory, {})
     if config["architectures"][0] in SPECULATORS_EAGLE3:
         config = with_new_names(with_layer_fields(config))
@@ -84,7 +85,10 @@ def _read(directory: Path) -> Checkpoint:
 
 def _check_reader(method: str, draft: Checkpoint, target: Checkpoint, drafts: int) -> None:
     """Raise ValueError for a drafter of another method or another target, or a target that none fits."""
-    if draft.architecture not in _READERS[method]:
+    is_first_form = (
+        method == "eagle3" and draft.architecture == LLAMA and "draft_vocab_size" in draft.hf_config
+    )
+    if draft.architecture not in _READERS[method] and not is_first_form:
         raise ValueError(
             f"it has architecture {draft.architecture}; --method {method} supports "
             f"{' and '.join(_READERS[method])}"

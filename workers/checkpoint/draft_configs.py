@@ -18,13 +18,20 @@ _EAGLE3_DEFAULTS = {
     "norm_output": False,
     "fc_norm": False,
     "norm_before_fc": False,
-    "use_aux_hidden_state": True,
 }
+LLAMA = "LlamaForCausalLM"
+"""The architecture of whole models, and of the first heads: those state draft_vocab_size."""
 LATENT_EAGLE3 = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 """Architectures of EAGLE-3 heads with multi-head latent attention."""
 SPECULATORS_EAGLE3 = ("Eagle3Speculator", "Eagle3DraftModel")
 """Architectures that the speculators library writes."""
 _BLOCK_DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False}
+_EAGLE3_VALUES = {
+    "use_aux_hidden_state": True,
+    "parallel_drafting": False,
+    "use_mtp_layernorm": False,
+    "use_sliding_window": False,
+}
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _DFLASH_VALUES = {
     "input_embedding_scale": 1.0,
@@ -33,6 +40,9 @@ _DFLASH_VALUES = {
     "use_target_layer_norm": False,
     "markov_rank": 0,
     "enable_confidence_head": False,
+    "causal": False,
+    "use_swa": False,
+    "attention_sink_bias": False,
 }
 """Fields by which drafters of another structure differ, with their values in this one."""
 _DSPARK_VALUES = {
@@ -113,8 +123,7 @@ def _check_eagle3(config: Mapping[str, Any], target: Target) -> None:
     fields = eagle3_fields(config)
     if fields["num_hidden_layers"] != 1:
         raise ValueError(f"it has {fields['num_hidden_layers']} layers; EAGLE-3 heads of one are supported")
-    if not fields["use_aux_hidden_state"]:
-        raise ValueError("it reads one hidden state (use_aux_hidden_state), as EAGLE heads before EAGLE-3 do")
+    _check_values(fields, _EAGLE3_VALUES)
     if fields["fc_norm"] and fields["norm_before_fc"]:
         raise ValueError("fc_norm and norm_before_fc exclude each other: hidden states are normalised once")
     _check_layer_types(fields)

@@ -1,7 +1,7 @@
-"""Resolves `--model` to local files and describes them, and checks `--draft-model`, before the engine starts.
+"""Resolves `--model` and `--draft-model` to local files and checks them, before the engine starts.
 
-Prints one line of JSON on standard output: {"checkpoint": …, "device": …} (a Checkpoint and
-the host's DeviceCapabilities), or {"error": "one line"} with a nonzero exit status. The heavy
+Prints one line of JSON on standard output: {"checkpoint": …, "device": …, "draft_model": …} (a Checkpoint,
+the host's DeviceCapabilities and a directory), or {"error": "one line"} with a nonzero exit status. The heavy
 libraries are imported only in this process, and only if the checkpoint needs them.
 """
 
@@ -22,6 +22,7 @@ from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.fields import json_object
 from atom.shared.config.images import image_limit
 from atom.shared.config.model import ModelConfig
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.launch import PrepareLaunch
 from atom.shared.utils import envs
 from atom.shared.utils.errors import disk_full, one_line, out_of_memory
@@ -62,8 +63,8 @@ def main() -> None:
     try:
         with progress_reports(launch.supervisor) as report:
             checkpoint = prepare(launch.config, Path(launch.cache_dir), report)
-        draft_checkpoint(launch.speculative, checkpoint, launch.config.load_dummy)
-        result = {"checkpoint": checkpoint, "device": probe()}
+            draft = prepare_draft(launch.speculative, launch.config, checkpoint, report)
+        result = {"checkpoint": checkpoint, "device": probe(), "draft_model": draft}
     except Exception as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
@@ -95,6 +96,28 @@ def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
     check_weights(directory)
     tensors = (name for names in tensors_by_file(directory).values() for name in names)
     return with_own_head(replace(checkpoint, hf_config=with_routers(checkpoint.hf_config, tensors)))
+
+
+def prepare_draft(
+    speculative: SpeculativeConfig, config: ModelConfig, target: Checkpoint, report: Report
+) -> str | None:
+    """The directory of --draft-model, which is downloaded first; None for a method without one.
+
+    Raises as `draft_checkpoint` and `fetch` do.
+    """
+    name = speculative.draft_model
+    if name is None or not speculative.has_draft_model:
+        return None
+
+    def check(directory: Path, has_weights: bool) -> None:
+        draft_checkpoint(replace(speculative, draft_model=str(directory)), target, not has_weights)
+
+    path = Path(name).expanduser().resolve()
+    weights = not config.load_dummy
+    if not path.exists() and is_hub_name(name):
+        path = fetch(name, None, config.download_dir, report, lambda found: check(found, False), weights)
+    check(path, weights)
+    return str(path)
 
 
 def _check_supported(directory: Path, overrides: Mapping[str, Any]) -> None:

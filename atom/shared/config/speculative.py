@@ -25,8 +25,8 @@ class SpeculativeConfig:
     spec_decode_adaptive: bool = True
     """Have fewer drafts, or none for a while, where the model accepts too few of them; changes no token."""
     draft_model: str | None = None
-    """Directory of the checkpoint that drafts: for draft_model a model with the same tokenizer, for eagle3 a
-    head, and for dflash and dspark a block drafter, that was trained for the model."""
+    """Directory of the checkpoint that drafts, or its name on the hub: for draft_model a model with the same
+    tokenizer, for eagle3 a head, for dflash and dspark a block drafter; both were trained for the model."""
     spec_decode_acceptance_length: Annotated[float, Meta(ge=1)] | None = None
     """For benchmarks with random weights: each step accepts as many drafts as give this many tokens a step on
     average, whatever the model samples. The text is not the model's."""

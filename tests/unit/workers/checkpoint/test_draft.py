@@ -81,6 +81,10 @@ def test_a_draft_model_is_described_as_far_as_it_is_built(tmp_path: Path) -> Non
     for method, config in READERS.items():
         reader = saved(tmp_path / method, **config)
         assert draft_checkpoint(drafted(method, reader), target()) is not None
+    first = saved(
+        tmp_path / "first", **HEAD | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 100}
+    )
+    assert draft_checkpoint(drafted("eagle3", first), target()) is not None
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "suffix", "mtp"])
@@ -120,6 +124,10 @@ def test_methods_without_a_draft_model_read_none(method: str | None) -> None:
         ("eagle3", HEAD | {"num_hidden_layers": 2}, "it has 2 layers"),
         ("eagle3", HEAD | {"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
         ("eagle3", HEAD | {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ("eagle3", HEAD | {"use_sliding_window": True}, "use_sliding_window True"),
+        ("eagle3", HEAD | {"parallel_drafting": True}, "parallel_drafting True"),
+        ("dflash", DFLASH | {"dflash_config": {"causal": True}}, "causal True"),
+        ("dflash", DFLASH | {"dflash_config": {"use_swa": True}}, "use_swa True"),
         ("eagle3", HEAD | {"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ("eagle3", HEAD | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "lacks q_lora_rank, kv_lora"),
         (

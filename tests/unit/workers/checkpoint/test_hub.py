@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save
 
 from atom.shared.config.model import ModelConfig
+from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.launch import PrepareLaunch
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.process import spawn
@@ -55,9 +56,12 @@ def hub_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def prepared(cache: Path, model: str = NAME, **more: Any) -> tuple[int, dict[str, Any]]:
+def prepared(
+    cache: Path, model: str = NAME, speculative: SpeculativeConfig | None = None, **more: Any
+) -> tuple[int, dict[str, Any]]:
     """Exit status and output of a preparation process: the library reads its settings only once."""
-    launch = PrepareLaunch(ModelConfig(model=model, **more), str(cache), "")
+    drafts = speculative or SpeculativeConfig()
+    launch = PrepareLaunch(ModelConfig(model=model, **more), str(cache), "", drafts)
     child = spawn("workers.checkpoint.prepare", launch, stdout=subprocess.PIPE)
     assert child.stdin is not None and child.stdout is not None
     with child.stdin, child.stdout:
@@ -112,6 +116,24 @@ def test_what_is_needed_is_fetched_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert prepared(tmp_path)[1] == response
     assert time.monotonic() - begun < 100
+
+
+def test_a_draft_model_is_fetched_if_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config.json is checked before its weights are downloaded."""
+    drafts = SpeculativeConfig("draft_model", 2, draft_model=NAME)
+    for name, vocab_size in (("fits", 300), ("other", 301)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab_size}))
+        (tmp_path / name / "model.safetensors").write_bytes(FILES["model.safetensors"])
+    with FakeHub(NAME, FILES) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        error = error_of(tmp_path, str(tmp_path / "other"), speculative=drafts)
+        assert "a vocabulary of 300 ids, and the model one of 301" in error
+        assert hub.fetched == {"config.json": 1}
+        status, response = prepared(tmp_path, str(tmp_path / "fits"), drafts)
+    assert status == 0, response
+    assert response["checkpoint"]["directory"] == str(tmp_path / "fits")
+    assert (Path(response["draft_model"]) / "model.safetensors").is_file()
 
 
 def test_revision_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
