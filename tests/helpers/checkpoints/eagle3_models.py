@@ -20,7 +20,7 @@ from tests.helpers.checkpoints.tiny_models import VOCAB, Tiny, build_tiny, check
 
 HEADS, WIDTH = 4, 18
 NOPE, ROPE, LATENT = 10, 8, 72
-"""Of a head with multi-head latent attention, which has one value feature for each of its WIDTH."""
+"""The sizes of a head with multi-head latent attention; a value has WIDTH features."""
 _SMALL, _SHARP = 0.015, 3.0
 _BASE = 10000.0
 
