@@ -181,6 +181,8 @@ class Launcher:
                 self._start(supervisor, node, port, admin, template, take_over)
             finally:
                 self._is_starting = False
+            if take_over is not None:
+                take_over.started()
             self._print_banner(supervisor, port.port, admin)
             self._manager.ready(f"serving {self.config.model.names[0]} at {self._url(port.port)}")
             declines = "it is a server of several nodes" if self.config.parallel.nnodes > 1 else ""
@@ -208,7 +210,6 @@ class Launcher:
             raise ConfigError(str(error)) from None
 
     def _serve(self, supervisor: Supervisor, take_over: TakeOver | None, hand_over: HandOver) -> None:
-        supervisor.restart_failed()
         has_left = False
         while not self._stops and not has_left:
             supervisor.check()
@@ -291,6 +292,7 @@ class Launcher:
             supervisor.wait_ready()  # the frontends of both servers accept connections at the same time
         supervisor.start_frontends(port, None if admin is None else admin.socket)
         supervisor.wait_ready()
+        supervisor.restart_failed()
         if take_over is not None:
             take_over.finish(self._model)
         self._bars.close()
