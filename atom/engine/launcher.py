@@ -125,7 +125,8 @@ class Launcher:
             self._run()
         finally:
             self._manager.close()
-            for number in numbers:  # an ending Python restores their defaults, but not of ignored ones
+            # An ending Python restores their defaults, but not of ignored ones.
+            for number in (*numbers, UPGRADE_SIGNAL):
                 signal.signal(number, signal.SIG_IGN)
 
     def _check_server(self) -> str | None:
