@@ -44,7 +44,7 @@ from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound
 from atom.shared.messages.launch import CoreLaunch
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.resume import Claim, TakeStreams
-from atom.shared.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
+from atom.shared.messages.supervisor import LAST_REPORT_MS, Dead, Heartbeat, Ready, ToSupervisor
 from atom.shared.messages.worker import (
     AllocateKV,
     BatchResult,
@@ -97,7 +97,7 @@ _HELD_POLL_MS = 10
 _LOAD_DEADLINE_S = 3600.0
 _WARM_UP_DEADLINE_S = 1800.0
 _MAX_GAP_S = 1.0  # of the step timer: while the core itself is stopped, no step takes longer
-_LINGER_MS = 2000
+_LINGER_MS = 2000  # for workers and frontends, which may have ended
 
 
 class CoreFailure(RuntimeError):
@@ -169,6 +169,7 @@ class CoreProcess:
             if self._kv_events is not None:
                 self._kv_events.close()
             self._trace.close()
+            self._supervisor.close(LAST_REPORT_MS)
             self._context.destroy(linger=_LINGER_MS)
 
     # Start

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from atom.shared.messages.codec import encode
 from atom.shared.messages.launch import FrontendLaunch
-from atom.shared.messages.supervisor import INTERRUPT_SIGNAL, Dead, Heartbeat, Ready, ToSupervisor
+from atom.shared.messages.supervisor import INTERRUPT_SIGNAL, LAST_REPORT_MS, Dead, Heartbeat, Ready
 from atom.shared.utils.errors import out_of_memory
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.liveness import HeartbeatSender, heartbeat_interval
@@ -27,7 +27,6 @@ from frontend.app import create_app, start
 
 __all__ = ["main", "serve"]
 
-_STATUS_LINGER_MS = 1000
 # A frontend that is started again finds its engines ready: the first requests wait for them to say so.
 _ENGINES_ANSWER_S = 1.0
 # For sending the error responses of requests that did not finish in time.
@@ -45,7 +44,7 @@ def main() -> None:
     except (OSError, ValueError, MemoryError, ImportError) as error:
         # A ValueError is about the checkpoint's tokenizer or template, an ImportError about a library.
         status = ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.RESOURCES
-        _report(launch.supervisor, Dead(launch.name, out_of_memory(error) or str(error), status))
+        _report_death(launch.supervisor, Dead(launch.name, out_of_memory(error) or str(error), status))
         sys.exit(1)
     sys.exit(status)
 
@@ -158,10 +157,10 @@ class _StopSignals:
         self.interrupt.set()
 
 
-def _report(supervisor: str, message: ToSupervisor) -> None:
+def _report_death(supervisor: str, message: Dead) -> None:
     context = zmq.Context()
     with context.socket(zmq.PUSH) as status:
-        status.setsockopt(zmq.LINGER, _STATUS_LINGER_MS)
+        status.setsockopt(zmq.LINGER, LAST_REPORT_MS)
         status.connect(supervisor)
         status.send(encode(message), zmq.DONTWAIT)
     context.term()

@@ -18,7 +18,7 @@ import zmq
 from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.launch import WorkerLaunch
-from atom.shared.messages.supervisor import Dead, Progress
+from atom.shared.messages.supervisor import LAST_REPORT_MS, Dead, Progress
 from atom.shared.messages.worker import ToWorker, WorkerFailed, WorkerHeartbeat
 from atom.shared.utils import envs
 from atom.shared.utils.endpoint import connect
@@ -33,7 +33,7 @@ from atom.shared.utils.step_trace import StepTrace
 from workers.memory.heap import heap_use
 from workers.waves import Waves
 
-_LINGER_MS = 2000
+_CORE_LINGER_MS = 2000
 _PROGRESS_INTERVAL_S = 0.05
 _SPIN_COUNT = "10000"
 _KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")  # of torch, of oneDNN
@@ -83,8 +83,9 @@ class Link:
         self._core = self._context.socket(zmq.DEALER)
         self._core.setsockopt(zmq.IDENTITY, launch.rank.to_bytes(4, "little"))
         self._supervisor = self._context.socket(zmq.PUSH)
+        self._core.setsockopt(zmq.LINGER, _CORE_LINGER_MS)  # it may have ended
+        self._supervisor.setsockopt(zmq.LINGER, LAST_REPORT_MS)
         for socket, endpoint in ((self._core, launch.core), (self._supervisor, launch.supervisor)):
-            socket.setsockopt(zmq.LINGER, _LINGER_MS)
             connect(socket, endpoint)
         self.waves: Waves | None = None
         """None unless engines step together."""
@@ -132,7 +133,7 @@ class Link:
         self._heartbeat_thread.join()
         if self.waves is not None:
             self.waves.close()
-        self._context.destroy(linger=_LINGER_MS)
+        self._context.destroy()
 
     def _send_heartbeats(self, interval_s: float) -> None:
         """Runs in a separate thread: a step may take minutes, and releases the GIL meanwhile."""

@@ -144,10 +144,16 @@ class EngineService:
         if hasattr(self, "client") and not self._stop.is_set():
             self.client.set_engines(state.engines, state.ended)
 
+    def _set_started(self, started: "asyncio.Future[None]") -> None:
+        if not started.done():  # nobody waits for a start that was cancelled
+            started.set_result(None)
+
     def _fail(self, error: Exception, last: Engines, started: "asyncio.Future[None]") -> None:
         """Note that the supervisor has ended with this error; `last` were the engines before."""
         if not started.done():
             started.set_exception(error)
+            return
+        if started.cancelled():
             return
         self.death = str(error)
         get_logger().error("no engine is left: %s", error)
@@ -166,7 +172,7 @@ class EngineService:
             supervisor.wait_ready()
             self._is_starting = False
             known = supervisor.engines
-            self._loop.call_soon_threadsafe(started.set_result, None)
+            self._loop.call_soon_threadsafe(self._set_started, started)
             supervisor.restart_failed()
             while not self._stop.is_set():
                 supervisor.check(_CHECK_S)

@@ -125,7 +125,8 @@ class Launcher:
             self._run()
         finally:
             self._manager.close()
-            for number in numbers:  # an ending Python restores their defaults, but not of ignored ones
+            # An ending Python restores their defaults, but not of ignored ones.
+            for number in (*numbers, UPGRADE_SIGNAL):
                 signal.signal(number, signal.SIG_IGN)
 
     def _check_server(self) -> str | None:
@@ -181,6 +182,8 @@ class Launcher:
                 self._start(supervisor, node, port, admin, template, take_over)
             finally:
                 self._is_starting = False
+            if take_over is not None:
+                take_over.started()
             self._print_banner(supervisor, port.port, admin)
             self._manager.ready(f"serving {self.config.model.names[0]} at {self._url(port.port)}")
             declines = "it is a server of several nodes" if self.config.parallel.nnodes > 1 else ""
@@ -208,7 +211,6 @@ class Launcher:
             raise ConfigError(str(error)) from None
 
     def _serve(self, supervisor: Supervisor, take_over: TakeOver | None, hand_over: HandOver) -> None:
-        supervisor.restart_failed()
         has_left = False
         while not self._stops and not has_left:
             supervisor.check()
@@ -291,6 +293,7 @@ class Launcher:
             supervisor.wait_ready()  # the frontends of both servers accept connections at the same time
         supervisor.start_frontends(port, None if admin is None else admin.socket)
         supervisor.wait_ready()
+        supervisor.restart_failed()
         if take_over is not None:
             take_over.finish(self._model)
         self._bars.close()

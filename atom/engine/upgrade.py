@@ -42,6 +42,7 @@ class TakeOver:
             self._has_admin = admin is not None and admin.socket is old.admin[1]
             if not self._has_admin:
                 old.admin[1].close()
+        self._supervisor = supervisor
         self._handed = supervisor.handed
         self._handed.is_pending = True
 
@@ -57,13 +58,10 @@ class TakeOver:
 
         Raises StartError if the old one goes on.
         """
-        if self._has_admin and self._admin is not None:
-            self._admin.is_own = True
+        meanwhile = lambda: self._supervisor.check(0.0)  # noqa: E731
         try:
-            self._handed.difference = self._old.serving(model, self._has_admin)
+            self._handed.difference = self._old.serving(model, self._has_admin, meanwhile)
         except DeclinedError as error:
-            if self._has_admin and self._admin is not None:
-                self._admin.is_own = False
             raise StartError(f"{_FLAG}: {error}") from None
         except HandoverError as error:
             get_logger().warning("no streams are taken over: %s", error)
@@ -72,6 +70,11 @@ class TakeOver:
             get_logger().warning(
                 "streams of the earlier server cannot go on here: %s", self._handed.difference
             )
+
+    def started(self) -> None:
+        """The start is over: until then the old server goes on if this one ends, with its administration."""
+        if self._has_admin and self._admin is not None:
+            self._admin.is_own = True
 
     def receive(self) -> None:
         """Keep the streams that have come since the last call."""

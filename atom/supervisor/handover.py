@@ -7,6 +7,7 @@ it may fail at any time before.
 """
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -48,6 +49,7 @@ _FIRST_DEADLINE_S = 2.0
 _OFFER_DEADLINE_S = 180.0
 """For the sockets: the running server may itself be starting, or taking over from an earlier one."""
 _ANSWER_DEADLINE_S = 30.0
+_ANSWER_POLL_S = 0.1
 _STARTING_S = 5.0
 """Between two messages of a new server that starts."""
 _SILENCE_DEADLINE_S = 60.0
@@ -288,17 +290,20 @@ class OldServer:
             get_logger().warning("the server that this one was to replace has ended: %s", error)
             self.close()
 
-    def serving(self, model: dict[str, str], has_admin: bool) -> str:
+    def serving(self, model: dict[str, str], has_admin: bool, meanwhile: Callable[[], None]) -> str:
         """This server accepts connections: the old one accepts none any more.
 
-        Returns why streams of the old one cannot go on here; empty if they can. Raises DeclinedError if it
-        goes on, else HandoverError.
+        Returns why streams of the old one cannot go on here; empty if they can. Calls `meanwhile` until it
+        answers. Raises DeclinedError if it goes on, else HandoverError.
         """
         if self._channel is None:
             raise HandoverError("the server that it was to replace has ended")
         self._check_declined()
+        self._starting_at = math.inf
         self._channel.send(Serving(model, has_admin))
-        message = self._channel.receive(_ANSWER_DEADLINE_S)
+        deadline = time.monotonic() + _ANSWER_DEADLINE_S
+        while (message := self._channel.receive(_ANSWER_POLL_S)) is None and time.monotonic() < deadline:
+            meanwhile()
         if not isinstance(message, Leaving):
             raise HandoverError("the running server does not leave its sockets")
         return message.difference

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -43,7 +44,8 @@ class SupervisorLink:
         self._questions: dict[int, asyncio.Future[HandedStream]] = {}
         self._control = control
         self._index = index
-        self._changed = asyncio.Event()
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._changing = asyncio.Lock()
         self._socket: zmq.asyncio.Socket | None = None
         self._wanted_trial = 0
         self._sending: set[asyncio.Future[Any]] = set()
@@ -72,7 +74,7 @@ class SupervisorLink:
                 self.state = message.state
                 self.to_restart = message.to_restart
                 update(message)
-                self._changed.set()
+                self._wake()
         except Exception:
             get_logger().critical("the frontend cannot follow the supervisor", exc_info=True)
             os._exit(1)
@@ -132,18 +134,34 @@ class SupervisorLink:
         await self._wait(lambda: bool(self.to_restart))
         return self.to_restart
 
-    async def set_state(self, state: ServerState) -> None:
-        """Set the state of the whole server; returns when this frontend has got it. Raises EngineError."""
-        self._send(SetServerState(state))
-        await self._wait(lambda: self.state == state)
+    async def change_state(self, **values: Any) -> ServerState:
+        """Set fields of the state of the whole server; returns it once this frontend has got it.
+
+        Raises EngineError.
+        """
+        async with self._changing:  # a change that begins meanwhile would undo this one
+            wanted = msgspec.structs.replace(self.state, **values)
+            self._send(SetServerState(wanted))
+            await self._wait(lambda: self.state == wanted)
+            return wanted
 
     async def _wait(self, has_happened: Callable[[], bool]) -> None:
         """Wait until a message of the supervisor says so. Raises EngineError after some seconds."""
+        if has_happened():
+            return
+        waiting = (has_happened, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
         try:
             async with asyncio.timeout(_ANSWER_DEADLINE_S):
-                while not has_happened():
-                    self._changed.clear()
-                    await self._changed.wait()
+                await waiting[1]
         except TimeoutError:
             text = f"the supervisor did not respond within {_ANSWER_DEADLINE_S:.0f} s"
             raise EngineError(text) from None
+        finally:
+            self._waiting.remove(waiting)
+
+    def _wake(self) -> None:
+        """Wake those for whom the message has come: the next one, read in the same turn, may hide it."""
+        for has_happened, future in self._waiting:
+            if not future.done() and has_happened():
+                future.set_result(None)

@@ -136,9 +136,8 @@ async def restart_engines(request: web.Request) -> web.Response:
 
 
 async def _change(request: web.Request, **values: Any) -> web.Response:
-    link = request.app[SUPERVISOR]
-    await link.set_state(msgspec.structs.replace(link.state, **values))
-    return json_response({"status": "success", **msgspec.structs.asdict(link.state)})
+    state = await request.app[SUPERVISOR].change_state(**values)
+    return json_response({"status": "success", **msgspec.structs.asdict(state)})
 
 
 def _decoded(body: bytes, kind: type[T]) -> T:

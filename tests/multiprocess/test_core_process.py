@@ -184,6 +184,16 @@ def test_the_failure_of_a_worker_ends_the_core(engine: Engine) -> None:
     assert engine.exit_status() == 1
 
 
+def test_a_supervisor_that_is_stopped_learns_of_a_failure(engine: Engine) -> None:
+    frontend = engine.frontend(0)
+    with engine.without_supervisor():
+        engine.workers[0].send(WorkerFailed(0, "model.safetensors is damaged"))
+        assert isinstance(frontend.receive(), CoreDead)
+        time.sleep(2.5)
+    assert engine.report() == Dead("core", "worker 0: model.safetensors is damaged")
+    assert engine.exit_status() == 1
+
+
 def test_a_failure_at_start_reaches_a_waiting_frontend(engine: Engine) -> None:
     frontend = engine.frontend(0)
     assert engine.supervisor.receive() == Heartbeat("core")  # it waits for its workers now

@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,14 @@ class Workers:
         socket.setsockopt(zmq.RCVTIMEO, DEADLINE_S * 1000)
         socket.bind(endpoint)
         return socket
+
+    @contextlib.contextmanager
+    def without_supervisor(self) -> Iterator[None]:
+        """No connection to the supervisor is made meanwhile; to be called before there is one."""
+        endpoint = self._supervisor.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._supervisor.unbind(endpoint)
+        yield
+        self._supervisor.bind(endpoint)
 
     def send(self, message: ToWorker) -> None:
         for rank in range(self.ranks):
@@ -207,9 +216,12 @@ def test_sigterm_ends_a_worker_with_status_zero(checkpoint: Checkpoint, tmp_path
 
 
 def test_a_failure_reaches_core_and_supervisor_in_one_line(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Also a supervisor that does not run for a while."""
     wrong = replace(checkpoint, architecture="MambaForCausalLM", model_type="mamba")
     with started(engine_config(), wrong, tmp_path / "run") as workers:
-        failed = workers.receive()
+        with workers.without_supervisor():
+            failed = workers.receive()
+            time.sleep(2.5)
         assert isinstance(failed, WorkerFailed)
         assert failed.reason.startswith("architecture MambaForCausalLM is not supported; supported are: ")
         assert workers.exit_statuses() == [1]

@@ -21,6 +21,9 @@ from atom.shared.utils.exit_status import ExitStatus
 INTERRUPT_SIGNAL = signal.SIGUSR1
 """Ends the running requests of a frontend with errors. A second SIGTERM is lost while one is pending."""
 
+LAST_REPORT_MS = 60_000
+"""How long the end of a process waits for a supervisor that is stopped to take its Dead."""
+
 
 class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """`process` is ready."""

@@ -3,7 +3,7 @@
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +82,21 @@ class Engine:
         self._context = zmq.Context()
         self._peers: list[Peer] = []
         self._directory = directory
-        status = self._context.socket(zmq.PULL)
-        status.bind(self._endpoint("supervisor"))
-        self.supervisor = self._keep(Peer(status, ToSupervisor))
+        self._status = self._context.socket(zmq.PULL)
+        self._status.bind(self._endpoint("supervisor"))
+        self.supervisor = self._keep(Peer(self._status, ToSupervisor))
         names = ("frontends", "workers", "supervisor")
         launch = CoreLaunch(config, CHECKPOINT, *map(self._endpoint, names), hash_seed=7)
         self.process: subprocess.Popen[bytes] = spawn("engine_core.process", launch)
         self.workers = [self._connect("workers", ToWorker, bytes([rank, 0, 0, 0])) for rank in range(RANKS)]
         self._simulation: SimulatedWorker | None = None
+
+    @contextlib.contextmanager
+    def without_supervisor(self) -> Iterator[None]:
+        """No connection to the supervisor is made meanwhile; to be called before there is one."""
+        self._status.unbind(self._endpoint("supervisor"))
+        yield
+        self._status.bind(self._endpoint("supervisor"))
 
     def frontend(self, number: int) -> Peer:
         peer = self._connect("frontends", FromCore)

@@ -54,9 +54,12 @@ def started(
         stack.callback(end, process)
         deadline = time.monotonic() + DEADLINE_S + reads_after_s
         if reads_after_s:
-            client = Client(listener.getsockname()[1])
-            core.wait_for(lambda: client.exchange("GET", "/ready")[0] == 200)
-            time.sleep(reads_after_s)
+            with socket.socket(socket.AF_UNIX) as stopped:
+                stopped.settimeout(DEADLINE_S)
+                stopped.bind(str(directory / "supervisor"))
+                stopped.listen()
+                with stopped.accept()[0]:
+                    time.sleep(reads_after_s)
         supervisor.bind(f"ipc://{directory}/supervisor")
         message: ToSupervisor = Heartbeat("")
         while isinstance(message, Heartbeat):
@@ -147,6 +150,15 @@ def test_a_broken_template_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     with started(tmp_path, Script(OUTPUT)) as running:
         assert isinstance(running.message, Dead)
         assert "chat template" in running.message.reason
+        assert running.process.wait(DEADLINE_S) == 1
+
+
+def test_a_supervisor_that_is_stopped_learns_why_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_tokenizer, "TEMPLATE", "{% for %}")
+    with started(tmp_path, Script(OUTPUT), reads_after_s=2.0) as running:
+        assert isinstance(running.message, Dead)
         assert running.process.wait(DEADLINE_S) == 1
 
 

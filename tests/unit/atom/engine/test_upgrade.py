@@ -48,3 +48,19 @@ def test_a_server_that_was_given_up_leaves_the_administration_to_the_running_one
     with pytest.raises(StartError, match="--upgrade-from: it has given up"):
         take_over.finish({})
     assert not admin.is_own
+
+
+def test_the_administration_is_the_old_servers_until_the_new_one_has_started() -> None:
+    """A signal that ends the start ends it also while the old server leaves; then that goes on."""
+    socket, admin = Mock(), Mock(is_own=False)
+    admin.socket = socket
+    old = Mock(admin=("unix:/admin", socket))
+    old.serving.side_effect = SystemExit(0)
+    take_over = TakeOver(old, Mock(), admin)
+    with pytest.raises(SystemExit):
+        take_over.finish({})
+    assert not admin.is_own
+    old.serving.side_effect = [""]
+    take_over.finish({})
+    take_over.started()
+    assert admin.is_own

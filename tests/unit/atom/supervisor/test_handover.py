@@ -59,6 +59,10 @@ def while_polled(end: NewServer, work: Callable[[], object]) -> list[Serving]:
     return found
 
 
+def nothing() -> None:
+    """What a new server does while it waits."""
+
+
 def close(new: OldServer) -> None:
     """A new server ends before it has used its sockets."""
     new.close()
@@ -85,12 +89,29 @@ def test_the_new_server_gets_the_sockets_then_the_streams(
         with socket.create_connection(taken_over.getsockname(), 5):  # it still listens
             pass
     differences: list[str] = []
-    served = while_polled(old, lambda: differences.append(new.serving({"a": "b"}, True)))
+    served = while_polled(old, lambda: differences.append(new.serving({"a": "b"}, True, nothing)))
     assert served == [Serving({"a": "b"}, True)] and differences == ["they differ"]
     assert new.streams() == [] and new.is_connected
     old.send(Claimed(0, "k", left_s=3.0))
     old.send(Left())
     assert new.streams() == [Claimed(0, "k", left_s=3.0)] and not new.is_connected
+
+
+def test_a_new_server_does_its_work_while_the_old_one_is_stopped(old: NewServer) -> None:
+    """It watches its processes, and tells again that it starts."""
+    new = taken(old)
+    turns: list[int] = []
+
+    def turn() -> None:
+        turns.append(0)
+        new.starting()
+        if len(turns) == 3:
+            assert old.poll() == Serving({}, False)
+            old.send(Leaving("they differ"))
+
+    assert new.serving({}, False, turn) == "they differ"
+    assert len(turns) == 3
+    close(new)
 
 
 def test_a_new_server_that_ends_changes_nothing(old: NewServer) -> None:
@@ -105,7 +126,7 @@ def test_a_new_server_that_ends_changes_nothing(old: NewServer) -> None:
 def test_a_new_server_that_dies_after_its_takeover_is_noticed(old: NewServer, is_stopped: bool) -> None:
     """One that is stopped has not died."""
     new = taken(old)
-    while_polled(old, lambda: new.serving({}, False))
+    while_polled(old, lambda: new.serving({}, False, nothing))
     assert not old.has_died()
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
@@ -137,7 +158,7 @@ def test_a_new_server_that_is_silent_is_given_up(
     time.sleep(0.1)
     assert old.poll() is None
     with pytest.raises(DeclinedError):
-        late.serving({}, False)
+        late.serving({}, False, nothing)
     close(late)
 
 
