@@ -29,7 +29,7 @@ _GPU_TESTS = (
     *("ops", "small_kernels", "attention", "fp8", "aiter", "latent", "sparse", "linear", "sampling"),
     *("experts", "quantized", "quantized_linear", "quantized_experts", "delta_net", "tiny_models", "smollm2"),
     *("wide_models", "batch_invariance", "step_graphs", "graph_modes", "second_stream", "fusion_switches"),
-    *("speculation", "tuning", "engine", "two_gpus", "kv_tiers", "images"),
+    *("speculation", "tuning", "engine", "several_gpus", "kv_tiers", "images"),
 )
 _CONFIGS = "atom/benchmarks/models"
 _MODELS = ("Qwen3-8B", "Qwen3-30B-A3B", "Qwen3-30B-A3B-FP8", "DeepSeek-V2-Lite", "gpt-oss-20b-MXFP4")

@@ -130,8 +130,9 @@ def computed(model: Path, layout: dict[str, Any], at_a_time: int = 4, **settings
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(VOCABULARY, (PROMPTS, LENGTH), generator=generator).tolist()
     sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=TOP)
+    sizes = str(sorted({1, at_a_time}))
     with LLMEngine(
-        model=str(model), device=DEVICE, max_num_seqs=at_a_time, cudagraph_capture_sizes=str([*{1, at_a_time}]),
+        model=str(model), device=DEVICE, max_num_seqs=at_a_time, cudagraph_capture_sizes=sizes,
         max_num_batched_tokens=512, max_model_len=256, gpu_memory_utilization=0.3, **layout, **settings,
     ) as engine:  # fmt: skip
         outputs = engine.generate(ids, sampling)
