@@ -87,7 +87,8 @@ class EngineService:
         """
         self._loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._supervise, args=[started], name="supervisor")
+        owner = threading.current_thread()
+        self._thread = threading.Thread(target=self._supervise, args=[started, owner], name="supervisor")
         self._thread.start()
         await started
         self.parts = ClientParts.of(self.host)
@@ -144,16 +145,10 @@ class EngineService:
         if hasattr(self, "client") and not self._stop.is_set():
             self.client.set_engines(state.engines, state.ended)
 
-    def _set_started(self, started: "asyncio.Future[None]") -> None:
-        if not started.done():  # nobody waits for a start that was cancelled
-            started.set_result(None)
-
     def _fail(self, error: Exception, last: Engines, started: "asyncio.Future[None]") -> None:
         """Note that the supervisor has ended with this error; `last` were the engines before."""
-        if not started.done():
-            started.set_exception(error)
-            return
-        if started.cancelled():
+        if not started.done() or started.cancelled():
+            _settle(started, error)
             return
         self.death = str(error)
         get_logger().error("no engine is left: %s", error)
@@ -162,7 +157,8 @@ class EngineService:
 
     # In the supervisor's thread
 
-    def _supervise(self, started: "asyncio.Future[None]") -> None:
+    def _supervise(self, started: "asyncio.Future[None]", owner: threading.Thread) -> None:
+        """Start the engines, and watch them until `close`, or the end of the event loop's thread."""
         supervisor = self._supervisor
         try:
             if not self._is_prepared:
@@ -172,9 +168,10 @@ class EngineService:
             supervisor.wait_ready()
             self._is_starting = False
             known = supervisor.engines
-            self._loop.call_soon_threadsafe(self._set_started, started)
+            self._loop.call_soon_threadsafe(_settle, started)
             supervisor.restart_failed()
-            while not self._stop.is_set():
+            # A program that ends without `close` waits for this thread.
+            while not self._stop.is_set() and owner.is_alive():
                 supervisor.check(_CHECK_S)
                 if supervisor.engines != known:
                     known = supervisor.engines
@@ -188,6 +185,16 @@ class EngineService:
         """Called several times a second; ends a start that nobody waits for any more."""
         if self._is_starting and self._stop.is_set():
             raise StartError("the start was interrupted")
+
+
+def _settle(started: "asyncio.Future[None]", error: Exception | None = None) -> None:
+    """Tell `EngineService.start` how the start has ended, unless it was cancelled meanwhile."""
+    if started.done():
+        return
+    if error is None:
+        started.set_result(None)
+    else:
+        started.set_exception(error)
 
 
 def _final(last: Engines, cause: str) -> list[EngineEnded]:

@@ -5,12 +5,14 @@ import os
 import shlex
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
+from types import FrameType
 
 import zmq
 
@@ -463,10 +465,12 @@ def run() -> int:
         explicit = explicit_fields(args)
         nodes = nodes_config_from(args)
         if args.plan is not None:
+            _exit_on_signals()
             return show_plan(config, explicit, args.plan, args.json)
         if args.json:
             raise ConfigError("--json needs --plan")
         if args.replay_file is not None:
+            _exit_on_signals()
             return replay_file(args.replay_file, config, explicit)
         nodes.check(config.parallel.nnodes)
         kind = NodeLauncher if nodes.node_rank else Launcher
@@ -478,6 +482,18 @@ def run() -> int:
         print_lines(f"error: {text}")
         return _status_of(error)
     return ExitStatus.DONE
+
+
+def _exit_on_signals() -> None:
+    """Let a signal that ends this process first end its children and remove their directory."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        sys.exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
 
 
 def _status_of(error: Exception) -> int:

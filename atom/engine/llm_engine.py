@@ -11,7 +11,9 @@ The object belongs to one thread, and receives from the engine core only while a
 
 import functools
 import itertools
+import os
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
@@ -82,7 +84,7 @@ class LLMEngine:
     (`tensor_parallel_size`, `kv_cache_dtype`, `device`, `dtype`, …) and starts the engine's
     processes; an unknown name is a TypeError, a bad value a ValueError, and an engine that
     cannot start a RuntimeError with the root cause. A dead engine is not restarted: its methods raise
-    EngineDeadError.
+    EngineDeadError. The processes end with `with` or `close`, else with the object.
     """
 
     def __init__(self, model: str, **options: Unpack[EngineOptions]):
@@ -105,6 +107,7 @@ class LLMEngine:
         self._is_closed = False
         self._running: dict[int, _Running] = {}  # by request id
         self._supervisor = Supervisor(self._bars.update)
+        weakref.finalize(self, _end, self._supervisor, os.getpid())
         self._context = zmq.Context()
         try:
             host = EngineHost(config, explicit)
@@ -417,6 +420,12 @@ class LLMEngine:
             self._supervisor.check(wait_s=0)
         except RuntimeError as error:
             raise EngineDeadError(str(error)) from None
+
+
+def _end(supervisor: Supervisor, owner: int) -> None:
+    """End the processes of an engine that nobody has closed; not in a fork of process `owner`."""
+    if os.getpid() == owner:
+        supervisor.close()
 
 
 def _compiled(process: GrammarProcess, source: GrammarSource) -> CompiledGrammar:

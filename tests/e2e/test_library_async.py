@@ -1,9 +1,13 @@
 """The library in an event loop: concurrent requests, their ends, and engines that die."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,7 +149,28 @@ def test_a_dead_engine_says_so(model: str) -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_cannot_start_leaves_nothing(model: str, tmp_path: Any) -> None:
+def test_a_program_that_does_not_close_its_engine_ends(model: str, run_directories: Path) -> None:
+    program = """
+import asyncio, json, sys
+from atom import AsyncLLMEngine
+
+async def run():
+    engine = AsyncLLMEngine(sys.argv[1], **json.loads(sys.argv[2]))
+    await engine.start()
+    async for output in engine.generate("one two"):
+        return
+
+asyncio.run(run())
+"""
+    command = [sys.executable, "-c", program, model, json.dumps(OPTIONS)]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert not list(run_directories.iterdir())
+
+
+def test_an_engine_that_cannot_start_leaves_nothing(
+    model: str, tmp_path: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def run() -> None:
         with pytest.raises(RuntimeError, match="no-such-model"):
             async with AsyncLLMEngine(str(tmp_path / "no-such-model"), **OPTIONS):
@@ -159,6 +184,7 @@ def test_an_engine_that_cannot_start_leaves_nothing(model: str, tmp_path: Any) -
         assert not engine._service.run_dir.exists()
 
     asyncio.run(run())
+    assert "no engine is left" not in capfd.readouterr().err
     with pytest.raises(TypeError, match="unknown setting 'no_such'"):
         AsyncLLMEngine(model, no_such=1)
     with pytest.raises(ValueError, match="nnodes=2: atom-launch"):

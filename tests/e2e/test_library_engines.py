@@ -1,6 +1,8 @@
 """The library over one engine and two: its forms of prompts, and the outputs in the order of the prompts."""
 
 import functools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,31 @@ def test_one_prompt_a_conversation_and_the_end(tmp_path: Path) -> None:
     for use in (made.step, made.stats, functools.partial(made.generate, "hello")):
         with pytest.raises(EngineDeadError, match="closed"):
             use()
+
+
+def test_an_engine_that_is_not_closed_ends_with_its_object(model: str, run_directories: Path) -> None:
+    program = """
+import os, sys
+from atom import LLMEngine, SamplingParams
+
+def generating():
+    engine = LLMEngine(sys.argv[1], device="cpu", dtype="float32", max_model_len=128, num_kv_blocks=64)
+    engine.generate([5, 6, 7], SamplingParams(max_tokens=2))
+    return engine
+
+engine = generating()
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+engine.generate([5, 6, 7], SamplingParams(max_tokens=2))  # the fork has not ended it
+del engine
+assert not os.listdir(os.environ["TMPDIR"])
+engine = generating()  # and this one with the program
+"""
+    command = [sys.executable, "-c", program, model]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert not list(run_directories.iterdir())
 
 
 def test_public_names() -> None:

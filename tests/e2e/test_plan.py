@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,18 @@ def test_a_real_start_has_the_planned_cache(model: Path, size: int) -> None:
     for rank, line in zip(plan["ranks"], sorted(weights), strict=True):
         mib = sum(map(float, re.findall(r"\(([\d.]+) MiB\)", line)))
         assert mib == pytest.approx(rank["weight_bytes"] / (1 << 20), abs=0.11)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_and_leaves_nothing(model: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "atom.launch", "--plan", "--model", str(model)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as plan:
+        while not list(Path(os.environ["TMPDIR"]).glob("atom-run-*/prepare")):
+            assert plan.poll() is None
+            time.sleep(0.02)
+        plan.send_signal(number)
+        assert plan.communicate(timeout=DEADLINE_S) == (None, "")
+    assert plan.returncode == 128 + number
 
 
 def test_a_model_that_does_not_fit_has_status_4(model: Path) -> None:
