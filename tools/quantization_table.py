@@ -36,6 +36,10 @@ them.
   its own; a static scale of their inputs is the largest.
 - Static scales of INT8 inputs are not needed: kernels that round inputs scale each token on its own.
 - One scale for a tensor is repeated for its rows; blocks of 128 x 128 may have e8m0 scales.
+- Llama 4 and Qwen3-VL stack their experts, inputs before outputs. In that layout FP8 is read in blocks, as
+  in Qwen's checkpoints (`gate_up_proj_scale_inv`), and per channel, as transformers saves fbgemm_fp8
+  (`gate_up_proj_scale`). All formats of the table are read from tensors of each expert, as in Llama 4
+  Maverick in FP8, which is a compressed-tensors checkpoint.
 - A rank keeps whole blocks or groups: `-tp` with features that would cut one is refused.
 - `kv_b_proj` of multi-head latent attention is dequantized when it is loaded, because absorbed
   attention multiplies by its transpose, whose blocks have other scales. So are the projections of

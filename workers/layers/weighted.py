@@ -70,45 +70,6 @@ def consecutive(ranges: Sequence[ShardRange]) -> list[ShardRange]:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointTensor:
-    """A tensor of the checkpoint, or one entry of its first dimension."""
-
-    name: str
-    """Name, relative to that of the layer, or after a dot to that of the module around it."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Shapes that the whole tensor may have."""
-    entry: int | None = None
-    """Index into the first dimension; None: the whole tensor."""
-    other_names: tuple[str, ...] = ()
-    """The checkpoint may use one of these instead."""
-    first_row: int = 0
-    """The row of the tensor, or of its entry, where the shard's matrix begins."""
-    stacked: "CheckpointTensor | None" = None
-    """The checkpoint may instead have the matrix as a part of this tensor."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        stacked = () if self.stacked is None else self.stacked.names
-        return (self.name, *self.other_names, *stacked)
-
-    def named(self, name: str) -> "CheckpointTensor":
-        """The tensor that the checkpoint has under this one of the `names`."""
-        return self.stacked if self.stacked is not None and name in self.stacked.names else self
-
-    def within(self, path: str) -> "CheckpointTensor":
-        """The same tensor, with names relative to that of the layer at `path` made whole."""
-        stacked = None if self.stacked is None else self.stacked.within(path)
-        name, *others = (_absolute(path, each) for each in (self.name, *self.other_names))
-        return replace(self, name=name, other_names=tuple(others), stacked=stacked)
-
-
-def _absolute(path: str, name: str) -> str:
-    if name.startswith("."):
-        path, name = path.rpartition(".")[0], name[1:]
-    return f"{path}.{name}" if path else name
-
-
-@dataclass(frozen=True, slots=True)
 class ReadRange:
     """Read the kept range: the checkpoint has the layout of memory."""
 
@@ -132,6 +93,47 @@ class ReadDecoded:
 
 
 Reading = ReadRange | ReadPacked | ReadDecoded
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """A tensor of the checkpoint, or one entry of its first dimension."""
+
+    name: str
+    """Name, relative to that of the layer, or after a dot to that of the module around it."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes that the whole tensor may have."""
+    entry: int | None = None
+    """Index into the first dimension; None: the whole tensor."""
+    other_names: tuple[str, ...] = ()
+    """The checkpoint may use one of these instead."""
+    first_row: int = 0
+    """The row of the tensor, or of its entry, where the shard's matrix begins."""
+    stacked: "CheckpointTensor | None" = None
+    """The checkpoint may instead have the matrix as a part of this tensor."""
+    reading: Reading | None = None
+    """How a shard is read from it; None: as the shard says."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        stacked = () if self.stacked is None else self.stacked.names
+        return (self.name, *self.other_names, *stacked)
+
+    def named(self, name: str) -> "CheckpointTensor":
+        """The tensor that the checkpoint has under this one of the `names`."""
+        return self.stacked if self.stacked is not None and name in self.stacked.names else self
+
+    def within(self, path: str) -> "CheckpointTensor":
+        """The same tensor, with names relative to that of the layer at `path` made whole."""
+        stacked = None if self.stacked is None else self.stacked.within(path)
+        name, *others = (_absolute(path, each) for each in (self.name, *self.other_names))
+        return replace(self, name=name, other_names=tuple(others), stacked=stacked)
+
+
+def _absolute(path: str, name: str) -> str:
+    if name.startswith("."):
+        path, name = path.rpartition(".")[0], name[1:]
+    return f"{path}.{name}" if path else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,7 @@ def _load(name: str, target: LoadTarget, source: TensorSource) -> None:
     tensor = target.tensor.named(name)
     if shard.elsewhere:
         return
-    match shard.reading:
+    match tensor.reading or shard.reading:
         case ReadRange():
             target.store(_read(source, tensor, shard.index))
         case ReadPacked(index, unpack):

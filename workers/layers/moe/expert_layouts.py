@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from workers.layers.quantization.mxfp4 import GROUP
-from workers.layers.quantization.scheme import PLAIN, Scheme
+from workers.layers.quantization.scheme import PLAIN, WHOLE, Matrix, Scheme, StoredTensor
 from workers.layers.weighted import CheckpointTensor, ReadDecoded, ShardSpec
 
 Part = Literal["gate", "up", "down"]
@@ -101,8 +101,15 @@ class InputsFirst(ExpertLayout):
     """Llama 4, Qwen3-VL: all experts stacked in one tensor, inputs before outputs, gate before up.
 
     as published           gate_up_proj [X, D, 2F]   down_proj [X, F, D]
-    transformers may save  gate_up_proj [X, 2F, D]   down_proj [X, D, F]
-    from a GGUF file       those of each expert, as in `PerExpert`; their formats are those of the two above
+    transformers may save  gate_up_proj [X, 2F, D]   down_proj [X, D, F], if they are plain
+
+    FP8 has the layout that is published, and scales next to it. In blocks, as in Qwen's checkpoints:
+    gate_up_proj_scale_inv [X, D/128, 2F/128]   down_proj_scale_inv [X, F/128, D/128]
+    Per channel, as transformers saves fbgemm_fp8; the axis of 1 may be elsewhere, or not be there:
+    gate_up_proj_scale [X, 1, 2F]               down_proj_scale [X, D, 1]
+
+    All other formats, and these too, may be those of each expert, as in `PerExpert`: Llama 4 Maverick in FP8
+    by compressed-tensors, and GGUF files.
     """
 
     @property
@@ -111,26 +118,47 @@ class InputsFirst(ExpertLayout):
 
     def matrix(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
         alone = PER_EXPERT.matrix(shard, part, expert, sizes)
-        if shard.stored not in PLAIN.tensors:
+        stored = shard.stored
+        if stored.stacked is None:
             return alone
         assert alone.tensor is not None
-        rows, columns = sizes.matrix(part)
+        matrix = rows, columns = sizes.matrix(part)
         name, all_rows = ("down_proj", rows) if part == "down" else ("gate_up_proj", 2 * rows)
-        shapes = (columns, all_rows), (all_rows, columns)
-        stacked = CheckpointTensor(name, tuple((sizes.experts, *shape) for shape in shapes), expert)
-        first = rows if part == "up" else 0
-        decode = partial(_rows_of_outputs, shapes[0], all_rows, slice(first, first + rows))
-        return replace(shard, tensor=replace(alone.tensor, stacked=stacked), reading=ReadDecoded(decode))
+        published, *others = _stacked_shapes(stored, (all_rows, columns))
+        decode = partial(_rows_of_outputs, stored, matrix, published, part == "up")
+        stacked = CheckpointTensor(
+            name + stored.stacked,
+            tuple((sizes.experts, *shape) for shape in (published, *others)),
+            expert,
+            reading=ReadDecoded(decode),
+        )
+        return replace(shard, tensor=replace(alone.tensor, stacked=stacked))
 
     def bias(self, shard: ShardSpec, part: Part, expert: int, sizes: ExpertSizes) -> ShardSpec:
         raise ValueError("biases of stacked experts whose inputs come first are not supported")
 
     def check(self, scheme: Scheme, path: str) -> None:
-        if scheme.in_checkpoint is not PLAIN.tensors and not scheme.mixes:
-            raise ValueError(
-                f"{path}: stacked experts whose inputs come first are not supported in {scheme.name}: use a "
-                "plain checkpoint"
-            )
+        PER_EXPERT.check(scheme, path)
+
+
+def _stacked_shapes(stored: StoredTensor, matrix: Matrix) -> tuple[tuple[int, ...], ...]:
+    """The shapes that one expert's entry may have; in the first, inputs are before outputs."""
+    outputs, inputs = stored.shape(matrix)
+    if stored in PLAIN.tensors:
+        return (inputs, outputs), (outputs, inputs)
+    if stored.unit[1] == WHOLE:
+        return (inputs, outputs), (outputs, inputs), (outputs,)
+    return ((inputs, outputs),)
+
+
+def _rows_of_outputs(
+    stored: StoredTensor, matrix: Matrix, published: tuple[int, ...], second: bool, entry: Tensor
+) -> Tensor:
+    """The rows of one matrix [O, I], the first or the second of those in the entry of its expert."""
+    outputs_first = entry.t() if entry.shape == published else entry
+    count = stored.shape(matrix)[0]
+    rows = outputs_first[count if second else 0 :][:count]
+    return rows if stored.decode is None else stored.decode(rows, matrix)
 
 
 INPUTS_FIRST = InputsFirst()
@@ -185,11 +213,6 @@ def _half(part: Part, interleaved: Tensor) -> Tensor:
 
 def _transposed(matrix: Tensor) -> Tensor:
     return matrix.t()
-
-
-def _rows_of_outputs(published: tuple[int, int], all_rows: int, kept: slice, matrix: Tensor) -> Tensor:
-    outputs_first = matrix.t() if matrix.shape == published else matrix
-    return outputs_first[kept] if len(outputs_first) == all_rows else outputs_first
 
 
 def _transposed_half(part: Part, interleaved_D2F: Tensor) -> Tensor:

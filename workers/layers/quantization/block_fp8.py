@@ -18,9 +18,12 @@ from workers.layers.quantization.scheme import FLOATS, Matrix, Scheme, StoredTen
 
 CODES_STD = 100.0
 """Standard deviation of random codes: far from both ends of e4m3."""
+_SCALE = "weight_scale_inv"
 _LARGEST_BLOCK = 4096
 """Scales are repeated for all rows of a block where it is dequantized."""
-CODES = StoredTensor("", (1, 1), (torch.float8_e4m3fn,), fill_codes(CODES_STD), torch.float8_e4m3fn)
+CODES = StoredTensor(
+    "", (1, 1), (torch.float8_e4m3fn,), fill_codes(CODES_STD), torch.float8_e4m3fn, stacked=""
+)
 SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
 
 
@@ -28,11 +31,13 @@ SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
 def block_fp8(rows: int, columns: int, *scale: str) -> Scheme:
     """Blocks of that many outputs and inputs; `scale` are possible names of the scales in the checkpoint."""
     name = f"FP8 in blocks of {rows} x {columns}"
+    names = scale or (_SCALE,)
     scales = StoredTensor(
         "_scales", (rows, columns), SCALE_DTYPES, constant_fill(CODES_STD), torch.float32,
-        names=scale or ("weight_scale_inv",),
+        names=names,
         disk_shapes=lambda matrix: _shapes(matrix, rows, columns),
         decode=lambda tensor, matrix: _scales(tensor, matrix, rows, columns),
+        stacked="_scale_inv" if _SCALE in names else None,
     )  # fmt: skip
     block = (rows, columns)
     return Scheme(name, block, (CODES, scales), lambda values, scales: BlockFP8(values, scales, block))

@@ -18,6 +18,7 @@ def row_scales(codes_std: float, per_tensor: bool, *names: str) -> StoredTensor:
         "_scales", (1, WHOLE), FLOATS, constant_fill(codes_std), torch.float32, names=names,
         disk_shapes=_one if per_tensor else _rows,
         decode=_repeated if per_tensor else _column,
+        stacked=None if per_tensor else "_scale",
     )  # fmt: skip
 
 

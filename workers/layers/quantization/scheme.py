@@ -75,6 +75,9 @@ class StoredTensor:
     """The shapes it may have in the checkpoint; None: as in memory."""
     decode: Callable[[Tensor, Matrix], Tensor] | None = None
     """Maps the checkpoint's whole tensor to `shape(matrix)`; None: it has that shape and is only cast."""
+    stacked: str | None = None
+    """End of its name, after that of the matrix, where experts are stacked with inputs before outputs; None:
+    such experts are not read."""
 
     def shape(self, matrix: Matrix) -> tuple[int, int]:
         """Shape in memory, for a matrix of that shape."""
@@ -140,5 +143,9 @@ def _uniform(tensor: Tensor, std: float, generator: torch.Generator) -> None:
 
 
 PLAIN = Scheme(
-    "plain", (1, 1), (StoredTensor("", (1, 1), FLOATS, _uniform),), lambda weight: weight, mixes=True
+    "plain",
+    (1, 1),
+    (StoredTensor("", (1, 1), FLOATS, _uniform, stacked=""),),
+    lambda weight: weight,
+    mixes=True,
 )

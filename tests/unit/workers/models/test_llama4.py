@@ -22,11 +22,6 @@ def changed(directory: Path, name: str, change: dict[str, Any]) -> None:
     ("name", "change", "words"),
     [
         ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported with scaled inputs"),
-        (
-            "llama4",
-            {"quantization_config": {"quant_method": "fp8"}},
-            "stacked experts whose inputs come first are not supported in FP8",
-        ),
         ("llama4", {"attention_chunk_size": None}, "chunked_attention, but attention_chunk_size is not set"),
         (
             "llama4",
