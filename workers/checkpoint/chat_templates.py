@@ -13,12 +13,17 @@ from typing import Any
 from workers.checkpoint.atomic_file import write_atomically
 from workers.checkpoint.hf_config import read_json
 
-__all__ = ["TemplateFiles", "template_files"]
+__all__ = ["V4_ENCODER", "TemplateFiles", "template_files"]
 
 _DEFAULT = "default"
 _TOOL_USE = "tool_use"
 _MORE = "additional_chat_templates"
 _OWN = Path(__file__).with_name("templates")
+_V4 = "deepseek_v4"
+V4_ENCODER = "encoding/encoding_dsv4.py"
+"""DeepSeek-V4's own program for its prompts, which is never run."""
+_V4_EFFORTS = "REASONING_EFFORT_PROMPTS"
+"""A name that the program has since DeepSeek-V4-Flash-0731, whose levels of effort have other texts."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ def template_files(
     if (own := directory / "chat_template.jinja").exists():
         paths[_DEFAULT] = str(own)
     if not paths:
-        texts = _embedded(directory, tokenizer_config) or _own(model_type)
+        texts = _embedded(directory, tokenizer_config) or _own(model_type, directory)
         paths = {name: _as_file(text, cache_dir) for name, text in texts.items()}
     if len(paths) == 1:
         return TemplateFiles(next(iter(paths.values())), None)
@@ -66,10 +71,17 @@ def _by_name(entries: list[Any], directory: Path) -> dict[str, str]:
         ) from None
 
 
-def _own(model_type: str) -> dict[str, str]:
+def _own(model_type: str, directory: Path) -> dict[str, str]:
     """The text for a family whose checkpoints have none."""
     path = _OWN / f"{model_type}.jinja"
-    return {_DEFAULT: path.read_text(encoding="utf-8")} if path.exists() else {}
+    if not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    if model_type == _V4:
+        encoder = directory / V4_ENCODER
+        has_high = encoder.exists() and _V4_EFFORTS in encoder.read_text(encoding="utf-8")
+        text = f"{{%- set has_high_effort = {str(has_high).lower()} -%}}\n{text}"
+    return {_DEFAULT: text}
 
 
 def _as_file(text: str, cache_dir: Path) -> str:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from workers.checkpoint.chat_templates import V4_ENCODER
 from workers.checkpoint.gguf_files import VISION, first_files, of_quantization, part_names
 
 # (phase, done, total)
@@ -75,7 +76,7 @@ def fetch(
         if file and not file.lower().endswith(".gguf"):
             file = _file_of_quantization(repository, file, options)
         files = part_names(file) if file else []
-        options["allow_patterns"] = files or [_TEMPLATES, *_FILES, *_WEIGHTS * weights]
+        options["allow_patterns"] = files or [_TEMPLATES, V4_ENCODER, *_FILES, *_WEIGHTS * weights]
         if not files:
             options["ignore_patterns"] = _IGNORED
             _fetch_config(repository, revision, options, accept)

@@ -359,7 +359,18 @@ CONTENTS: list[Content] = [
         "none, of DeepSeek-V3.2",
         "its published encoding, as a template of ours",
         _configured(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32"),
-        lambda found: "｜DSML｜" in str(_templates(found)[0]),
+        lambda found: "<｜DSML｜function_calls>" in str(_templates(found)[0]),
+    ),
+    Content(
+        "templates",
+        "none, of DeepSeek-V4",
+        "its published encoding, as a template of ours; `encoding/encoding_dsv4.py` tells the levels of "
+        "`reasoning_effort`, and is never run",
+        _all(
+            _configured(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4"),
+            _with("encoding/encoding_dsv4.py", "REASONING_EFFORT_PROMPTS = {}"),
+        ),
+        lambda found: "{%- set has_high_effort = true -%}" in str(_templates(found)[0]),
     ),
     Content(
         "templates",

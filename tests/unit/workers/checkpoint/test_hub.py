@@ -21,6 +21,7 @@ from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.process import spawn
 from tests.helpers.checkpoints.fake_hub import COMMIT, TOKEN, FakeHub
 from tests.helpers.checkpoints.gguf_files import hf_weights, write_gguf
+from workers.checkpoint.chat_templates import V4_ENCODER
 from workers.checkpoint.hub import is_hub_name
 
 NAME = "someone/Tiny-1.5"
@@ -42,6 +43,8 @@ FILES = {
     "original/model.safetensors": b"the same again",
     "consolidated.safetensors": b"the same again",
     TOOL_TEMPLATE: b"{{ tools }}",
+    V4_ENCODER: b"raise SystemExit",
+    "encoding/tests/test_input_1.json": b"{}",
 }
 DEADLINE_S = 60.0
 
@@ -107,10 +110,10 @@ def test_what_is_needed_is_fetched_once(tmp_path: Path, monkeypatch: pytest.Monk
         assert COMMIT in directory.parts and directory.is_relative_to(tmp_path / "hf")
         assert (directory / "model.safetensors").read_bytes() == FILES["model.safetensors"]
         assert Path(checkpoint["chat_template_file"]).read_text() == "{{ messages }}"
-        wanted = ("config.json", "model.safetensors", "chat_template.jinja", TOOL_TEMPLATE)
+        wanted = ("config.json", "model.safetensors", "chat_template.jinja", TOOL_TEMPLATE, V4_ENCODER)
         assert hub.fetched == dict.fromkeys(wanted, 1)
         assert prepared(tmp_path)[1] == response
-        assert hub.fetched.total() == 4
+        assert hub.fetched.total() == 5
     begun = time.monotonic()
     assert prepared(tmp_path)[1] == response, "the hub is gone, the cache is not"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -149,7 +152,9 @@ def test_random_weights_are_not_fetched(tmp_path: Path, monkeypatch: pytest.Monk
     with FakeHub(NAME, FILES) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         assert prepared(tmp_path, load_dummy=True)[0] == 0
-        assert hub.fetched == {"config.json": 1, "chat_template.jinja": 1, TOOL_TEMPLATE: 1}
+        assert hub.fetched == dict.fromkeys(
+            ("config.json", "chat_template.jinja", TOOL_TEMPLATE, V4_ENCODER), 1
+        )
         assert prepared(tmp_path)[0] == 0, "they are fetched once they are wanted"
         assert hub.fetched["model.safetensors"] == 1
 
@@ -274,7 +279,9 @@ def test_progress_grows_to_the_size_of_the_files(tmp_path: Path) -> None:
             env=os.environ | {"HF_ENDPOINT": hub.url, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
     reports = json.loads(done.stdout)
-    size = sum(len(FILES[name]) for name in ("model.safetensors", "chat_template.jinja", TOOL_TEMPLATE))
+    size = sum(
+        len(FILES[name]) for name in ("model.safetensors", "chat_template.jinja", TOOL_TEMPLATE, V4_ENCODER)
+    )
     assert {phase for phase, _, _ in reports} == {f"Downloading {NAME}"}
     assert {total for _, _, total in reports} == {size}
     counts = [done for _, done, _ in reports]

@@ -28,15 +28,18 @@ from workers.checkpoint.prepare import prepare
 from workers.worker import Worker
 
 FUNCTION = {"name": "get_weather", "description": "Weather", "parameters": TOOLS["get_weather"]}
+GLM = "<tool_call>{{ call.name }}{% for k, v in call.arguments.items() %}<arg_key>{{ k }}{% endfor %}"
 CALLS = {
     "hermes": "<tool_call>{{ call | tojson }}",
     "qwen3_coder": "<tool_call><function={{ call.name }}>{% for k, v in call.arguments|items %}{% endfor %}",
-    "glm45": "<tool_call>{{ call.name }}{% for k, v in call.arguments.items() %}<arg_key>{{ k }}{% endfor %}",
+    "glm45": GLM,
+    "glm47": GLM,
     "deepseek_v31": "{{ '<｜tool▁calls▁begin｜>' + call['function']['arguments'] }}",
     "kimi_k2": "<|tool_calls_section_begin|>{{ call['function']['arguments'] | tojson }}",
     "mistral, list": "{{ '[TOOL_CALLS] [' + call.function | tojson }}",
     "mistral": "{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}",
     "granite": "<|tool_call|>{{ call.function | tojson }}",
+    "minimax_m2": "{{ '<minimax:tool_call>' }}{% for k, v in call.arguments.items() %}{{ k }}{% endfor %}",
     "olmo3": "{{ '<function_calls>' }}{% for k, v in call.function.arguments.items() %}{{ k }}{% endfor %}",
     "llama3_json": "{{ '\"parameters\": ' }}{{ call.arguments | tojson }}",
 }
@@ -57,6 +60,8 @@ class Published:
     calls: str
     """The writer of its tool calls."""
     model_type: str = ""
+    around: str = ""
+    """The model_type of the configuration that holds the model's as `text_config`; empty: none does."""
     tokenizer: Sequence[str] | None = ("</s>",)
     """The added tokens of tokenizer.json, the last of which ends replies; None: tiktoken.model instead."""
     outside: Sequence[str] = ()
@@ -89,6 +94,9 @@ PUBLISHED = [
     Published("deepseek-ai/DeepSeek-V3.2", "deepseek-v3.2", "deepseek_v32", template="",
               tokenizer=("｜DSML｜", "<think>", "</think>", "<｜end▁of▁sentence｜>"),
               files=("encoding/encoding_dsv32.py",)),
+    Published("deepseek-ai/DeepSeek-V4-Flash", "deepseek-v4", "deepseek_v4", template="",
+              tokenizer=("｜DSML｜", "<think>", "</think>", "<｜end▁of▁sentence｜>"), caches=4,
+              files=("encoding/encoding_dsv4.py", "encoding/tests/test_output_1.txt")),
     Published("moonshotai/Kimi-K2-Instruct", "deepseek-v3", "kimi_k2", model_type="kimi_k2", tokenizer=None,
               generation={"eos_token_id": 258}, files=("tokenization_kimi.py", "configuration_deepseek.py")),
     Published("moonshotai/Moonlight-16B-A3B-Instruct", "deepseek-v3", "kimi_k2", tokenizer=None,
@@ -99,6 +107,18 @@ PUBLISHED = [
               tokenizer=("<|tool_call|>", "<|end_of_text|>"), template="tokenizer_config.json"),
     Published("allenai/Olmo-3-7B-Instruct", "olmo3", "olmo3",
               tokenizer=("<function_calls>", "</function_calls>", "<|endoftext|>", "<|im_end|>"), caches=2),
+    Published("Qwen/Qwen3.5-9B", "qwen3.5", "qwen3_coder", around="qwen3_5",
+              tokenizer=("<|endoftext|>", "<|im_start|>", "<think>", "</think>", "<|im_end|>"), caches=2,
+              files=("merges.txt", "vocab.json")),
+    Published("moonshotai/Kimi-K2.5", "deepseek-v3", "kimi_k2", model_type="kimi_k2", around="kimi_k25",
+              tokenizer=None, generation={"eos_token_id": 258},
+              files=("tokenization_kimi.py", "configuration_kimi_k25.py", "modeling_kimi_k25.py")),
+    Published("MiniMaxAI/MiniMax-M2", "minimax-m2", "minimax_m2",
+              tokenizer=("]~b]", "<minimax:tool_call>", "</minimax:tool_call>", "<think>",
+                         "</think>", "[e~["),
+              files=("configuration_minimax_m2.py", "merges.txt")),
+    Published("zai-org/GLM-5.2", "glm-5", "glm47",
+              tokenizer=("<|endoftext|>", "<think>", "</think>", "<|user|>")),
     Published("zai-org/GLM-4.5", "glm4-moe", "glm45", tokenizer=("<|endoftext|>", "<think>", "<|user|>")),
 ]  # fmt: skip
 
@@ -113,7 +133,11 @@ def save(row: Published, directory: Path) -> None:
     model_type = row.model_type or model.model_type
     config = tiny_config(model).to_dict()
     names = {"model_type": model_type, "architectures": [architectures()[model_type][0]], "dtype": "float32"}
-    write(directory, "config.json", {**config, **names, "vocab_size": 600, "eos_token_id": None})
+    config.update(names, vocab_size=600, eos_token_id=None)
+    if row.around:
+        names = {"model_type": row.around, "architectures": [architectures()[row.around][0]]}
+        config = {**names, "text_config": config}
+    write(directory, "config.json", config)
     write(directory, "generation_config.json", row.generation)
     settings: dict[str, Any] = {}
     if row.tokenizer is None:
