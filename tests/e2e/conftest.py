@@ -1,5 +1,6 @@
 """What several tests of whole servers need."""
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,3 +31,11 @@ def shared_memory_is_left_as_it_was() -> Iterator[None]:
     watch = SharedMemoryWatch()
     yield
     assert not watch.end()
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """Processes that are started get SIGHUP, under nohup, too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -71,6 +71,7 @@ def test_a_real_start_has_the_planned_cache(model: Path, size: int) -> None:
         assert mib == pytest.approx(rank["weight_bytes"] / (1 << 20), abs=0.11)
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_and_leaves_nothing(model: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "atom.launch", "--plan", "--model", str(model)]

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -82,14 +81,6 @@ def test_without_restarts_a_dead_process_ends_the_server(
     if victim != "frontend.main":
         assert crowd.ends == {"error event": STREAMS}
     assert list(run_directories.iterdir()) == []
-
-
-@pytest.fixture
-def hangups() -> Iterator[None]:
-    """Processes that are started get SIGHUP, under nohup, too."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.usefixtures("hangups")
