@@ -21,8 +21,9 @@ touch {pids}/$$ "$TMPDIR/cc1.s"
 sh -c 'touch {pids}/$$; sleep 300; true'
 """
 BUILD = """
-import sys, tempfile
+import signal, sys, tempfile
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from atom_ops.native_impl import compilers
 with tempfile.TemporaryDirectory(dir=sys.argv[2]) as scratch:
     compilers.run([[sys.argv[1]], [sys.argv[1]]], Path(scratch), 200, 200)
