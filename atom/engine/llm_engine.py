@@ -423,7 +423,7 @@ class LLMEngine:
 
 
 def _end(supervisor: Supervisor, owner: int) -> None:
-    """End the processes of an engine that nobody has closed; not in a fork of process `owner`."""
+    """End the processes of an engine that was not closed; not in a fork of process `owner`."""
     if os.getpid() == owner:
         supervisor.close()
 

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from atom.shared.utils.exit_status import ExitStatus
+from tests.helpers.servers.ports import kept_port
 from tests.helpers.servers.random_server import ARGS, write_checkpoint
 
 pytestmark = pytest.mark.timeout(400)
@@ -161,12 +162,11 @@ def test_a_path_too_long_for_sockets(good: Path, tmp_path: Path) -> None:
 
 
 def test_an_unreachable_hub() -> None:
-    with socket.socket() as silent:  # bound, so that nobody else is, and not listening
-        silent.bind(("127.0.0.1", 0))
+    with kept_port() as port:
         error = failure(
             *("--model", "someone/something"),
             status=ExitStatus.RESOURCES,
-            HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}",
+            HF_ENDPOINT=f"http://127.0.0.1:{port}",
         )
     assert "cannot be reached" in error and "give a local directory" in error
 

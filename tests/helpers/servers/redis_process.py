@@ -1,5 +1,6 @@
 """A Redis or Valkey server in a process of its own, which tests stop, kill and start again."""
 
+import contextlib
 import shutil
 import signal
 import socket
@@ -7,6 +8,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from tests.helpers.servers.ports import kept_port
 
 __all__ = ["PROGRAM", "RedisProcess", "redis_process"]
 
@@ -19,11 +22,8 @@ class RedisProcess:
     """Keeps nothing on disk."""
 
     def __init__(self, password: str):
-        self._port_kept = socket.socket()
-        """Bound, so that the kernel gives the port to nobody else; the store may still listen on it."""
-        self._port_kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port_kept.bind(("127.0.0.1", 0))
-        self.port: int = self._port_kept.getsockname()[1]
+        self._kept = contextlib.ExitStack()
+        self.port = self._kept.enter_context(kept_port())
         self._password = password
         self.start()
 
@@ -56,7 +56,7 @@ class RedisProcess:
 
     def close(self) -> None:
         self.kill()
-        self._port_kept.close()
+        self._kept.close()
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from atom.benchmarks.serving.errors import BenchmarkError
 from benchmarks.agentic_servers import Contender, running, table
+from tests.helpers.servers.ports import kept_port
 
 SERVER = """
 import os, sys
@@ -36,12 +36,9 @@ def serving(place: Path, status: int) -> Iterator[int]:
     """The process id of a server that says 503 once, then `status`."""
     (place / "server.py").write_text(SERVER)
     command = shlex.join([sys.executable, str(place / "server.py"), "{model}", "{port}", str(status)])
-    with socket.socket() as kept:  # bound, so that the kernel gives the port to nobody else
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # but the server may listen on it
-        kept.bind(("127.0.0.1", 0))
-        port = kept.getsockname()[1]
-        with running(Contender("one", command), str(place / "pid"), port, place / "logs" / "one.log", 30):
-            yield int((place / "pid").read_text())
+    log = place / "logs" / "one.log"
+    with kept_port() as port, running(Contender("one", command), str(place / "pid"), port, log, 30):
+        yield int((place / "pid").read_text())
 
 
 def test_a_server_runs_until_its_block_ends(tmp_path: Path) -> None:

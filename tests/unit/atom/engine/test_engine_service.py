@@ -1,4 +1,4 @@
-"""A start that nobody waits for any more."""
+"""A start that was cancelled."""
 
 import asyncio
 from unittest.mock import Mock

@@ -12,6 +12,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 import frontend.images.image_fetcher as fetcher_module
 from frontend.errors import OverloadedError, RequestError
 from frontend.images.image_fetcher import ImageFetcher, check_url, is_public
+from tests.helpers.servers.ports import kept_port
 
 PIXELS = b"\x89PNG" * 1000
 LOOPBACK = "127.0.0.1"
@@ -182,9 +183,7 @@ def test_few_files_are_fetched_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_host_without_a_server_is_an_error_of_the_request() -> None:
     async def run() -> None:
-        with socket.socket() as silent:  # bound, so that nobody else is, and not listening
-            silent.bind((LOOPBACK, 0))
-            port = silent.getsockname()[1]
+        with kept_port() as port:
             fetcher = ImageFetcher(frozenset({f"images.test:{port}"}), Resolver(LOOPBACK), lambda _: True)
             await fetcher.fetch(f"http://images.test:{port}/", "f")
 

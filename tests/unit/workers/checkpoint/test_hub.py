@@ -21,6 +21,7 @@ from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.process import spawn
 from tests.helpers.checkpoints.fake_hub import COMMIT, TOKEN, FakeHub
 from tests.helpers.checkpoints.gguf_files import hf_weights, write_gguf
+from tests.helpers.servers.ports import kept_port
 from workers.checkpoint.chat_templates import V4_ENCODER
 from workers.checkpoint.hub import is_hub_name
 
@@ -244,9 +245,8 @@ def test_an_interrupted_download_is_continued(tmp_path: Path, monkeypatch: pytes
 
 
 def test_no_hub_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as silent:  # bound, so that nobody else is, and not listening
-        silent.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    with kept_port() as port:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
         begun = time.monotonic()
         error = error_of(tmp_path, status=ExitStatus.RESOURCES)
     assert time.monotonic() - begun < 100

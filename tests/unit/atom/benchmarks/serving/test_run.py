@@ -7,6 +7,7 @@ import pytest
 from atom.benchmarks import benchmark_serving
 from atom.benchmarks.serving.errors import BenchmarkError
 from atom.benchmarks.serving.run import check_server
+from tests.helpers.servers.ports import kept_port
 
 
 def test_a_server_that_listens_is_found() -> None:
@@ -24,9 +25,7 @@ def test_a_closed_port_is_named_before_a_tokenizer_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(benchmark_serving, "text_source", lambda args: pytest.fail("too late"))
-    with socket.socket() as silent:  # bound, so that nobody else is, and not listening
-        silent.bind(("127.0.0.1", 0))
-        port = silent.getsockname()[1]
+    with kept_port() as port:
         assert benchmark_serving.main(["--model", "owner/name", "--port", str(port)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: no server answers at http://") and f":{port}: Connection refused" in line
