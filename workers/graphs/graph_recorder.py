@@ -109,12 +109,18 @@ class GraphRecorder:
         return placed(torch.as_tensor(memory, device=tensor.device), tensor)
 
     def _abandon(self) -> None:
-        if self._graph is not None:
-            # Error and warning say no more than the error that interrupted the capture.
-            with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._graph.capture_end()
-            self._graph = None
+        if self._graph is None:
+            return
+        graph, self._graph = self._graph, None
+        # Errors and warnings say no more than the error that interrupted the capture.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                # An invalid capture ends without this, and the pool would refuse the next one.
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
 
 def used_bytes(tensor: torch.Tensor) -> int:

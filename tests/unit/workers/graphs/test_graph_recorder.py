@@ -1,5 +1,6 @@
 """Which functions run before their capture; captures themselves need a GPU."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -81,3 +82,56 @@ def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(RuntimeError, match="no such layout"):
         steps.record(fail, "step")
+
+
+class Allocator:
+    """A pool that graphs share; a capture that an error has made invalid does not end its recording."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_recording = False
+        self.is_valid = True
+        cuda = graph_recorder.torch.cuda
+        monkeypatch.setattr(cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(cuda, "Stream", lambda: None)
+        monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(graph_recorder.torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+
+    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+        if self.is_recording:
+            raise RuntimeError("already recording to mempool_id")
+        self.is_recording = self.is_valid = True
+
+    def capture_end(self) -> None:
+        if not self.is_valid:
+            raise RuntimeError("the capture was invalidated")
+        self.is_recording = False
+
+    def end(self, device: int, pool: tuple[int, int]) -> None:
+        if not self.is_recording:
+            raise RuntimeError("not recording to mempool_id")
+        self.is_recording = False
+
+    def replay(self) -> None: ...
+
+
+@pytest.mark.parametrize("invalidates", [False, True])
+def test_a_capture_that_fails_leaves_the_pool_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, invalidates: bool
+) -> None:
+    allocator = Allocator(monkeypatch)
+    record = GraphRecorder(runs_always=False)
+    record(lambda: None, "first")
+    calls: list[bool] = []
+
+    def body() -> str:
+        calls.append(allocator.is_recording)
+        if calls == [True]:
+            allocator.is_valid = not invalidates
+            raise RuntimeError("a library cannot be initialised in a capture")
+        return "result"
+
+    assert record(body, "step")[1] == "result"
+    assert calls == [True, False, True] and not allocator.is_recording
