@@ -28,6 +28,18 @@ EACH_CALL = [
     *[(call, number) for call in ("socket", "process") for number in (1, 2, 3, 4)],
 ]
 
+PROGRAM = """
+import signal, sys
+from atom import LLMEngine
+from tests.helpers.servers.interrupted_launch import CALLS, interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interrupt(*CALLS["socket"], int(sys.argv[1]), signal.SIGINT)
+try:
+    LLMEngine(sys.argv[2], load_dummy=True, device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 27)
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+"""
+
 
 def started(call: str, number: int, args: list[str], directory: Path) -> tuple[int, str]:
     """Status and output of a launch that leaves neither processes nor files."""
@@ -53,6 +65,13 @@ def session_of(leader: int) -> list[str]:
             if os.getsid(process.pid) == leader:
                 found.append(" ".join(process.cmdline()))
     return found
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_library_engine_ends(model: str, run_directories: Path, number: int) -> None:
+    """A program has Python's own handler of SIGINT, which raises."""
+    status, text = ended([sys.executable, "-c", PROGRAM, str(number), model], run_directories)
+    assert (status, text.splitlines()[-1]) == (0, "interrupted")
 
 
 @pytest.mark.parametrize(("call", "number"), EACH_CALL)
