@@ -3,7 +3,7 @@
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -30,21 +30,24 @@ _GPUS = re.compile(r"([1-9]\d{0,4})x(\d{1,5}(?:\.\d+)?)")
 _GPU_DTYPES = ["bfloat16", "float16", "float32"]
 
 
-def show_plan(config: EngineConfig, explicit: set[str], gpus: str, as_json: bool) -> int:
+def show_plan(
+    config: EngineConfig, explicit: set[str], gpus: str, as_json: bool, on_turn: Callable[[], None]
+) -> int:
     """Print the plan; returns the exit status: 0 if the configured layout fits, else 4.
 
-    `gpus` are assumed ones, as 8x80; empty: this host. Raises StartError or ConfigError.
+    `gpus` are assumed ones, as 8x80; empty: this host. `on_turn` is called several times a second. Raises
+    StartError or ConfigError.
     """
-    plan = make_plan(config, explicit, gpus)
+    plan = make_plan(config, explicit, gpus, on_turn)
     print(msgspec.json.format(msgspec.json.encode(plan)).decode() if as_json else plan_text(plan))
     return ExitStatus.RESOURCES if plan.layout.problem else ExitStatus.DONE
 
 
-def make_plan(config: EngineConfig, explicit: set[str], gpus: str) -> Plan:
+def make_plan(config: EngineConfig, explicit: set[str], gpus: str, on_turn: Callable[[], None]) -> Plan:
     """Prepare the checkpoint without its weights, and plan it. Raises StartError or ConfigError."""
     count, size = _assumed(gpus, config)
     bars = ProgressBars()
-    with Supervisor(bars.update) as supervisor:
+    with Supervisor(bars.update, on_turn) as supervisor:
         without_weights = replace(config.model, load_dummy=True)
         checkpoint, capabilities, draft_model = supervisor.prepare(without_weights, config.speculative)
     bars.close()
@@ -55,7 +58,7 @@ def make_plan(config: EngineConfig, explicit: set[str], gpus: str) -> Plan:
     resolved = resolve(config, checkpoint, explicit, capabilities)
     made = resolved.config
     sizes = _sizes(made, checkpoint, capabilities)
-    result = _run(PlanLaunch(made, checkpoint, sizes, size))
+    result = _run(PlanLaunch(made, checkpoint, sizes, size), on_turn)
     return _plan(made, checkpoint, capabilities, result, resolved.notes, size is not None)
 
 
@@ -87,11 +90,11 @@ def _sizes(config: EngineConfig, checkpoint: Checkpoint, capabilities: DeviceCap
     return sorted({own, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})
 
 
-def _run(launch: PlanLaunch) -> PlanResult:
+def _run(launch: PlanLaunch, on_turn: Callable[[], None]) -> PlanResult:
     """The child's result; raises StartError."""
     child = spawn("workers.memory.plan_memory", launch, stdout=subprocess.PIPE)
     try:
-        line = last_line(child, time.monotonic() + DEADLINE_S)
+        line = last_line(child, time.monotonic() + DEADLINE_S, on_turn)
         result = msgspec.json.decode(line, type=PlanResult)
     except TimeoutError:
         raise StartError(f"planning the memory took longer than {DEADLINE_S:.0f} s") from None

@@ -5,18 +5,18 @@ import os
 import shlex
 import signal
 import socket
-import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import zmq
 
 from atom.commands.plan import show_plan
+from atom.engine.end_signals import EndSignals
 from atom.engine.engine_host import EngineHost, Prepare
 from atom.engine.replay_file import replay_file
 from atom.engine.upgrade import UPGRADE_SIGNAL, HandOver, Successor, TakeOver, settings_of_sockets
@@ -106,7 +106,7 @@ class Launcher:
         for note in notes:
             self._logger.info(note)
         self._bars = ProgressBars()
-        self._stops = 0
+        self._signals = EndSignals(ExitStatus.DONE)
         self._is_starting = True
         self._phase = "preparing the model"
         self._manager = ServiceManager()
@@ -117,19 +117,13 @@ class Launcher:
 
     def run(self) -> None:
         """Serve until a signal. Raises StartError, ConfigError or OSError."""
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            signal.signal(number, self._on_signal)
-        signal.signal(UPGRADE_SIGNAL, self._on_upgrade_signal)
-        try:
-            self._run()
-        finally:
-            self._manager.close()
-            # An ending Python restores their defaults, but not of ignored ones.
-            for number in (*numbers, UPGRADE_SIGNAL):
-                signal.signal(number, signal.SIG_IGN)
+        with self._signals:
+            signal.signal(UPGRADE_SIGNAL, self._on_upgrade_signal)
+            try:
+                self._run()
+            finally:
+                self._manager.close()
+                signal.signal(UPGRADE_SIGNAL, signal.SIG_IGN)  # as EndSignals ignores its own
 
     def _check_server(self) -> str | None:
         """Raises ValueError for unusable settings; returns the path of --chat-template."""
@@ -172,7 +166,8 @@ class Launcher:
             self.server = settings_of_sockets(self.server, old.offer, self.explicit)
             first_life, taken, taken_admin = old.offer.next_life, old.sockets, old.admin
         server = self.server
-        node = find_node_placement(self.nodes) if self.config.parallel.nnodes > 1 else NodePlacement()
+        is_one = self.config.parallel.nnodes == 1
+        node = NodePlacement() if is_one else find_node_placement(self.nodes, self._signals.check)
         with (
             node.link or nullcontext(),
             ListenPort(server.host, server.server_port, server.api_server_count, taken=taken) as port,
@@ -181,7 +176,8 @@ class Launcher:
         ):
             take_over = self._take_over = None if old is None else TakeOver(old, supervisor, admin)
             try:
-                self._start(supervisor, node, port, admin, template, take_over)
+                with self._signals.before_failures():
+                    self._start(supervisor, node, port, admin, template, take_over)
             finally:
                 self._is_starting = False
             if take_over is not None:
@@ -208,13 +204,13 @@ class Launcher:
                 "after the other instead, by POST /restart_engines of its administration"
             )
         try:
-            return OldServer(self.server.upgrade_from)
+            return OldServer(self.server.upgrade_from, self._signals.check)
         except HandoverError as error:
             raise ConfigError(str(error)) from None
 
     def _serve(self, supervisor: Supervisor, take_over: TakeOver | None, hand_over: HandOver) -> None:
         has_left = False
-        while not self._stops and not has_left:
+        while not self._signals.count and not has_left:
             supervisor.check()
             if take_over is not None:
                 take_over.receive()
@@ -230,7 +226,7 @@ class Launcher:
                 self._successor.stop()
             self._manager.stopping(self.server.shutdown_timeout + END_S)
             timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
-            supervisor.stop_frontends(timeout, hurry=lambda: self._stops > 1)
+            supervisor.stop_frontends(timeout, hurry=lambda: self._signals.count > 1)
             if self._successor is not None:
                 self._successor.close()
         if supervisor.fault is not None:
@@ -255,8 +251,8 @@ class Launcher:
         self._manager.replaced_by(hand_over.new_pid)
         hand_over.leave(difference("the new server", model, "the earlier one", self._model))
         timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
-        supervisor.drain_frontends(timeout, lambda: self._stops > 0 or hand_over.has_lost_new())
-        if not self._stops and hand_over.has_lost_new():
+        supervisor.drain_frontends(timeout, lambda: self._signals.count > 0 or hand_over.has_lost_new())
+        if not self._signals.count and hand_over.has_lost_new():
             self._logger.error(
                 "process %d has died: this server accepts connections again; streams that it had are lost",
                 hand_over.new_pid,
@@ -272,11 +268,11 @@ class Launcher:
         self._logger.error("%s: ending", cause)
         self._manager.stopping(ENGINE_DEATH_HOLD_S + END_S)
         supervisor.end_engines(cause)
-        stops = self._stops
+        signals, before = self._signals, self._signals.count
         deadline = time.monotonic() + ENGINE_DEATH_HOLD_S
-        while supervisor.has_frontends and self._stops == stops and time.monotonic() < deadline:
+        while supervisor.has_frontends and signals.count == before and time.monotonic() < deadline:
             time.sleep(_HOLD_POLL_S)
-        supervisor.stop_frontends(_STOP_MARGIN_S, hurry=lambda: self._stops > stops)
+        supervisor.stop_frontends(_STOP_MARGIN_S, hurry=lambda: signals.count > before)
 
     def _start(
         self,
@@ -359,8 +355,9 @@ class Launcher:
         self._phase = f"{progress.phase}, {progress.done} of {progress.total}"
 
     def _on_turn(self, supervisor: Supervisor) -> None:
-        """Tell the service manager that the start goes on, or that the engines work."""
+        """End the start after a signal; tell the service manager that it goes on, or that engines work."""
         if self._is_starting:
+            self._signals.check()
             self._manager.starting(self._phase)
             if self._take_over is not None:
                 self._take_over.starting()
@@ -369,12 +366,6 @@ class Launcher:
 
     def _on_upgrade_signal(self, *_: object) -> None:
         self._wants_successor = True
-
-    def _on_signal(self, *_: object) -> None:
-        self._stops += 1
-        if self._is_starting:
-            self._is_starting = False  # once: a further signal must not interrupt the end of the children
-            raise SystemExit(0)  # stop the start at any point
 
 
 class NodeLauncher(Launcher):
@@ -385,7 +376,7 @@ class NodeLauncher(Launcher):
     def _run(self) -> None:
         raise_open_files_limit()
         template = self._check_server() if self.nodes.frontend_per_node else None
-        node = find_node_placement(self.nodes)
+        node = find_node_placement(self.nodes, self._signals.check)
         with ExitStack() as open_things:
             run_dir = open_things.enter_context(closing(RunDirectory())).path
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -398,13 +389,10 @@ class NodeLauncher(Launcher):
                 open_things.enter_context(http)
                 admin = open_things.enter_context(_admin_socket(server))
                 self._logger.info("serving HTTP on %s port %d once engines are ready", server.host, http.port)
-            node = self._prepare(
-                lambda model, speculative: prepared(
-                    context, run_dir, model, speculative, self._on_progress, lambda: self._on_node_turn(False)
-                ),
-                node,
-                template,
-            )
+            on_turn = partial(self._on_node_turn, False)
+            prepare = partial(prepared, context, run_dir, on_progress=self._on_progress, on_turn=on_turn)
+            with self._signals.before_failures():
+                node = self._prepare(prepare, node, template)
             placement = Placement(self.config.parallel, self.nodes.frontend_per_node)
             ports = open_things.enter_context(
                 closing(NodePorts(placement, node.rank, node.address, self.config.parallel.port))
@@ -424,19 +412,25 @@ class NodeLauncher(Launcher):
             agent = NodeAgent(context, info, node, identity, http, None if admin is None else admin.socket)
             self._is_starting = False
             self._phase = f"joining the master at {node.master}"
-            agent.run(lambda: self._stops, self.server.shutdown_timeout + _STOP_MARGIN_S, self._on_node_turn)
+            drain_s = self.server.shutdown_timeout + _STOP_MARGIN_S
+            agent.run(lambda: self._signals.count, drain_s, self._on_node_turn)
 
     def _on_upgrade_signal(self, *_: object) -> None:
         self._logger.error("a node of a server of several is not replaced: POST /restart_engines at node 0")
 
     def _on_node_turn(self, has_joined: bool) -> None:
-        """Tell the service manager that the start goes on, that it is over, or that this node lives."""
+        """Tell the service manager that the start goes on, that it is over, or that this node lives.
+
+        A signal ends the start; the agent itself notices a later one.
+        """
+        if self._is_starting:
+            self._signals.check()
         if self._is_joining and not has_joined:
             self._manager.starting(self._phase)
         elif self._is_joining:
             self._is_joining = False
             self._manager.ready(f"node {self.nodes.node_rank} has joined {self.nodes.master_addr}")
-        elif self._stops:
+        elif self._signals.count:
             self._manager.stopping(self.server.shutdown_timeout + END_S)
         else:
             self._manager.alive()
@@ -465,13 +459,11 @@ def run() -> int:
         explicit = explicit_fields(args)
         nodes = nodes_config_from(args)
         if args.plan is not None:
-            _exit_on_signals()
-            return show_plan(config, explicit, args.plan, args.json)
+            return _until_signal(partial(show_plan, config, explicit, args.plan, args.json))
         if args.json:
             raise ConfigError("--json needs --plan")
         if args.replay_file is not None:
-            _exit_on_signals()
-            return replay_file(args.replay_file, config, explicit)
+            return _until_signal(partial(replay_file, args.replay_file, config, explicit))
         nodes.check(config.parallel.nnodes)
         kind = NodeLauncher if nodes.node_rank else Launcher
         kind(config, server, nodes, explicit, notes_of(args)).run()
@@ -484,16 +476,10 @@ def run() -> int:
     return ExitStatus.DONE
 
 
-def _exit_on_signals() -> None:
-    """Let a signal that ends this process first end its children and remove their directory."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
-        sys.exit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, end)
+def _until_signal(work: Callable[[Callable[[], None]], int]) -> int:
+    """The exit status of `work`; after a signal, what it gets to call ends it, its children first."""
+    with EndSignals(second_kills=True) as signals, signals.before_failures():
+        return work(signals.check)
 
 
 def _status_of(error: Exception) -> int:

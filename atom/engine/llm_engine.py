@@ -13,6 +13,7 @@ import functools
 import itertools
 import os
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -121,7 +122,9 @@ class LLMEngine:
             self._supervisor.wait_ready()
             self._bars.close()
             self._connect(ClientParts.of(host))
-        except BaseException:
+        except BaseException as error:
+            # After Ctrl-C they may hold a socket that its context does not know: its end would wait for ever.
+            traceback.clear_frames(error.__traceback__)
             self.close()
             raise
 

@@ -8,7 +8,7 @@ depends on shapes shows, what depends on contents does not.
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -57,14 +57,15 @@ class Outcome:
     """Requests that ended with an error of their own: names and reasons."""
 
 
-def replay_file(path: str, config: EngineConfig, explicit: set[str]) -> int:
+def replay_file(path: str, config: EngineConfig, explicit: set[str], on_turn: Callable[[], None]) -> int:
     """Run the record at `path` again, and print what happens; the exit status is 1 if the engine ends again.
 
-    `explicit` settings of `config` replace those of the record. Raises ConfigError for a file that is none,
-    and StartError if the engine does not start.
+    `explicit` settings of `config` replace those of the record. `on_turn` is called several times a second
+    while an engine starts and runs. Raises ConfigError for a file that is none, and StartError if the engine
+    does not start.
     """
     record = read_record(Path(path))
-    run = _Runs(record, _merged(record, config, explicit), explicit)
+    run = _Runs(record, _merged(record, config, explicit), explicit, on_turn)
     print(_summary(record), flush=True)
     if not record.requests:
         print("the record has no requests: nothing to run")
@@ -137,10 +138,13 @@ def _merged(record: FlightRecord, config: EngineConfig, explicit: set[str]) -> E
 class _Runs:
     """Runs requests of a record, each time in a new engine."""
 
-    def __init__(self, record: FlightRecord, config: EngineConfig, explicit: set[str]):
+    def __init__(
+        self, record: FlightRecord, config: EngineConfig, explicit: set[str], on_turn: Callable[[], None]
+    ):
         self._record = record
         self._config = config
         self._explicit = explicit
+        self._on_turn = on_turn
         setup_logging("replay", config.observability.log_level)
 
     def search(self, requests: Sequence[RecordedRequest]) -> Sequence[RecordedRequest]:
@@ -161,7 +165,10 @@ class _Runs:
     def once(self, requests: Sequence[RecordedRequest]) -> Outcome:
         """Run requests together. Raises StartError, ConfigError."""
         bars = ProgressBars()
-        with Supervisor(bars.update) as supervisor, contextlib.closing(_Client()) as client:
+        with (
+            Supervisor(bars.update, self._on_turn) as supervisor,
+            contextlib.closing(_Client(self._on_turn)) as client,
+        ):
             host = EngineHost(self._config, self._explicit)
             host.prepare(supervisor.prepare)
             host.resolve()
@@ -179,8 +186,9 @@ class _Runs:
 class _Client:
     """Sends requests to the engines of a supervisor and reads what comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_turn: Callable[[], None]):
         self._context = zmq.Context()
+        self._on_turn = on_turn
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -198,6 +206,7 @@ class _Client:
             links.add(message)
         last = time.monotonic()
         while names and not outcome.death:
+            self._on_turn()
             received = links.receive(_WAIT_S)
             if received is not None:
                 _count(received[1], names, outcome)

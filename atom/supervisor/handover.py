@@ -245,10 +245,11 @@ class NewServer:
 class OldServer:
     """The running server, as a new one sees it: gives its sockets, then its streams."""
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, meanwhile: Callable[[], None] = lambda: None):
         """`target` is the process id of its supervisor, or its admin socket.
 
-        Raises HandoverError, a line for people, which names what was given.
+        Calls `meanwhile` until it answers. Raises HandoverError, a line for people, which names what was
+        given.
         """
         try:
             connection = _connected(run_directory_of(target) / _NAME)
@@ -257,7 +258,7 @@ class OldServer:
         self._channel: _Channel[ToNew] | None = _Channel(connection, ToNew)
         try:
             self._channel.send(TakeOver(PROTOCOL))
-            message = self._channel.receive(_OFFER_DEADLINE_S)
+            message = _received(self._channel, _OFFER_DEADLINE_S, meanwhile)
             if isinstance(message, Declined):
                 raise HandoverError(message.reason)
             if not isinstance(message, ListeningSockets):
@@ -266,6 +267,9 @@ class OldServer:
             self.close()
             remedy = f": {_REMEDY}" if isinstance(error, EndedError) else ""
             raise HandoverError(f"--upgrade-from {target}: {error}{remedy}") from None
+        except BaseException:  # `meanwhile` gives the wait up
+            self.close()
+            raise
         self.offer = message
         """What the running server has; the sockets are those of `sockets` and `admin`."""
         found = [socket.socket(fileno=descriptor) for descriptor in self._channel.fds]
@@ -301,9 +305,7 @@ class OldServer:
         self._check_declined()
         self._starting_at = math.inf
         self._channel.send(Serving(model, has_admin))
-        deadline = time.monotonic() + _ANSWER_DEADLINE_S
-        while (message := self._channel.receive(_ANSWER_POLL_S)) is None and time.monotonic() < deadline:
-            meanwhile()
+        message = _received(self._channel, _ANSWER_DEADLINE_S, meanwhile)
         if not isinstance(message, Leaving):
             raise HandoverError("the running server does not leave its sockets")
         return message.difference
@@ -348,9 +350,18 @@ class OldServer:
             self._channel = None
 
 
+def _received(channel: _Channel[T], deadline_s: float, meanwhile: Callable[[], None]) -> T | None:
+    """The next message; None if none begins in time. Calls `meanwhile` until then. Raises HandoverError."""
+    deadline = time.monotonic() + deadline_s
+    while (message := channel.receive(_ANSWER_POLL_S)) is None and time.monotonic() < deadline:
+        meanwhile()
+    return message
+
+
 def _connected(path: Path) -> socket.socket:
     """A connection to the socket of a running server. Raises OSError, whose text is for people."""
     connection = socket.socket(socket.AF_UNIX)
+    connection.setblocking(False)  # it would wait without end for a server that is stopped
     try:
         connection.connect(str(path))
     except BaseException as error:
@@ -359,6 +370,8 @@ def _connected(path: Path) -> socket.socket:
             raise OSError("it still starts: try again when it is ready") from None
         if isinstance(error, ConnectionRefusedError):
             raise OSError(f"it ends: wait for its end; {_REMEDY}") from None
+        if isinstance(error, BlockingIOError):
+            raise OSError("it is stopped, or hangs: it accepts no connection") from None
         raise
     return connection
 

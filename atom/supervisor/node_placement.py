@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,14 +61,14 @@ class NodePlacement:
         return tcp_endpoint(key, self.master_address, self.master_port, fd)
 
 
-def find_node_placement(config: NodesConfig) -> NodePlacement:
+def find_node_placement(config: NodesConfig, on_turn: Callable[[], None] = lambda: None) -> NodePlacement:
     """Resolve the addresses; on node 0 also take the master's port.
 
-    Raises ConfigError, ListenError.
+    Calls `on_turn` every second while it waits for the master's name. Raises ConfigError, ListenError.
     """
     assert config.master_addr is not None
     secret = _secret(config)
-    master = _master_address(config.master_addr, config.join_timeout)
+    master = _master_address(config.master_addr, config.join_timeout, on_turn)
     if config.node_rank == 0:
         _check_master(config.master_addr, master)
     address = _own_address(config, master)
@@ -120,7 +121,7 @@ def _check_literal(name: str) -> None:
         raise ConfigError(f"--master-addr {name} is {what}: give an IPv4 address of node 0, or its name")
 
 
-def _master_address(name: str, timeout_s: float) -> str:
+def _master_address(name: str, timeout_s: float, on_turn: Callable[[], None]) -> str:
     """Address of the master; its name may be known only once its host, or its pod, has started."""
     _check_literal(name)
     deadline = time.monotonic() + timeout_s
@@ -137,6 +138,7 @@ def _master_address(name: str, timeout_s: float) -> str:
             noted = True
             get_logger().info("waiting for the name of node 0, %s (%.0f s)", name, timeout_s)
         time.sleep(_RETRY_S)
+        on_turn()
 
 
 def _own_address(config: NodesConfig, master: str) -> str:

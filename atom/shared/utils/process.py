@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ _PARENT = "_ATOM_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _MAX_LAUNCH_BYTES = 16 * 1024 * 1024
 _MAX_OUTPUT_BYTES = 16 * 1024 * 1024
+_TURN_S = 0.1
 
 
 def spawn(
@@ -60,29 +61,36 @@ def spawn(
     return child
 
 
-def last_line(child: subprocess.Popen[bytes], deadline: float) -> bytes:
+def last_line(
+    child: subprocess.Popen[bytes], deadline: float, on_turn: Callable[[], None] = lambda: None
+) -> bytes:
     """Wait for the end of a child of `spawn` with stdout=PIPE; returns the last line that it printed.
 
-    Kills the child and raises TimeoutError if it has not ended at `deadline`, a time.monotonic().
+    Kills the child and raises TimeoutError if it has not ended at `deadline`, a time.monotonic(). `on_turn`,
+    called several times a second, may raise an error, which ends the child, too.
     """
     assert child.stdout is not None and child.stdin is not None
     output = b""
     poll = select.poll()
     poll.register(child.stdout, select.POLLIN | select.POLLHUP)
     try:
-        while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-            if not (piece := os.read(child.stdout.fileno(), 1 << 16)):
-                child.wait(max(deadline - time.monotonic(), 0))
-                return output.rstrip().rpartition(b"\n")[2]
-            output = (output + piece)[-_MAX_OUTPUT_BYTES:]
+        while True:
+            on_turn()
+            left_s = max(deadline - time.monotonic(), 0)
+            if poll.poll(min(left_s, _TURN_S) * 1000):
+                if not (piece := os.read(child.stdout.fileno(), 1 << 16)):
+                    child.wait(max(deadline - time.monotonic(), 0))
+                    return output.rstrip().rpartition(b"\n")[2]
+                output = (output + piece)[-_MAX_OUTPUT_BYTES:]
+            elif not left_s:
+                raise TimeoutError
     except subprocess.TimeoutExpired:
-        pass
+        raise TimeoutError from None
     finally:
         child.kill()
         child.wait()
         child.stdin.close()
         child.stdout.close()
-    raise TimeoutError
 
 
 def read_launch(kind: type[T]) -> T:

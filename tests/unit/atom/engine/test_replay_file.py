@@ -100,7 +100,7 @@ def test_what_comes_is_counted() -> None:
 @pytest.mark.parametrize("guilty", range(5))
 def test_halving_finds_the_request_that_ends_an_engine(guilty: int, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request(str(number)) for number in range(5)]
-    runs = _Runs(record(*requests), EngineConfig(), set())
+    runs = _Runs(record(*requests), EngineConfig(), set(), lambda: None)
     count = [0]
 
     def once(part: list[RecordedRequest]) -> Outcome:
@@ -113,6 +113,6 @@ def test_halving_finds_the_request_that_ends_an_engine(guilty: int, monkeypatch:
 
 def test_requests_that_end_an_engine_together_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request(str(number)) for number in range(4)]
-    runs = _Runs(record(*requests), EngineConfig(), set())
+    runs = _Runs(record(*requests), EngineConfig(), set(), lambda: None)
     monkeypatch.setattr(runs, "once", lambda part: Outcome("dead" if len(part) > 2 else ""))
     assert runs.search(requests) == requests

@@ -219,6 +219,25 @@ def test_a_server_that_ends_meanwhile_is_told_in_words(run_dir: Path, is_accepte
     assert text.startswith("it has ended, or has closed the connection: if no server runs any more, start")
 
 
+@pytest.mark.usefixtures("old")
+def test_the_wait_for_the_sockets_can_be_given_up() -> None:
+    """As for a running server that is stopped."""
+
+    def give_up() -> None:
+        raise SystemExit(5)
+
+    with pytest.raises(SystemExit):
+        OldServer(str(os.getpid()), give_up)
+
+
+def test_a_server_that_accepts_no_connection_is_not_waited_for(run_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(str(run_dir / "handover"))
+        listener.listen(0)
+        first.connect(str(run_dir / "handover"))
+        assert failure() == "it is stopped, or hangs: it accepts no connection"
+
+
 def test_an_admin_socket_leads_to_its_server(old: NewServer, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as admin:
         admin.bind(str(tmp_path / "admin"))

@@ -142,6 +142,14 @@ def test_a_place_is_found_or_refused() -> None:
         find_node_placement(NodesConfig(1, "no-such-host.invalid", join_timeout=0.1, cluster_secret="x" * 20))
 
 
+def test_the_wait_for_the_name_of_the_master_can_be_given_up() -> None:
+    def give_up() -> None:
+        raise SystemExit(5)
+
+    with pytest.raises(SystemExit):
+        find_node_placement(NodesConfig(1, "no-such-host.invalid", cluster_secret="x" * 20), give_up)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("address", "what"),
