@@ -15,7 +15,7 @@ class EndSignals:
 
     The handler never raises, since it runs between any two instructions: a socket that its context does not
     know yet would let the end of the context wait for ever, and a child or a directory that has no owner yet
-    would be left. Who starts something calls `check` several times a second instead.
+    would be left. What starts something calls `check` several times a second instead.
     """
 
     def __init__(self, status: int | None = None, second_kills: bool = False):

@@ -58,9 +58,12 @@ class Target:
 
 
 async def run_undisturbed(target: Target) -> list[ClientStream]:
-    """The streams without events."""
+    """The streams without events. Raises ChaosError if one fails."""
     await _until_ready(target)
-    return await follow_all(target.url, target.headers, target.bodies, lambda count: None, target.requests)
+    streams = await follow_all(target.url, target.headers, target.bodies, lambda count: None, target.requests)
+    if errors := [stream.error for stream in streams if stream.error]:
+        raise ChaosError(f"{len(errors)} of {len(streams)} streams failed without an event: {errors[0]}")
+    return streams
 
 
 async def run_scenario(

@@ -40,10 +40,13 @@ class ClientStream:
 
 
 def body_of(model: str, number: int, tokens: int) -> dict[str, Any]:
-    """The request of stream `number`: every second one is greedy, the others are sampled with a seed."""
+    """The request of stream `number`: every second one is greedy, the others are sampled with a seed.
+
+    Prompts are token ids, which a server without a tokenizer takes, too.
+    """
     return {
         "model": model,
-        "prompt": f"{number} " + "one two three four " * (1 + number % 7),
+        "prompt": [10 + number % 90, *[11, 12, 13, 14] * (1 + number % 7)],
         "max_tokens": tokens,
         "temperature": 0.8 * (number % 2),
         "seed": number,
