@@ -141,7 +141,7 @@ def computed(model: Path, layout: dict[str, Any], at_a_time: int = 4, **settings
     sizes = str(sorted({1, at_a_time}))
     with LLMEngine(
         model=str(model), device=DEVICE, max_num_seqs=at_a_time, cudagraph_capture_sizes=sizes,
-        max_num_batched_tokens=512, max_model_len=256, gpu_memory_utilization=0.3, **layout, **settings,
+        max_num_batched_tokens=512, max_model_len=256, kv_cache_memory_bytes=1 << 30, **layout, **settings,
     ) as engine:  # fmt: skip
         outputs = engine.generate(ids, sampling)
     distributions = [position for output in outputs for position in output["prompt_logprobs"][1:]]
