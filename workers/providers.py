@@ -20,6 +20,7 @@ _DEEPSEEK = (
     "deepseek_v32",
     "glm_moe_dsa",
     "glm4_moe_lite",
+    "mistral4",
     "kimi_k2",
     "kimi_k25",
 )

@@ -116,6 +116,19 @@ FAMILIES = {
         num_experts_per_tok=4, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.8,
         rope_theta=1000000.0, rms_norm_eps=1e-5, hidden_act="silu", tie_word_embeddings=False,
     ),
+    "mistral4": _family(
+        "mistralai/Mistral-Small-4-119B-2603", "mistral4", "Mistral4ForCausalLM",
+        **_sizes(4096, 12288, 32, 32, 131072), head_dim=128, kv_lora_rank=256, qk_rope_head_dim=64,
+        q_lora_rank=1024, qk_nope_head_dim=64, v_head_dim=128, first_k_dense_replace=0,
+        moe_intermediate_size=2048, n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=4,
+        n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0, rms_norm_eps=1e-6,
+        hidden_act="silu", tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 8192, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
     "glm_moe_dsa": _family(
         "zai-org/GLM-5.2-FP8", "glm_moe_dsa", "GlmMoeDsaForCausalLM",
         **_sizes(6144, 12288, 64, 64, 154880), **_LATENT, q_lora_rank=2048, qk_nope_head_dim=192,

@@ -40,9 +40,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {"num_hidden_layers": 4}),
     "minimax_m2": ("MiniMaxM2ForCausalLM", {"num_hidden_layers": 2, "quantization_config": FP8_BLOCKS}),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {"num_hidden_layers": 2}),
+    "mistral4": ("Mistral4ForCausalLM", {"num_hidden_layers": 2}),
 }
 LARGEST_ERROR = {"deepseek_v3": 0.05, "gpt_oss": 0.03, "glm_moe_dsa": 0.03, "qwen3_next": 0.03}
 LARGEST_ERROR |= {"qwen3_5_text": 0.03, "qwen3_5_moe_text": 0.03, "minimax_m2": 0.05, "glm4_moe_lite": 0.03}
+LARGEST_ERROR |= {"mistral4": 0.03}
 """RMS of the logits' differences, as a part of the logits' RMS: FP8 kernels round activations to 8 bits."""
 
 pytestmark = [

@@ -35,7 +35,7 @@ SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", 
 UNTIED = ("olmo2", "olmo3")
 """No checkpoint of these has tied embeddings."""
 
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "glm4_moe_lite", "mistral4")
 """These share the MLA layer, so their rows count together. They have no KV heads and no MLP biases."""
 
 

@@ -23,7 +23,7 @@ SCRIPT = """
     mesh.close()
 """
 REPLICATED = {
-    "deepseek_v2": 0.12, "deepseek_v3": 0.12, "glm4_moe_lite": 0.12,
+    "deepseek_v2": 0.12, "deepseek_v3": 0.12, "glm4_moe_lite": 0.12, "mistral4": 0.12,
     "deepseek_v32": 0.31, "glm_moe_dsa": 0.26, "kimi_linear": 0.12,
     "deepseek_v4": 0.4,
 }  # fmt: skip

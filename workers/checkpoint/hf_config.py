@@ -27,6 +27,8 @@ _OLD_LONGROPE = "su"
 _LENGTH = "max_position_embeddings"
 _OLD_LENGTH = "model_max_length"
 _LOCAL_THETA = "rope_local_base_freq"
+_WITHIN_OTHERS = ("mistral4",)
+"""Families whose multimodal checkpoints have the model_type of another one."""
 _OF_PARTS = ("text_config", "vision_config", "audio_config")
 # Settings that every config has, also if config.json does not state them.
 _IMPLIED = {"dtype", "rope_parameters"}
@@ -97,6 +99,8 @@ def _of_language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
         for name, value in config.items()
         if name not in _OF_PARTS and (value is not None or name not in inner)
     }
+    if inner.get("model_type") in _WITHIN_OTHERS:
+        outer["model_type"] = inner["model_type"]
     return {**inner, **outer}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.checkpoint import Checkpoint
@@ -23,6 +24,9 @@ from workers.checkpoint.families import keeps_states
 from workers.checkpoint.hf_config import read_config
 from workers.checkpoint.hf_directory import normalised_config
 from workers.checkpoint.image_settings import image_settings
+
+# transformers has the class, but not under this name.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 # Tiny matrices gain nothing from threads that wait for one another on a busy machine.
 torch.set_num_threads(1)
@@ -304,6 +308,15 @@ TINY_MODELS = [
          _DEEPSEEK | _THREE_HEADS | {"attention_bias": True, "tie_word_embeddings": True, "v_head_dim": 28,
                                      "norm_topk_prob": False, "n_shared_experts": 2,
                                      "mlp_layer_types": ["dense", "sparse", "dense"]}),
+    Tiny("mistral-small-4", "mistral4", 1,
+         _DEEPSEEK | {"rope_parameters": _DEEPSEEK_YARN | {"llama_4_scaling_beta": 0.5}, "head_dim": 28,
+                      "first_k_dense_replace": 0, "norm_topk_prob": True}),
+    Tiny("mistral-small-4-odd-heads-biases-tied", "mistral4", 1,
+         _DEEPSEEK | _THREE_HEADS | {"rope_parameters": _DEEPSEEK_YARN | {"llama_4_scaling_beta": 0.1},
+                                     "head_dim": 28,
+                                     "attention_bias": True, "tie_word_embeddings": True, "v_head_dim": 28,
+                                     "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+                                     "norm_topk_prob": False}),
     Tiny("gpt-oss", "gpt_oss", 2, _GPT_OSS),
     Tiny("gpt-oss-odd-gqa-untruncated-yarn-rope", "gpt_oss", 1,
          _GPT_OSS | _ODD_HEADS | {"num_hidden_layers": 4, "rope_parameters": _UNTRUNCATED_ROPE}),

@@ -70,6 +70,7 @@ ROWS = {
     "deepseek_v32": "deepseek-v3.2-yarn-odd-heads-biases",
     "glm_moe_dsa": "glm-5-pattern-tied",
     "glm4_moe_lite": "glm-4.7-flash-odd-heads-biases-tied",
+    "mistral4": "mistral-small-4-odd-heads-biases-tied",
     "gpt_oss": "gpt-oss-odd-gqa-untruncated-yarn-rope",
     "qwen3_next": "qwen3-next-odd-heads-biases",
     "qwen3_5_text": "qwen3.5-odd-heads-biases",

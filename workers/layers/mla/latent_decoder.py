@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,6 +17,7 @@ from workers.layers.decoder.gated_mlp import GatedMLP
 from workers.layers.mla.mla import LATENT_MODULES, LatentArgs, LatentAttention, latent_groups
 from workers.layers.mla.sharded_mla import ShardedLatentAttention
 from workers.layers.mla.sparse_mla import IndexerArgs, sparse_token_mixers
+from workers.layers.moe.expert_layouts import PER_EXPERT, ExpertLayout
 from workers.layers.moe.moe import MoE, MoEArgs
 from workers.layers.mtp import PredictingDecoderLM
 
@@ -49,6 +50,7 @@ class LatentDecoderLM(PredictingDecoderLM):
     """A family passes its routing rule and its configuration with defaults."""
 
     packed_modules_mapping = {**DecoderLM.packed_modules_mapping, **LATENT_MODULES}
+    expert_layout: ClassVar[ExpertLayout] = PER_EXPERT
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class LatentDecoderLM(PredictingDecoderLM):
             if indexer
             else latent_token_mixers(latent, args.cached_layers, build)
         )
-        moe = moe_args(config, rule, correction_bias)
+        moe = replace(moe_args(config, rule, correction_bias), layout=self.expert_layout)
 
         def mlp(layer: int, at: BuildContext) -> FeedForward:
             return MoE(moe, at) if has_experts(config, layer) else GatedMLP(args, at)

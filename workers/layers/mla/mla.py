@@ -183,6 +183,8 @@ class LatentAttention(nn.Module):
         topk_indices: TopKIndices | None = None,
     ) -> torch.Tensor:
         """Attention output [T, H * V] over all tokens up to each one, or over those of `topk_indices`."""
+        if rotation.query_scale_T1 is not None:
+            q_THE.mul_(rotation.query_scale_T1[:, None])  # nothing else reads the projection
         # With batch invariance prefill and decode must use the same computation: the absorbed one.
         if topk_indices is None and group.plan.whole_prompts and not group.plan.split_tokens:
             out_THV = self._expanded(q_THE, rotation, cache, group)

@@ -103,6 +103,8 @@ PUBLISHED = [
               template="tokenizer_config.json", files=("tokenization_moonshot.py",)),
     Published("mistralai/Ministral-3-8B-Instruct-2512", "ministral3", "mistral",
               tokenizer=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]", "</s>")),
+    Published("mistralai/Mistral-Small-4-119B-2603", "mistral-small-4", "mistral", around="mistral3",
+              tokenizer=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]", "</s>")),
     Published("ibm-granite/granite-3.3-8b-instruct", "granite", "granite",
               tokenizer=("<|tool_call|>", "<|end_of_text|>"), template="tokenizer_config.json"),
     Published("allenai/Olmo-3-7B-Instruct", "olmo3", "olmo3",

@@ -63,6 +63,7 @@ def newer(name: str) -> str:
     [
         ("gemma3-odd-gqa-biases-linear-rope", "Gemma3ForConditionalGeneration", "gemma3"),
         ("ministral3-odd-gqa-tied-window", "Mistral3ForConditionalGeneration", "mistral3"),
+        ("mistral-small-4", "Mistral3ForConditionalGeneration", "mistral3"),
         ("llama4", "Llama4ForConditionalGeneration", "llama4"),
     ],
 )
