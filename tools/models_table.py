@@ -48,8 +48,8 @@ results of `tests/models`.
 - A missing, unused or misshaped tensor is an error that names it. Biases of zeros, RoPE tables and MTP layers
   are not needed, and are not read.
 - Qwen3-VL, Qwen3.5, Gemma 3 and Kimi-K2.5 read [images](images.md). Of another multimodal directory (Llama 4,
-  Mistral Small 3 and 4, Ministral 3) the language model runs, whose settings are in `text_config`; requests with
-  images are refused.
+  Mistral Small 3 and 4, Ministral 3) the language model runs, whose settings are in `text_config`; requests
+  with images are refused.
 - `generation_config.json` gives the end-of-sequence ids and the default sampling parameters.
 - RoPE types: default, linear, dynamic, llama3, yarn and longrope. Dynamic and longrope choose their
   frequencies once, for `--max-model-len`, because cached keys are not recomputed; transformers chooses
