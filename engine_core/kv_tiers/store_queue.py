@@ -1,6 +1,6 @@
 """Blocks of requests that wait to be stored in one tier. The requests take turns."""
 
-from collections import deque
+from collections import OrderedDict, deque
 
 from engine_core.kv_tiers.tier_copies import Freed
 
@@ -10,28 +10,29 @@ _MOST_BLOCKS = 1 << 16
 
 
 class StoreQueue:
-    """Entries with blocks left. Of more than `_MOST_BLOCKS` blocks the oldest entries are dropped."""
+    """Requests, each with entries in their order. Of more than `_MOST_BLOCKS` blocks some are dropped."""
 
     def __init__(self) -> None:
         self.num_left = 0
         """Blocks of all entries."""
-        self._entries: deque[Freed] = deque()
+        self._requests: OrderedDict[int, deque[Freed]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Entries."""
-        return len(self._entries)
+        """Requests."""
+        return len(self._requests)
 
     def add(self, freed: Freed) -> None:
         """The blocks of `freed` wait from now on."""
-        self._entries.append(freed)
+        # An object that an entry refers to keeps its id.
+        self._requests.setdefault(id(freed.store or freed), deque()).append(freed)
         freed.count(freed.left)
         self.num_left += freed.left
-        while self.num_left > _MOST_BLOCKS and len(self._entries) > 1:
-            self._drop(self._entries.popleft())
+        while self.num_left > _MOST_BLOCKS and self.first() is not freed:
+            self._drop_first()
 
     def first(self) -> Freed:
-        """The entry whose turn it is."""
-        return self._entries[0]
+        """The first entry of the request whose turn it is."""
+        return next(iter(self._requests.values()))[0]
 
     def done(self, freed: Freed, num_copies: int) -> None:
         """The last block of the first entry waits no longer: `num_copies` of it are under way."""
@@ -40,20 +41,27 @@ class StoreQueue:
         self.num_left -= 1
 
     def end_turn(self) -> None:
-        """Go on with the next entry."""
-        freed = self._entries.popleft()
-        if freed.left:
-            self._entries.append(freed)
+        """Go on with the next request."""
+        key, entries = self._requests.popitem(last=False)
+        if not entries[0].left:
+            entries.popleft()
+        if entries:
+            self._requests[key] = entries
 
     def clear(self) -> None:
         """Drop all entries."""
-        while self._entries:
-            self._drop(self._entries.popleft())
+        while self._requests:
+            self._drop_first()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the blocks are counted."""
-        assert self.num_left == sum(freed.left for freed in self._entries), "a block to store is not counted"
+        left = sum(freed.left for entries in self._requests.values() for freed in entries)
+        assert self.num_left == left, "a block to store is not counted"
 
-    def _drop(self, freed: Freed) -> None:
+    def _drop_first(self) -> None:
+        key, entries = next(iter(self._requests.items()))
+        freed = entries.popleft()
         freed.count(-freed.left)
         self.num_left -= freed.left
+        if not entries:
+            del self._requests[key]

@@ -107,7 +107,7 @@ class TierStores:
 
     def _take_turns(self, tier: int, queue: StoreQueue, copies: list[Copied]) -> None:
         """Add copies of blocks that wait, as long as there is room for some."""
-        num_blocked = 0  # entries in a row whose blocks are still being computed
+        num_blocked = 0  # requests in a row whose next block is still being computed
         while num_blocked < len(queue) and len(self._storing[tier]) < self._most_stored:
             if self._cache.quota.is_spent or self._looked_up >= _LOOKED_UP_AT_ONCE:
                 self.has_work = True

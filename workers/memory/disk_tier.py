@@ -157,7 +157,8 @@ def _shared_rows(worker: FileWorker, device: torch.device) -> torch.Tensor:
         if status := int(cudart.cudaHostRegister(address, len(memory), 0)):
             raise MemoryError(
                 f"--kv-offload-dir: {size_text(len(memory))} of host memory for copies cannot be pinned "
-                f"(error {status}): raise the limits of this host or container (memory, ulimit -l), or omit the flag"
+                f"(error {status}): raise the limits of this host or container (memory, ulimit -l), or omit "
+                "the flag"
             )
         # Freed while it is pinned, its addresses could not be pinned again.
         weakref.finalize(worker, cudart.cudaHostUnregister, address)
