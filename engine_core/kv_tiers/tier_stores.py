@@ -18,6 +18,9 @@ __all__ = ["TierStores"]
 
 _STORED_BYTES = 128 << 20
 _STORED_BLOCKS = 256
+_PUSHED_BYTES = 512 << 20
+"""A step of 8,192 tokens fills 400 MB, and a worker that launches the next one confirms nothing meanwhile."""
+_PUSHED_BLOCKS = 2048
 _STORED_SHARE = 8
 """Blocks that are being stored take at most this fraction (1 / 8) of a group's blocks."""
 _TURN_BLOCKS = 16
@@ -43,8 +46,9 @@ class TierStores:
         self._looked_up = 0
         """Blocks that were looked up in this iteration."""
         most = min(pool.num_blocks for pool in cache.pools) // _STORED_SHARE
-        by_size = _STORED_BYTES // max(map(stored_bytes, cache.specs))
-        self._most_stored = max(1, min(_STORED_BLOCKS, most, by_size))
+        size = max(map(stored_bytes, cache.specs))
+        self._most_stored = max(1, min(_STORED_BLOCKS, most, _STORED_BYTES // size))
+        self._most_pushed = max(1, min(_PUSHED_BLOCKS, most, _PUSHED_BYTES // size))
 
     def freed(self, blocks: RequestBlocks) -> None:
         """Note the cached blocks of a request whose tables are about to be emptied."""
@@ -99,28 +103,28 @@ class TierStores:
         self._looked_up = 0
         for tier in range(len(self._cache.tiers)):
             copies: list[Copied] = []
-            for queue in (self._pushed[tier], self._freed[tier]):
-                self._take_turns(tier, queue, copies)
+            self._take_turns(tier, self._pushed[tier], self._most_pushed, copies)
+            self._take_turns(tier, self._freed[tier], self._most_stored, copies)
             most = self._transfers.most_at_once
             for start in range(0, len(copies), most):
                 self._transfers.begin(Store(copies[start : start + most]))
 
-    def _take_turns(self, tier: int, queue: StoreQueue, copies: list[Copied]) -> None:
-        """Add copies of blocks that wait, as long as there is room for some."""
+    def _take_turns(self, tier: int, queue: StoreQueue, most: int, copies: list[Copied]) -> None:
+        """Add copies of blocks that wait, as long as fewer than `most` are being stored."""
         num_blocked = 0  # requests in a row whose next block is still being computed
-        while num_blocked < len(queue) and len(self._storing[tier]) < self._most_stored:
+        while num_blocked < len(queue) and len(self._storing[tier]) < most:
             if self._cache.quota.is_spent or self._looked_up >= _LOOKED_UP_AT_ONCE:
                 self.has_work = True
                 return
-            is_blocked = not self._take_turn(tier, queue, copies)
+            is_blocked = not self._take_turn(tier, queue, most, copies)
             num_blocked = num_blocked + 1 if is_blocked else 0
             queue.end_turn()
 
-    def _take_turn(self, tier: int, queue: StoreQueue, copies: list[Copied]) -> bool:
+    def _take_turn(self, tier: int, queue: StoreQueue, most: int, copies: list[Copied]) -> bool:
         """Look up the last blocks of the first entry; False if a step that writes the next one may fail."""
         freed = queue.first()
         for _ in range(min(freed.left, _TURN_BLOCKS)):
-            if len(self._storing[tier]) >= self._most_stored:
+            if len(self._storing[tier]) >= most:
                 break
             found = self._to_store(tier, freed, freed.left - 1)
             if found is None:

@@ -319,7 +319,7 @@ def test_blocks_are_stored_while_a_long_prompt_is_computed() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_the_blocks_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_stores, "_STORED_BLOCKS", 1)
+    monkeypatch.setattr(tier_stores, "_PUSHED_BLOCKS", 1)
     monkeypatch.setattr(tier_stores, "_TURN_BLOCKS", 1)
     first, _ = pair()
     first.add(1, FIRST, 1, stores_prompt=True)
