@@ -107,7 +107,7 @@ def test_other_requests_run_while_one_waits_for_its_blocks() -> None:
     assert run.done[2].cached_tokens == 20
 
 
-def test_a_load_that_takes_too_long_is_not_waited_for() -> None:
+def test_a_load_that_takes_too_long_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     run = driver()
     turn(run, 1, FIRST)
     evict(run, 10)
@@ -120,6 +120,7 @@ def test_a_load_that_takes_too_long_is_not_waited_for() -> None:
             run.deliver()
     assert run.done[2].cached_tokens == 0 and 3 in run.done
     assert run.copies[0].is_load
+    assert "were not loaded from a tier within 10 s" in caplog.text
     run.run()
 
 
