@@ -99,8 +99,8 @@ class TierLoads:
         lookup = blocks.lookup
         if any(load.deadline <= now for load in self._transfers.loads()):
             self._warning.log(
-                f"KV blocks were not loaded from a tier within {LOAD_DEADLINE_S:.0f} s: requests compute them, "
-                "and none waits until the load has ended"
+                f"KV blocks were not loaded from a tier within {LOAD_DEADLINE_S:.0f} s: requests compute "
+                "them, and none waits until the load has ended"
             )
             return None
         if self.questions is not None and not self.questions.is_slow(now):
