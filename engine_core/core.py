@@ -122,6 +122,7 @@ class EngineCore:
             if index:
                 sampling = msgspec.structs.replace(sampling, sequence=sampling.sequence + index)
             blocks = self._kv.new_blocks(TokenIds(prompt, output))
+            blocks.shared_store.is_awaited = settings.stores_prompt
             request = Request(request_id, settings, sampling, message.prompt_logprobs, blocks)
             request.arrived_at = now
             requests.append(request)

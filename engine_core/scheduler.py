@@ -43,7 +43,7 @@ from engine_core.stats import Counters
 from engine_core.step import Step, StepOutcome, StepPlan
 
 MAX_IN_FLIGHT = 2
-_REPLAYED = 1 << 48  # ahead of all arrivals
+_BEGUN = 1 << 48  # ahead of all arrivals
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that can run alone; its id must not be in use."""
         # Sequences that another engine has begun come first: their clients wait in the middle of a stream.
-        request.arrival = self._num_arrivals - (_REPLAYED if request.settings.replays else 0)
+        is_begun = request.settings.replays or request.num_generated
+        request.arrival = self._num_arrivals - (_BEGUN if is_begun else 0)
         request.arrived_at = request.arrived_at or self._clock()
         self._num_arrivals += 1
         self._states.add(request)
@@ -220,11 +221,13 @@ class Scheduler:
         # found by the requests that are admitted next. Blocks of a preempted chunk would hold nothing.
         for request, count in plan.chunks.values():
             self._kv.cache(request.blocks, request.num_computed_tokens + count, self._states.last_step + 1)
-            if request.settings.stores_prompt and self._kv.offload is not None:
-                self._kv.offload.stores.push(request.blocks)
         # A preempted request had too few blocks; another one would take those that it waits for.
         if not plan.preempted:
             self._admit_waiting(plan)
+        if self._kv.offload is not None:
+            for request, _ in plan.chunks.values():
+                if request.settings.stores_prompt:
+                    self._kv.offload.stores.push(request.blocks)
         if not plan.chunks and not self._decode_batch:
             self._kv.cancel_saves()
             return None

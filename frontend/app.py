@@ -327,6 +327,7 @@ def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettin
         max_replays=config.reliability.max_replays,
         engines_end_together=config.parallel.lockstep,
         prefill_engines=config.parallel.prefill_engines,
+        prefill_min_tokens=config.parallel.prefill_min_tokens,
         block_tokens=config.block_tokens,
         max_queue_s=config.scheduler.max_queue_time,
         life=launch.first_life + launch.life,

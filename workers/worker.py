@@ -58,7 +58,7 @@ from workers.weights.loader import (
     weight_bytes,
 )
 
-_MOST_READERS = 8
+_MOST_FILES = 8
 _MOST_TIERS = 2
 
 
@@ -93,6 +93,7 @@ class Worker:
         self.stored: list[StoredBlocks] = []
         """Set by `allocate`: what tiers have from an earlier start."""
         self._store: RedisClient | None = None
+        self._files: DiskTier | None = None
         self.traces: TraceRecorder | None = None
         """None unless the configuration names a directory for traces."""
         self._config = config
@@ -230,12 +231,14 @@ class Worker:
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weights, room, most)
 
     def close(self) -> None:
-        """End the threads of the tiers, and the connection of a remote one."""
+        """End the threads of the tiers, the processes of one in files, and the connection of a remote one."""
         if self.tiers is not None:
             self.tiers.close()
         if self._store is not None:
             self._store.close()
-        self.tiers = None
+        if self._files is not None:
+            self._files.close()
+        self.tiers = self._files = None
         self.stored = []
 
     def _allocate(self, allocate: AllocateKV) -> None:
@@ -289,17 +292,17 @@ class Worker:
                 continue
             assert config.cache.kv_offload_dir is not None, "it has a tier in files"
             directory = Path(config.cache.kv_offload_dir) / name
-            disk = DiskTier(directory, len(specs), self._num_readers())
-            tiers.append(disk)
-            self.stored.append(StoredBlocks(index, disk.stored(slots.num_slots)))
+            self._files = DiskTier(directory, len(specs), self._num_files(), max(sizes), self._device)
+            tiers.append(self._files)
+            self.stored.append(StoredBlocks(index, self._files.stored(slots.num_slots)))
         self.tiers = TierCopier(groups, tiers, self._tp.rank)
 
-    def _num_readers(self) -> int:
-        """Threads that read files of a tier. On a CPU the cores compute."""
+    def _num_files(self) -> int:
+        """Files of a tier that are read, and written, at the same time. On a CPU the cores compute."""
         if self._device.type == "cpu":
             return 1
         cores = len(os.sched_getaffinity(0)) // self._config.parallel.workers_per_node
-        return max(1, min(cores // 2, _MOST_READERS))
+        return max(1, min(cores // 2, _MOST_FILES))
 
     def _build_model(self) -> CausalLM:
         model = build_rank(self._config, self._checkpoint, self._mesh, self._dispatch)

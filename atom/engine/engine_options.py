@@ -59,6 +59,7 @@ class EngineOptions(TypedDict, total=False):
     enable_eplb: bool
     eplb_config: str | dict[str, Any] | None
     prefill_engines: int
+    prefill_min_tokens: int
     dp_load_balance: Literal["prefix", "least_tokens", "least_requests", "round_robin"]
     nnodes: int
     port: int | None

@@ -134,6 +134,7 @@ class EngineService:
             max_replays=self._max_replays,
             engines_end_together=config.parallel.lockstep,
             prefill_engines=config.parallel.prefill_engines,
+            prefill_min_tokens=config.parallel.prefill_min_tokens,
             block_tokens=config.block_tokens,
         )
 

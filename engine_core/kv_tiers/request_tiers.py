@@ -47,6 +47,8 @@ class PrefixLookup:
 class SharedStore:
     """Blocks of a request for a tier in which other engines find them."""
 
+    is_awaited: bool = False
+    """Whether another engine goes on with the request as soon as they are stored."""
     num_pushed: int = 0
     """Leading blocks that were given to the tier while the request was running."""
     num_left: int = 0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from atom.shared.messages.kv_tiers import BlocksFound
 from atom.shared.messages.worker import KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom.shared.utils.logger import RareWarning
 from engine_core.kv_cache.kv_plan import first_visible_block, peak_blocks
 from engine_core.kv_cache.prefix_lookup import visible_prefix
 from engine_core.kv_cache.request_blocks import RequestBlocks
@@ -51,6 +52,7 @@ class TierLoads:
         self._states = [i for i, spec in enumerate(cache.specs) if isinstance(spec, RecurrentStateSpec)]
         self._loading: dict[tuple[int, bytes], Load] = {}
         """By group and digest."""
+        self._warning = RareWarning()
         if cache.shared_tier is not None and cache.policy.role != "kv_producer":
             shared = cache.tiers[cache.shared_tier]
             self.questions = BlockQuestions(
@@ -96,6 +98,10 @@ class TierLoads:
         """
         lookup = blocks.lookup
         if any(load.deadline <= now for load in self._transfers.loads()):
+            self._warning.log(
+                f"KV blocks were not loaded from a tier within {LOAD_DEADLINE_S:.0f} s: requests compute "
+                "them, and none waits until the load has ended"
+            )
             return None
         if self.questions is not None and not self.questions.is_slow(now):
             start = lookup.num_present

@@ -7,10 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, CopyBlocks
+from atom.shared.messages.worker import stored_bytes
 from engine_core.kv_tiers.tier_copies import Copied, Load, Message, Store
 from engine_core.kv_tiers.tiered_cache import TieredCache
 
 __all__ = ["TierTransfers"]
+
+_MESSAGE_BYTES = 32 << 20
+"""A disk that reads a gigabyte in a second takes 32 ms for these."""
 
 
 class TierTransfers:
@@ -21,6 +25,8 @@ class TierTransfers:
         """Grows with each message that begins or ends."""
         self.num_failed = [0] * len(cache.tiers)
         """Copies of each tier that failed."""
+        self.most_at_once = max(1, _MESSAGE_BYTES // max(map(stored_bytes, cache.specs)))
+        """Most blocks of a message: others wait for as many."""
         self._cache = cache
         self._under_way: dict[Store | Load, None] = {}
         self._messages: dict[int, Message] = {}
@@ -33,25 +39,26 @@ class TierTransfers:
         return len(self._messages)
 
     def begin(self, transfer: Store | Load) -> None:
-        """Each tier gets the copies that it has a part in."""
+        """Each tier gets the copies that it has a part in, in messages that do not take it long."""
         self._under_way[transfer] = None
         for index in range(len(self._cache.tiers)):
-            part = [copy for copy in transfer.copies if copy.tier == index]
-            if part:
+            own = [copy for copy in transfer.copies if copy.tier == index]
+            for place, start in enumerate(range(0, len(own), self.most_at_once)):
+                part = own[start : start + self.most_at_once]
                 self._last_number += 1
                 self.num_changes += 1
                 transfer.num_messages += 1
                 self._messages[self._last_number] = Message(transfer, part)
-                self._unsent.append(self._message(index, transfer, part))
+                self._unsent.append(self._message(index, transfer, part, place))
 
-    def _message(self, tier: int, transfer: Store | Load, part: list[Copied]) -> CopyBlocks:
+    def _message(self, tier: int, transfer: Store | Load, part: list[Copied], place: int) -> CopyBlocks:
         copies = [
             BlockCopy(copy.group, copy.block, copy.slot, copy.digest, copy.hash_input, copy.replaced)
             if self._cache.tiers[tier].by_content
             else BlockCopy(copy.group, copy.block, copy.slot)
             for copy in part
         ]
-        return CopyBlocks(self._last_number, tier, isinstance(transfer, Load), copies)
+        return CopyBlocks(self._last_number, tier, isinstance(transfer, Load), copies, place)
 
     def take_messages(self) -> list[CopyBlocks]:
         """Messages to be sent to the workers."""

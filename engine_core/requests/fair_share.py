@@ -77,4 +77,5 @@ class FairShareQueue(RequestQueue):
 
 
 def _was_admitted(request: Request) -> bool:
-    return request.cached_tokens is not None or request.settings.replays > 0
+    """Whether it has run before, here or in another engine."""
+    return request.cached_tokens is not None or request.settings.replays > 0 or request.num_generated > 0

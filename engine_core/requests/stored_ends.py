@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from atom.shared.messages.engine import Finished, FinishReason
+from atom.shared.utils.logger import RareWarning
 from engine_core.requests.request import Request
 
 __all__ = ["StoredEnds"]
@@ -25,6 +26,7 @@ class StoredEnds:
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self._ends: list[_End] = []
+        self._warning = RareWarning()
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -47,8 +49,14 @@ class StoredEnds:
         due: list[_End] = []
         waiting: list[_End] = []
         for end in self._ends:
-            is_due = not end.request.blocks.shared_store.num_left or end.deadline <= now
-            (due if is_due else waiting).append(end)
+            num_left = end.request.blocks.shared_store.num_left
+            if num_left and end.deadline <= now:
+                self._warning.log(
+                    f"{num_left} KV blocks of a prompt of {end.request.prompt_length} tokens were not stored "
+                    f"within {_DEADLINE_S:.0f} s, so that the next engine computes them again: the tier is "
+                    "slower than prompts are computed"
+                )
+            (waiting if num_left and end.deadline > now else due).append(end)
         self._ends = waiting
         return [(end.request, end.finished) for end in due]
 

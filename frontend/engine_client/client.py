@@ -100,7 +100,7 @@ class EngineClient:
         life = settings.life % (1 << _LIFE_BITS)
         self._counter = itertools.count((settings.index << ID_BITS) + (life << (ID_BITS - _LIFE_BITS)))
         self._initial = engines
-        handovers = Handovers(settings.prefill_engines, settings.block_tokens)
+        handovers = Handovers(settings.prefill_engines, settings.block_tokens, settings.prefill_min_tokens)
         self._placement = Placement(self.engines, router, handovers, metrics)
         self.control = EngineControl(self.engines, self._counter)
         self._sequences: dict[int, RunningSequence] = {}  # by id, the oldest first

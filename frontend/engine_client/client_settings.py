@@ -34,6 +34,8 @@ class ClientSettings:
     """How often this frontend has been started again, and those of the servers that this one replaces."""
     prefill_engines: int = 0
     """The first so many engines only compute prompts; 0: every engine does all."""
+    prefill_min_tokens: int = 0
+    """Shorter prompts are computed by the engines that generate."""
     block_tokens: int = 16
     """Tokens of one KV block."""
     orphan_grace: float = 0.0

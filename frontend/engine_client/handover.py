@@ -30,10 +30,10 @@ def routed_prompt(request: AddRequest) -> RoutedPrompt:
 class Handovers:
     """Says which engines may run a request, and which sequences go on in another engine."""
 
-    def __init__(self, num_prefill: int, block_tokens: int):
-        """The ranks below `num_prefill` compute prompts; 0: every engine does all."""
+    def __init__(self, num_prefill: int, block_tokens: int, min_tokens: int = 0):
+        """The ranks below `num_prefill` compute prompts of `min_tokens` or more; 0: every engine does all."""
         self._num_prefill = num_prefill
-        self._block_tokens = block_tokens
+        self._least = max(block_tokens + 1, min_tokens)
 
     def place(self, request: AddRequest, ready: list[int]) -> tuple[AddRequest, list[int]]:
         """The request as it is to be sent, and those of the ranks `ready` that may get it."""
@@ -63,13 +63,14 @@ class Handovers:
         return found, msgspec.structs.replace(deltas, finished=rest)
 
     def _is_for_two(self, request: AddRequest) -> bool:
-        """Whether a request has a block to hand over, and more than a first token to generate.
+        """Whether a request has enough blocks to hand over, and more than a first token to generate.
 
-        Log probabilities of a prompt need all of it computed. A stream that can be resumed is kept by the
-        engine that runs it.
+        An engine that gets a request with blocks has one step with the rest of its prompt, as it has with a
+        whole short one, which then waits neither for other prompts nor for copies. Log probabilities of a
+        prompt need all of it computed. A stream that can be resumed is kept by the engine that runs it.
         """
         return (
-            len(request.prompt_ids) // ID_BYTES == request.num_prompt_ids > self._block_tokens
+            len(request.prompt_ids) // ID_BYTES == request.num_prompt_ids >= self._least
             and request.max_tokens > 1
             and request.prompt_logprobs < 0
             and request.resumable is None

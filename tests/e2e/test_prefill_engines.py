@@ -84,6 +84,7 @@ def test_ids_are_those_of_one_engine(model: str, tmp_path: Path) -> None:
             model,
             data_parallel_size=2,
             prefill_engines=1,
+            prefill_min_tokens=0,
             kv_offload_dir=str(tmp_path / "kv"),
             kv_offload_disk="64M",
             **OPTIONS,

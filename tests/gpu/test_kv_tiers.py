@@ -31,7 +31,7 @@ def next_of(copier: TierCopier) -> BlocksCopied:
 
 def tier_of(medium: str, size: int, directory: Path) -> KVTier:
     if medium == DISK:
-        return DiskTier(directory / "kv" / "rank", 1)
+        return DiskTier(directory / "kv" / "rank", 1, 4, size, GPU)
     return HostTier(TierSlots(medium, [BLOCKS]).num_slots, [size], GPU, 1 << 40)
 
 
@@ -42,7 +42,8 @@ def test_blocks_come_back_while_the_device_computes(medium: str, tmp_path: Path)
     ]
     tensors = [tensor for layer in layers for tensor in (layer.kv, layer.scale) if tensor is not None]
     size = sum(tensor[0].nbytes for tensor in tensors)
-    copier = TierCopier([BlockRows(layers, BLOCKS, size)], [tier_of(medium, size, tmp_path)], 0)
+    tier = tier_of(medium, size, tmp_path)
+    copier = TierCopier([BlockRows(layers, BLOCKS, size)], [tier], 0)
     bytes_of = [tensor.view(torch.uint8) for tensor in tensors]
     for tensor in bytes_of:
         tensor.copy_(torch.randint(0, 255, tensor.shape, device=GPU, dtype=torch.uint8))
@@ -67,3 +68,5 @@ def test_blocks_come_back_while_the_device_computes(medium: str, tmp_path: Path)
     print(f"{medium}: {size * BLOCKS / (time.monotonic() - started) / 1e9:.1f} GB/s")
     assert all(map(torch.equal, bytes_of, expected))
     copier.close()
+    if isinstance(tier, DiskTier):
+        tier.close()

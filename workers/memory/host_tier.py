@@ -21,6 +21,7 @@ _MOST_THREADS = 16
 class HostTier:
     """Slots of each KV group; S bytes in a slot of it."""
 
+    is_two_way = False
     part_bytes = 16 << 20
     """A step's own copies wait for the engine that copies a part: 0.3 ms at 55 GB/s."""
 

@@ -37,6 +37,8 @@ class RemoteTier:
     part_bytes = 128 << 20
     """Many blocks for each round trip."""
 
+    is_two_way = False  # it has one connection
+
     def __init__(self, client: RedisClient, name: str, num_groups: int, seed: int):
         """`name`: of the cache and the rank; `num_groups`: KV groups; `seed`: that of the digests."""
         self._client = client

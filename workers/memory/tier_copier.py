@@ -1,8 +1,10 @@
-"""Copies blocks between the KV cache of one rank and its tiers, in a thread for each tier.
+"""Copies blocks between the KV cache of one rank and its tiers, in one thread or two for each tier.
 
     step loop   ──CopyBlocks──▶   thread of the tier:  blocks ─▶ rows of bytes on the device ─▶ tier
                 ◀──BlocksCopied──                      blocks ◀─ rows of bytes on the device ◀─ tier
                 ──FindBlocks──▶ ◀──BlocksFound──       what other engines have stored in a shared tier
+
+Loads take turns by message: one that begins while a long one is under way comes after its current message.
 
 On a GPU the copies run on a stream of their own. Blocks come back after the steps launched before the message
 came, which may still use their places; what is stored has been computed. No step waits for copies: the core
@@ -28,8 +30,9 @@ _STAGED_BYTES = 128 << 20
 """Most bytes that are copied at a time on a GPU."""
 _STAGED_BYTES_CPU = 32 << 20
 _STOP_S = 5.0
-_Job = tuple[int, int, CopyBlocks | FindBlocks | None, "torch.cuda.Event | None"]
-"""(whether it waits for loads, its place among the jobs, the message or None to end, an event before it)."""
+_LOAD, _STORE, _END = range(3)
+_Job = tuple[int, int, int, CopyBlocks | FindBlocks | None, "torch.cuda.Event | None"]
+"""(the kind, the turn, its place among the jobs, the message or None to end, an event before it)."""
 
 
 class KVTier(Protocol):
@@ -37,6 +40,8 @@ class KVTier(Protocol):
 
     part_bytes: int
     """Bytes that are copied at a time on a GPU, one block at least."""
+    is_two_way: bool
+    """Whether one thread may read while another one writes. Else all loads come before stores that wait."""
 
     def write(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
         """Copy rows to the slots of `copies`; returns the indices of those that failed.
@@ -60,8 +65,17 @@ class SharedKVTier(KVTier, Protocol):
 
 
 def staged_bytes(specs: Sequence[KVSpec]) -> int:
-    """Bytes on the device for the rows of one tier's copies: those being copied, and one layer's part."""
-    return 2 * max(_STAGED_BYTES, *map(stored_bytes, specs))
+    """Bytes on the device for the rows of one tier's copies: those both ways, and one layer's part."""
+    return max(2 * _STAGED_BYTES, *(3 * stored_bytes(spec) for spec in specs))
+
+
+class _Lane:
+    """Jobs of one thread."""
+
+    def __init__(self) -> None:
+        self.queue: PriorityQueue[_Job] = PriorityQueue()
+        self.turn = 0
+        """That of the load that has begun last. The first part of a load gets the current one."""
 
 
 class TierCopier:
@@ -75,10 +89,16 @@ class TierCopier:
         self._copied: SimpleQueue[BlocksCopied | BlocksFound | Exception] = SimpleQueue()
         self._num_pending = 0
         self._places = count()
-        self._queues: list[PriorityQueue[_Job]] = [PriorityQueue() for _ in tiers]
+        self._loads = [_Lane() for _ in tiers]
+        self._stores = [
+            _Lane() if tier.is_two_way else lane for tier, lane in zip(tiers, self._loads, strict=True)
+        ]
+        lanes = {id(lane): (tier, lane) for lane, tier in zip(self._loads, tiers, strict=True)}
+        lanes |= {id(lane): (tier, lane) for lane, tier in zip(self._stores, tiers, strict=True)}
+        self._lanes = [lane for _, lane in lanes.values()]
         self._threads = [
-            threading.Thread(target=self._run, args=(tier, queue), name="kv-tier", daemon=True)
-            for tier, queue in zip(tiers, self._queues, strict=True)
+            threading.Thread(target=self._run, args=each, name="kv-tier", daemon=True)
+            for each in lanes.values()
         ]
         for thread in self._threads:
             thread.start()
@@ -89,15 +109,20 @@ class TierCopier:
         return self._num_pending > 0
 
     def submit(self, message: CopyBlocks | FindBlocks) -> None:
-        """Begin a search, or copies, loads after the steps launched so far; stores wait for all others."""
+        """Begin a search, or copies, loads after the steps launched so far."""
         event = None
-        is_load = isinstance(message, CopyBlocks) and message.is_load
-        is_store = isinstance(message, CopyBlocks) and not message.is_load
-        if is_load and self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
         self._num_pending += 1
-        self._queues[message.tier].put((is_store, next(self._places), message, event))
+        if isinstance(message, CopyBlocks) and not message.is_load:
+            self._stores[message.tier].queue.put((_STORE, 0, next(self._places), message, None))
+            return
+        lane = self._loads[message.tier]
+        part = 0
+        if isinstance(message, CopyBlocks):
+            part = message.part
+            if self._device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record()
+        lane.queue.put((_LOAD, lane.turn + part, next(self._places), message, event))
 
     def next_copied(self) -> BlocksCopied | BlocksFound | None:
         """Copies or a search that are done. Raises what a tier's thread raised."""
@@ -112,14 +137,14 @@ class TierCopier:
 
     def close(self) -> None:
         """End the threads once the copies under way are done, but wait a moment only."""
-        for queue in self._queues:
-            queue.put((2, next(self._places), None, None))
+        for lane in self._lanes:
+            lane.queue.put((_END, 0, next(self._places), None, None))
         for thread in self._threads:
             thread.join(_STOP_S)
 
     # The threads
 
-    def _run(self, tier: KVTier, queue: "PriorityQueue[_Job]") -> None:
+    def _run(self, tier: KVTier, lane: "_Lane") -> None:
         try:
             with torch.inference_mode(), self._on_own_stream():
                 on_gpu = self._device.type == "cuda"
@@ -127,7 +152,9 @@ class TierCopier:
                 num_bytes = max(staged_bytes, *(group.num_bytes for group in self._groups))
                 staged = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
                 while True:
-                    _, _, message, event = queue.get()
+                    kind, turn, _, message, event = lane.queue.get()
+                    if kind == _LOAD:
+                        lane.turn = max(lane.turn, turn)
                     if message is None:
                         break
                     if isinstance(message, FindBlocks):

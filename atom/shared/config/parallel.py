@@ -30,6 +30,8 @@ class ParallelConfig:
     """JSON object; '{"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}' if unset."""
     prefill_engines: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Engines of --data-parallel-size that only compute prompts; the others go on from the last tier."""
+    prefill_min_tokens: Annotated[int, Meta(ge=0)] = 512
+    """Shorter prompts are computed by the engines that generate: to move their blocks takes longer."""
     dp_load_balance: Literal["prefix", "least_tokens", "least_requests", "round_robin"] = "prefix"
     """Chooses a request's data-parallel rank; prefix prefers one that has computed the prompt's prefix."""
     nnodes: Annotated[int, Meta(ge=1, le=1024)] = 1

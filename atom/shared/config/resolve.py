@@ -375,6 +375,8 @@ def _without_effect(
         reasons["enable_dp_attention"] = "there is one worker; it acts with -tp or -dp"
     if not config.parallel.enable_eplb:
         reasons["eplb_config"] = "it needs --enable-eplb"
+    if not config.parallel.prefill_engines:
+        reasons["prefill_min_tokens"] = "it needs --prefill-engines"
     if not config.parallel.lockstep:
         reasons["all2all_backend"] = (
             "tokens travel between data-parallel ranks that share experts: it acts with "

@@ -77,6 +77,8 @@ class CopyBlocks(msgspec.Struct, tag=23, array_like=True, frozen=True, gc=False)
     is_load: bool
     """Whether the tier is the source."""
     copies: list[BlockCopy]
+    part: int = 0
+    """How many messages of the same load come before this one."""
 
 
 class BlocksCopied(msgspec.Struct, tag=24, array_like=True, frozen=True, gc=False):

@@ -9,10 +9,18 @@ import pytest
 
 from atom.shared.config.kv_transfer import KVRole
 from atom.shared.messages.engine import pack_ids, unpack_ids
-from atom.shared.messages.kv_tiers import DISK, HOST_MEMORY, REMOTE, BlocksCopied, TierSlots
+from atom.shared.messages.kv_tiers import (
+    DISK,
+    HOST_MEMORY,
+    REMOTE,
+    BlocksCopied,
+    CopyBlocks,
+    FindBlocks,
+    TierSlots,
+)
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.kv_cache import state_checkpoints
-from engine_core.kv_tiers import tier_loads
+from engine_core.kv_tiers import tier_loads, tier_stores, tier_transfers
 from engine_core.kv_tiers.tier_loads import LOAD_DEADLINE_S
 from engine_core.requests import iteration_quota
 from engine_core.requests.request import State
@@ -99,7 +107,7 @@ def test_other_requests_run_while_one_waits_for_its_blocks() -> None:
     assert run.done[2].cached_tokens == 20
 
 
-def test_a_load_that_takes_too_long_is_not_waited_for() -> None:
+def test_a_load_that_takes_too_long_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     run = driver()
     turn(run, 1, FIRST)
     evict(run, 10)
@@ -112,6 +120,7 @@ def test_a_load_that_takes_too_long_is_not_waited_for() -> None:
             run.deliver()
     assert run.done[2].cached_tokens == 0 and 3 in run.done
     assert run.copies[0].is_load
+    assert "were not loaded from a tier within 10 s" in caplog.text
     run.run()
 
 
@@ -252,6 +261,13 @@ def computed(run: CoreDriver, number: int, prompt: list[int]) -> int:
     return token
 
 
+def answer(run: CoreDriver) -> None:
+    """Answer the questions, and do no copies."""
+    for place in reversed(range(len(run.copies))):
+        if isinstance(run.copies[place], FindBlocks):
+            run.copy(place)
+
+
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_another_engine_goes_on_with_a_stored_prompt(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_checkpoints, "_LEAST_BLOCKS", 1)
@@ -301,6 +317,75 @@ def test_blocks_are_stored_while_a_long_prompt_is_computed() -> None:
     assert first.core.num_live == 1 and not first.live[1].received
     first.run()
     assert first.core.stats().kv_tiers[0].stored == 7
+
+
+def test_a_short_prompt_does_not_wait_for_the_blocks_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_stores, "_PUSHED_BLOCKS", 1)
+    monkeypatch.setattr(tier_stores, "_TURN_BLOCKS", 1)
+    first, _ = pair()
+    first.add(1, FIRST, 1, stores_prompt=True)
+    first.add(2, OTHER[:8], 1, stores_prompt=True)
+    while 2 in first.live:
+        answer(first)
+        while len(first.results) < MAX_IN_FLIGHT and first.send():
+            pass
+        if first.results:
+            first.deliver()
+        elif first.copies:
+            first.copy()
+    (end,) = first.core._stored_ends._ends
+    assert end.request.request_id == 1 and end.request.blocks.shared_store.num_left >= 2
+    first.run()
+    assert first.core.stats().kv_tiers[0].stored == len(FIRST) // 4 + 2
+
+
+def test_what_a_handover_waits_for_is_stored_before_the_blocks_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tier_stores, "_STORED_BLOCKS", 1)
+    first, _ = pair()
+    for number, stores in ((1, False), (2, True)):
+        first.add(number, FIRST if stores else OTHER, 1, stores_prompt=stores)
+        while number in first.live and not first.live[number].received:
+            answer(first)
+            if first.send():
+                first.deliver()
+    first.send()
+    assert first.core.num_live == 0 and 2 in first.live  # only copies are left
+    while 2 in first.live:
+        first.copy()
+    assert first.core.stats().kv_tiers[0].stored <= 1 + len(FIRST) // 4
+    first.run()
+
+
+def test_a_load_comes_in_messages_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_transfers, "_MESSAGE_BYTES", 2)
+    first, second = pair()
+    token = computed(first, 1, FIRST)
+    second.add(1, [*FIRST, token], 5, prompt_length=len(FIRST))
+    second.send()
+    second.copy()  # the answer to its question
+    second.send()
+    loads = [message for message in second.copies if isinstance(message, CopyBlocks)]
+    assert [(len(load.copies), load.part) for load in loads] == [(2, 0), (2, 1), (2, 2)]
+    second.copy(1)
+    assert second.core.stats().kv_tiers[0].loaded == 0
+    second.run()
+    assert second.core.stats().prefix_hits == len(FIRST)
+
+
+def test_a_sequence_that_another_engine_has_begun_comes_first() -> None:
+    run = driver(rows=1)
+    run.add(1, FIRST, 4)
+    assert run.send()
+    run.add(2, OTHER, 4)
+    run.add(3, [*FIRST[:5], 7], 4, prompt_length=5)
+    run.deliver()
+    while 3 in run.live:
+        if not run.send() or len(run.results) == MAX_IN_FLIGHT:
+            run.deliver()
+    assert 2 in run.live
+    run.run()
 
 
 def test_an_end_waits_for_the_copies_and_not_for_ever() -> None:

@@ -1,7 +1,10 @@
 """Ends of requests that wait until their blocks are stored."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from atom.shared.messages.engine import Finished, FinishReason
 from engine_core.kv_tiers.request_tiers import SharedStore
@@ -12,6 +15,7 @@ def request(number: int, stores: bool = True, left: int = 1, frontend: bytes = b
     return SimpleNamespace(
         request_id=number,
         frontend=frontend,
+        prompt_length=40,
         settings=SimpleNamespace(stores_prompt=stores),
         blocks=SimpleNamespace(shared_store=SharedStore(num_left=left)),
     )
@@ -31,11 +35,13 @@ def test_only_ends_by_the_limit_of_stored_requests_wait() -> None:
     assert ends.take() == finished[2:] and ends.take() == []
 
 
-def test_no_end_waits_for_ever_or_for_a_frontend_that_is_gone() -> None:
+def test_no_end_waits_for_ever_or_for_a_frontend_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     ends = StoredEnds(lambda: now[0])
     slow = request(1)
     assert ends.hold([(slow, limit(1)), (request(2, frontend=b"b"), limit(2))]) == []
     ends.drop(b"b")
     now[0] = 20.0
-    assert ends.take() == [(slow, limit(1))] and len(ends) == 0
+    with caplog.at_level(logging.WARNING):
+        assert ends.take() == [(slow, limit(1))] and len(ends) == 0
+    assert "1 KV blocks of a prompt of 40 tokens were not stored within 10 s" in caplog.text

@@ -43,6 +43,12 @@ def test_prompts_go_to_some_engines_and_the_rest_to_the_others() -> None:
         assert handovers.place(whole, [0, 1, 2, 3]) == (whole, [2, 3])
 
 
+def test_short_prompts_stay_with_the_engines_that_generate() -> None:
+    handovers = Handovers(1, 16, 40)
+    assert handovers.place(prompt(39), [0, 1]) == (prompt(39), [1])
+    assert handovers.place(prompt(40), [0, 1])[1] == [0]
+
+
 @pytest.mark.parametrize("ready", [[0], [1], [2, 3]])
 def test_engines_of_one_kind_do_all(ready: list[int]) -> None:
     assert Handovers(2, 16).place(prompt(), ready) == (prompt(), ready)

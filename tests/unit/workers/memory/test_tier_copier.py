@@ -23,6 +23,7 @@ class Gate:
     """A tier that fails every second block, after `open`."""
 
     part_bytes = 1 << 20
+    is_two_way = False
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -77,6 +78,7 @@ def test_a_question_is_answered_by_the_tier_in_files(tmp_path: Path) -> None:
     copier.submit(FindBlocks(7, 0, first + second))
     assert next_of(copier) == BlocksFound(2, 7, [b"\0\1"]) and not copier.is_busy
     copier.close()
+    tier.close()
 
 
 def test_loads_come_before_stores_that_wait_and_failures_are_told() -> None:
@@ -97,6 +99,44 @@ def test_loads_come_before_stores_that_wait_and_failures_are_told() -> None:
         BlocksCopied(0, 2, [0]),
     ]
     assert tier.calls == ["write", "read", "write"]
+    copier.close()
+
+
+def test_a_short_load_comes_after_the_current_part_of_a_long_one() -> None:
+    class Slow(Gate):
+        def read(self, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor) -> list[int]:
+            self.calls.append("read")
+            assert self.open.wait(DEADLINE_S)
+            return []
+
+    tier = Slow()
+    copier = TierCopier(groups(torch.rand(8, 2, 4)), [tier], rank=0)
+    block = [BlockCopy(0, 0, 0)]
+    for part in range(4):
+        copier.submit(CopyBlocks(part, 0, True, block, part))
+    deadline = time.monotonic() + DEADLINE_S
+    while not tier.calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    copier.submit(CopyBlocks(8, 0, True, block, 0))
+    copier.submit(CopyBlocks(9, 0, True, block, 1))
+    tier.open.set()
+    numbers = [done.number for done in (next_of(copier) for _ in range(6))]
+    assert numbers == [0, 8, 1, 9, 2, 3]
+    copier.close()
+
+
+def test_a_load_does_not_wait_for_a_store_where_both_can_run() -> None:
+    class TwoWays(Gate):
+        is_two_way = True
+
+    tier = TwoWays()
+    copier = TierCopier(groups(torch.rand(8, 2, 4)), [tier], rank=0)
+    copier.submit(CopyBlocks(1, 0, False, [BlockCopy(0, 0, 0)]))
+    copier.submit(CopyBlocks(2, 0, True, [BlockCopy(0, 1, 1)]))
+    assert next_of(copier) == BlocksCopied(0, 2)
+    tier.open.set()
+    assert next_of(copier) == BlocksCopied(0, 1, [0])
     copier.close()
 
 
