@@ -76,6 +76,14 @@ class _Driver:
 
         return GPUTarget(*self._chip.target)
 
+    @property
+    def utils(self) -> "_Driver":
+        """The part of the driver that asks a device."""
+        return self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": self._chip.shared_memory}
+
 
 @contextmanager
 def compiling_for(chip: Chip) -> Iterator[list[Compiled]]:
