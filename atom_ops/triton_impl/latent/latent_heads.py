@@ -13,7 +13,7 @@ from torch import Tensor
 from atom_ops.ops.latent.latent_attention import absorb_queries, expand_values
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait, prefetch_rows
-from atom_ops.triton_impl.hardware.shared_memory import fitting_block, fitting_stages
+from atom_ops.triton_impl.hardware.shared_memory import fitting_block, fitting_stages, product_bytes
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 
 _OUTPUTS = 128
@@ -141,18 +141,6 @@ def _outputs(size: int, programs: int) -> int:
     return block
 
 
-def _operands(tokens: int, outputs: int, inputs: int, x: Tensor) -> int:
-    """Bytes of the tiles of both operands, in the dtype of x."""
-    return (tokens + outputs) * inputs * x.element_size()
-
-
-def _one_product(tokens: int, outputs: int, inputs: int, x: Tensor) -> int:
-    """Bytes of the tiles without a loop: on AMD one operand takes the place of the other."""
-    if torch.version.hip is not None:
-        return max(tokens, outputs) * inputs * x.element_size()
-    return _operands(tokens, outputs, inputs, x)
-
-
 def _aligned(weight_HVC: Tensor) -> bool:
     """Whether all rows begin and end at multiples of 16 bytes, as `prefetch_rows` needs."""
     numbers = (*weight_HVC.stride()[:2], weight_HVC.shape[2], weight_HVC.storage_offset())
@@ -184,7 +172,7 @@ def _launch_absorb(
     out_THK = q_THE.new_empty(tokens, heads, latent + rope)
     block = _outputs(latent, heads * triton.cdiv(tokens, tile))
     inputs = _block(nope, 256)
-    block = fitting_block(block, lambda outputs: _one_product(tile, outputs, inputs, q_THE), q_THE.device)
+    block = fitting_block(block, lambda block: product_bytes(tile, block, inputs, q_THE.dtype), q_THE.device)
     if tokens:
         _absorb[(triton.cdiv(latent, block) + 1, heads, triton.cdiv(tokens, tile))](
             q_THE, key_HNC, cos_T1R, sin_T1R, out_THK, tokens,
@@ -221,14 +209,12 @@ def _launch_expand(latent_THC: Tensor, value_HVC: Tensor, tile: int) -> Tensor:
     value = value_HVC.shape[1]
     out_THV = latent_THC.new_empty(tokens, heads, value)
     block = _outputs(value, heads * triton.cdiv(tokens, tile))
-    device = latent_THC.device
+    device, size = latent_THC.device, latent_THC.element_size()
     # By the most outputs: how inputs are added up may not depend on the number of tokens.
-    most = _block(value, _OUTPUTS)
-    inputs = fitting_block(
-        _block(latent, _INPUTS), lambda inputs: _operands(tile, most, inputs, latent_THC), device
-    )
+    most = tile + _block(value, _OUTPUTS)
+    inputs = fitting_block(_block(latent, _INPUTS), lambda block: most * block * size, device)
     stages = 4 if torch.version.hip is None else 2
-    stages = fitting_stages(stages, _operands(tile, block, inputs, latent_THC), device)
+    stages = fitting_stages(stages, (tile + block) * inputs * size, device)
     if tokens:
         _expand[(triton.cdiv(value, block), heads, triton.cdiv(tokens, tile))](
             latent_THC, value_HVC, out_THV, tokens,
