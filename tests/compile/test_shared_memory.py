@@ -73,7 +73,7 @@ def plans(split_tokens: int = 0) -> list[AttentionPlan]:
 
 
 def latent_heads(dtype: torch.dtype) -> None:
-    """Of DeepSeek-V3 and of GLM-5, for one token and many."""
+    """DeepSeek-V3 and GLM-5, one token and many."""
     for nope, value in ((128, 128), (192, 256)):
         heads = 16
         for tokens in (1, TOKENS):
@@ -111,7 +111,7 @@ def compressed_attention(dtype: torch.dtype) -> None:
 
 
 def paged_attention(dtype: torch.dtype) -> None:
-    """Of Qwen3, GPT-OSS and Gemma 3."""
+    """Qwen3, GPT-OSS and Gemma 3."""
     for heads, kv_heads, width in ((64, 4, 128), (64, 8, 64), (16, 8, 256)):
         for cache_dtype in caches(dtype):
             cache = make_kv_layer(BLOCKS, BLOCK_SIZE, kv_heads, width, cache_dtype, META)
@@ -121,7 +121,7 @@ def paged_attention(dtype: torch.dtype) -> None:
 
 
 def gated_delta_rule(dtype: torch.dtype) -> None:
-    """Of Qwen3-Next."""
+    """Qwen3-Next."""
     rows, key_heads, heads, width = 4, 16, 32, 128
     qkv_TC = tensor(TOKENS, (2 * key_heads + heads) * width, dtype=dtype)
     gates_T2N = tensor(TOKENS, 2 * heads, dtype=dtype)

@@ -336,7 +336,7 @@ def _launch(
 
 
 def _stages(qkv_TC: Tensor, block_key: int, block_value: int) -> int:
-    """Of `_pass_states`, whose states pass through shared memory, too."""
+    """Stages of `_pass_states` that fit; its states pass through shared memory, too."""
     if torch.version.hip is not None:
         return 1
     stage = _CHUNK * ((2 * block_key + block_value) * qkv_TC.element_size() + 2 * _CHUNK * 4)
