@@ -14,6 +14,7 @@ from torch import Tensor
 from atom_ops.ops.attention.attention_plan import AttentionPlan
 from atom_ops.ops.latent.latent_attention import prompt_attention
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.shared_memory import buffers, fitting_block
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.hardware.tiles import row_of_tile
 
@@ -123,6 +124,17 @@ def _config(dtype: torch.dtype) -> _KernelConfig:
     return _KernelConfig(128, 64, 8, 2)
 
 
+def _fitting_tokens(config: _KernelConfig, widths: tuple[int, int], q_THE: Tensor) -> int:
+    """`config.tokens`, or fewer that fit in shared memory; `widths`: of the blocks of keys and of values."""
+    device, size = q_THE.device, q_THE.element_size()
+
+    def tile_bytes(tokens: int) -> int:
+        kept = buffers(config.stages, device) * tokens * sum(widths)
+        return size * (kept + config.tile * (widths[0] + tokens))
+
+    return fitting_block(config.tokens, tile_bytes, device)
+
+
 def _chunks(width: int) -> tuple[int, int]:
     """The block sizes, powers of two, of a key's two chunks; the second is 0 if one is enough."""
     first = max(triton.next_power_of_2(width), 16)
@@ -151,13 +163,15 @@ def _prompt_attention(
     blocks = _config(q_THE.dtype)
     rows = len(plan.context_lens_R)
     block, rest = _chunks(width)
+    block_value = max(triton.next_power_of_2(value), 16)
     if tokens:
         _prompts[(heads, tokens // blocks.tile + rows)](
             q_THE, k_THE, v_THV, out_THV, plan.query_starts_R1,
             *q_THE.stride()[:2], *k_THE.stride()[:2], *v_THV.stride()[:2], out_THV.stride(0),
             scale * _LOG2_E, rows,
-            WIDTH=width, VALUE=value, TILE=blocks.tile, BLOCK_N=blocks.tokens,
-            BLOCK_E=block, BLOCK_REST=rest, BLOCK_V=max(triton.next_power_of_2(value), 16),
+            WIDTH=width, VALUE=value, TILE=blocks.tile,
+            BLOCK_N=_fitting_tokens(blocks, (block + rest, block_value), q_THE),
+            BLOCK_E=block, BLOCK_REST=rest, BLOCK_V=block_value,
             num_warps=blocks.warps, num_stages=blocks.stages, **launch_options(q_THE.device),
         )  # fmt: skip
     return out_THV

@@ -16,7 +16,7 @@ indices among these (`TokenShard`), and the log-sum-exp of each query is written
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from atom_ops.ops.latent.latent_attention import latent_attention, partial_laten
 from atom_ops.ops.latent.latent_cache import LatentLayer
 from atom_ops.ops.sampling.token_shard import TokenShard
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.hardware.shared_memory import buffers, fitting_block, fitting_stages
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.hardware.tiles import row_of_tile
 from atom_ops.triton_impl.quantized.fp8 import converts_float8, decode_fp8_pairs
@@ -330,15 +331,13 @@ class _KernelConfig:
 
 
 _MAX_HEADS = 64
-_MAX_WIDTH = 576
-"""Features of a row up to which two stages of 64 rows fit in shared memory with 64 queries."""
 _AT_ONCE = 8
 _LEAST_SPLIT = 128
 
 
 def _config(q_THK: Tensor, cache: LatentLayer, queries: int) -> _KernelConfig:
     """The config for `queries` queries (heads x tokens) per program, or one token's block of heads."""
-    heads, numbers = q_THK.shape[1:]
+    heads = q_THK.shape[1]
     if (q_THK.dtype == torch.float32 and not INTERPRETED) or torch.version.hip is not None:
         # float32 rows, or the 64 KiB of LDS of an AMD CU.
         padded = min(triton.next_power_of_2(heads), 16)
@@ -346,8 +345,32 @@ def _config(q_THK: Tensor, cache: LatentLayer, queries: int) -> _KernelConfig:
     padded = min(triton.next_power_of_2(heads), _MAX_HEADS)
     tile = max(queries // padded, 1)
     if padded * tile < 64:
-        return _KernelConfig(padded, tile, 32, 4, 3, 2)
-    return _KernelConfig(padded, tile, 64 if numbers <= _MAX_WIDTH else 32, 8, 2)
+        return _fitting(_KernelConfig(padded, tile, 32, 4, 3, 2), q_THK, cache)
+    return _fitting(_KernelConfig(padded, tile, 64, 8, 2), q_THK, cache)
+
+
+def _fitting(config: _KernelConfig, q_THK: Tensor, cache: LatentLayer) -> _KernelConfig:
+    """The config, with fewer stages or context tokens where these do not fit in shared memory."""
+    device, size = q_THK.device, q_THK.element_size()
+    queries = config.heads * config.tile
+    row = sum(_block_widths(cache)) * size
+
+    def weights_and_queries(tokens: int) -> int:
+        return queries * (tokens * size + row)
+
+    def least(tokens: int) -> int:
+        return weights_and_queries(tokens) + buffers(2, device) * tokens * row
+
+    tokens = fitting_block(config.tokens, least, device)
+    stages = fitting_stages(config.stages, tokens * row, device, weights_and_queries(tokens))
+    return replace(config, tokens=tokens, stages=stages)
+
+
+def _block_widths(cache: LatentLayer) -> tuple[int, int]:
+    """The powers of two that the two parts of a row fill."""
+    least = 16 if cache.scale is None else 32
+    widths = cache.latent_width, cache.rows.shape[2] - cache.latent_width
+    return max(triton.next_power_of_2(widths[0]), least), max(triton.next_power_of_2(widths[1]), least)
 
 
 def supports_latents(q_THK: Tensor, cache: LatentLayer) -> bool:
@@ -495,7 +518,7 @@ def _arguments(
 
 def _constants(q_THK: Tensor, cache: LatentLayer, config: _KernelConfig) -> dict[str, int | bool]:
     rope = cache.rows.shape[2] - cache.latent_width
-    least = 16 if cache.scale is None else 32
+    block_latent, block_rope = _block_widths(cache)
     return {
         "LATENT": cache.latent_width,
         "ROPE": rope,
@@ -503,8 +526,8 @@ def _constants(q_THK: Tensor, cache: LatentLayer, config: _KernelConfig) -> dict
         "TILE": config.tile,
         "HEADS": config.heads,
         "BLOCK_N": config.tokens,
-        "BLOCK_C": max(triton.next_power_of_2(cache.latent_width), least),
-        "BLOCK_R": max(triton.next_power_of_2(rope), least),
+        "BLOCK_C": block_latent,
+        "BLOCK_R": block_rope,
         "SCALED": cache.scale is not None,
         "PTX": converts_float8(q_THK.device),
         "RANK": cache.shard.rank,

@@ -13,6 +13,7 @@ from torch import Tensor
 from atom_ops.ops.latent.latent_attention import absorb_queries, expand_values
 from atom_ops.ops.linear.linear import BATCH_INVARIANT
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_launch_dependents, pdl_wait, prefetch_rows
+from atom_ops.triton_impl.hardware.shared_memory import fitting_block, fitting_stages, product_bytes
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 
 _OUTPUTS = 128
@@ -170,12 +171,14 @@ def _launch_absorb(
     rope = width - nope
     out_THK = q_THE.new_empty(tokens, heads, latent + rope)
     block = _outputs(latent, heads * triton.cdiv(tokens, tile))
+    inputs = _block(nope, 256)
+    block = fitting_block(block, lambda block: product_bytes(tile, block, inputs, q_THE.dtype), q_THE.device)
     if tokens:
         _absorb[(triton.cdiv(latent, block) + 1, heads, triton.cdiv(tokens, tile))](
             q_THE, key_HNC, cos_T1R, sin_T1R, out_THK, tokens,
             *q_THE.stride()[:2], *key_HNC.stride()[:2], out_THK.stride(0),
             NOPE=nope, LATENT=latent, ROPE=rope, INTERLEAVED=interleaved,
-            BLOCK_T=tile, BLOCK_N=_block(nope, 256), BLOCK_C=block, BLOCK_R=triton.next_power_of_2(rope),
+            BLOCK_T=tile, BLOCK_N=inputs, BLOCK_C=block, BLOCK_R=triton.next_power_of_2(rope),
             num_warps=_WARPS, **launch_options(q_THE.device),
         )  # fmt: skip
     return out_THK
@@ -206,14 +209,19 @@ def _launch_expand(latent_THC: Tensor, value_HVC: Tensor, tile: int) -> Tensor:
     value = value_HVC.shape[1]
     out_THV = latent_THC.new_empty(tokens, heads, value)
     block = _outputs(value, heads * triton.cdiv(tokens, tile))
-    stages = 4 if torch.version.hip is None else 2  # the 64 KiB of LDS of an AMD CU
+    device, size = latent_THC.device, latent_THC.element_size()
+    # By the most outputs: how inputs are added up may not depend on the number of tokens.
+    most = tile + _block(value, _OUTPUTS)
+    inputs = fitting_block(_block(latent, _INPUTS), lambda block: most * block * size, device)
+    stages = 4 if torch.version.hip is None else 2
+    stages = fitting_stages(stages, (tile + block) * inputs * size, device)
     if tokens:
         _expand[(triton.cdiv(value, block), heads, triton.cdiv(tokens, tile))](
             latent_THC, value_HVC, out_THV, tokens,
             *latent_THC.stride()[:2], *value_HVC.stride()[:2], out_THV.stride(0),
-            LATENT=latent, VALUE=value, BLOCK_T=tile, BLOCK_C=_block(latent, _INPUTS), BLOCK_V=block,
+            LATENT=latent, VALUE=value, BLOCK_T=tile, BLOCK_C=inputs, BLOCK_V=block,
             FETCHED=_aligned(value_HVC), num_warps=_WARPS, num_stages=stages,
-            **launch_options(latent_THC.device),
+            **launch_options(device),
         )  # fmt: skip
     return out_THV
 

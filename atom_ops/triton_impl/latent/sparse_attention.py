@@ -24,6 +24,7 @@ from atom_ops.ops.latent.index_keys import IndexKeys
 from atom_ops.ops.latent.latent_cache import LatentLayer
 from atom_ops.ops.latent.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.shared_memory import fitting_block, product_bytes
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.latent.latent_attention import attend_latents, supports_latents
 from atom_ops.triton_impl.quantized.fp8 import decode_fp8
@@ -356,19 +357,26 @@ def _launch_scores(
 ) -> None:  # fmt: skip
     _, heads, width = q_TGI.shape
     size, longest = scores_NS.shape
-    programs = max(1, min(_PROGRAMS // size, triton.cdiv(longest, _KEYS)))
+    block_heads, block_width = (max(triton.next_power_of_2(each), 16) for each in (heads, width))
+    scaled = keys.scale is not None
+
+    def tile_bytes(count: int) -> int:
+        codes = count * block_width if scaled else 0
+        return product_bytes(block_heads, count, block_width, q_TGI.dtype) + codes
+
+    block = fitting_block(_KEYS, tile_bytes, q_TGI.device)
+    programs = max(1, min(_PROGRAMS // size, triton.cdiv(longest, block)))
     _index_scores[(size, programs)](
         q_TGI, weights_TG,
-        keys.keys.view(torch.uint8) if keys.scale is not None else keys.keys,
+        keys.keys.view(torch.uint8) if scaled else keys.keys,
         # Without scales the kernel ignores this argument.
-        plan.context_lens_R if keys.scale is None else keys.scale,
+        keys.scale if scaled else plan.context_lens_R,
         plan.block_table_RW, plan.context_lens_R, plan.query_starts_R1, scores_NS,
         first, *q_TGI.stride()[:2], weights_TG.stride(0), plan.block_table_RW.stride(0), longest,
         len(plan.context_lens_R), count,
         HEADS=heads, WIDTH=width, BLOCK_SIZE=keys.keys.shape[1],
-        BLOCK_G=max(triton.next_power_of_2(heads), 16), BLOCK_I=max(triton.next_power_of_2(width), 16),
-        BLOCK_N=_KEYS, SCALED=keys.scale is not None, RATE=rate, num_warps=4, num_stages=2,
-        **launch_options(q_TGI.device),
+        BLOCK_G=block_heads, BLOCK_I=block_width, BLOCK_N=block, SCALED=scaled, RATE=rate, num_warps=4,
+        num_stages=2, **launch_options(q_TGI.device),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from atom_ops.ops.recurrent.gated_delta_rule import NORM_EPS, DecayWeights, gated_delta_rule
 from atom_ops.ops.recurrent.recurrent_state import StatePlan, starts_alike
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.shared_memory import fitting_stages
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 
 _CHUNK = 64
@@ -329,9 +330,17 @@ def _launch(
     )  # fmt: skip
     _pass_states[(feature_blocks, heads, rows)](
         qkv_TC, recurrent_SNEF, *where, solved_TNC, asked_TNC, factors_3TN, out_TNF, qkv_TC.stride(0), tokens,
-        num_warps=4, num_stages=1 if torch.version.hip is not None else 2, **chunks, **sizes,
+        num_warps=4, num_stages=_stages(qkv_TC, heads_of_keys["BLOCK_E"], features), **chunks, **sizes,
     )  # fmt: skip
     return out_TNF
+
+
+def _stages(qkv_TC: Tensor, block_key: int, block_value: int) -> int:
+    """Stages of `_pass_states` that fit; its states pass through shared memory, too."""
+    if torch.version.hip is not None:
+        return 1
+    stage = _CHUNK * ((2 * block_key + block_value) * qkv_TC.element_size() + 2 * _CHUNK * 4)
+    return fitting_stages(2, stage, qkv_TC.device, (block_key + _CHUNK) * block_value * 4)
 
 
 def _precision() -> str:

@@ -4,13 +4,15 @@ import json
 import math
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -38,6 +40,9 @@ CHIPS = {
     "MI300": Chip(101, ("hip", "gfx942", 64), 64 << 10),
     "MI355": Chip(102, ("hip", "gfx950", 64), 160 << 10),
 }
+
+L40S = Chip(103, ("cuda", 89, 32), 99 << 10)
+"""As all of NVIDIA's GPUs for workstations, it has the least shared memory of those that run our kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,14 @@ class _Driver:
 
         return GPUTarget(*self._chip.target)
 
+    @property
+    def utils(self) -> "_Driver":
+        """The part of the driver that asks a device."""
+        return self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": self._chip.shared_memory}
+
 
 @contextmanager
 def compiling_for(chip: Chip) -> Iterator[list[Compiled]]:
@@ -102,6 +115,62 @@ def compiling_for(chip: Chip) -> Iterator[list[Compiled]]:
     finally:
         JITFunction.run, torch.version.hip = launch, hip
         driver._active = None
+
+
+class _SizedError(Exception):
+    """Ends a compilation once its shared memory is allocated."""
+
+
+@contextmanager
+def sizing_for(chip: Chip) -> Iterator[dict[str, int]]:
+    """Launches compile until shared memory is allocated; yields the most bytes of each kernel.
+
+    LLVM, which comes next, takes most of the time of a compilation, above all for products in float32.
+    """
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    largest: dict[str, int] = {}
+    seen: set[str] = set()
+    launch = JITFunction.run
+
+    def size_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
+        kinds = [getattr(arg, "dtype", type(arg)) for arg in args]
+        name = kernel_name(kernel)
+        if (variant := f"{name} {settings} {kinds}") in seen:
+            return
+        seen.add(variant)
+        try:
+            launch(kernel, *args, grid=grid, warmup=True, **settings)
+        except _SizedError as sized:
+            largest[name] = max(largest.get(name, 0), *sized.args)
+
+    with compiling_for(chip):
+        JITFunction.run = size_only
+        knobs.runtime.add_stages_inspection_hook = _stop_before_llvm
+        try:
+            yield largest
+        finally:
+            knobs.runtime.add_stages_inspection_hook = None
+
+
+def _stop_before_llvm(*given: Any) -> tuple[str, str] | None:
+    """Triton calls it without arguments for the name of what it does, or with a backend and its stages."""
+    if not given:
+        return "sized", "sized"
+    backend, stages = given[:2]
+    allocate_and_more, module = stages["llir"], sys.modules[type(backend).__module__]
+
+    def allocate(source: Any, metadata: dict[str, Any]) -> None:
+        with mock.patch.object(module, "llvm") as llvm:
+            llvm.init_targets.side_effect = _SizedError
+            with suppress(_SizedError):
+                allocate_and_more(source, metadata)
+                raise AssertionError("Triton calls LLVM in another way: see make_llir of its backends")
+        raise _SizedError(source.get_int_attr("ttg.shared"))
+
+    stages["llir"] = allocate
+    return None
 
 
 def kernel_name(kernel: Any) -> str:
