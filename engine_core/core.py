@@ -25,12 +25,14 @@ from atom.shared.messages.engine import (
 )
 from atom.shared.messages.grammar import DropGrammar, GetGrammar, GrammarBytes, GrammarLoaded, LoadGrammar
 from atom.shared.messages.images import DropImage, LoadImage
+from atom.shared.messages.kv_peers import EndLeases, LeasesReleased, ReleaseLease
 from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
 from atom.shared.messages.resume import RESUMED_ELSEWHERE, Claim, Claimed
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
 from engine_core.batch.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.kv_cache.kv_events import KVEvent
+from engine_core.kv_tiers.request_tiers import PeerPrefix
 from engine_core.requests.admission import check_request
 from engine_core.requests.grammars import GrammarRegistry
 from engine_core.requests.images import ImageRegistry, row_images
@@ -111,6 +113,7 @@ class EngineCore:
         self.abort(self._resumable.replaced(message))
         try:
             settings, prompt, output = self._check_request(message, frontend)
+            leased = None if message.leased is None else PeerPrefix(message.leased)
         except ValueError as error:
             return self._refusal(message.request_ids, str(error))
         self._frontends.add(frontend)
@@ -123,6 +126,7 @@ class EngineCore:
                 sampling = msgspec.structs.replace(sampling, sequence=sampling.sequence + index)
             blocks = self._kv.new_blocks(TokenIds(prompt, output))
             blocks.shared_store.is_awaited = settings.stores_prompt
+            blocks.lookup.peer = leased
             request = Request(request_id, settings, sampling, message.prompt_logprobs, blocks)
             request.arrived_at = now
             requests.append(request)
@@ -252,7 +256,7 @@ class EngineCore:
         """Messages for the workers, to be sent before the step that was scheduled last."""
         return self._images.take_messages()
 
-    def tier_messages(self) -> list[CopyBlocks | FindBlocks]:
+    def tier_messages(self) -> list[CopyBlocks | FindBlocks | ReleaseLease]:
         """Messages for the workers, to be sent after the steps that were scheduled."""
         return [] if self._kv.offload is None else self._kv.offload.take_messages()
 
@@ -263,6 +267,16 @@ class EngineCore:
         """
         self._check = None
         self._scheduler.blocks_copied(message)
+
+    def lease_messages(self) -> list[EndLeases]:
+        """Messages for the workers, to be sent before the step that was scheduled last."""
+        return [] if self._kv.leases is None else self._kv.leases.take_messages()
+
+    def end_leases(self, released: LeasesReleased | None = None) -> None:
+        """End the leases that readers in other engines have released, and those that are overdue."""
+        if self._kv.leases is not None and (released is not None or self._kv.leases.is_overdue):
+            self._check = None
+            self._kv.end_leases(released)
 
     def update_from_output(self, result: BatchResult) -> dict[bytes, TokenDeltas]:
         """Process the result of the oldest step in flight; returns the deltas for each frontend.
@@ -279,7 +293,7 @@ class EngineCore:
                 others += self._resumable.ended(request, finished)
             if others:
                 self.abort(others)
-            outcome.finished[:] = self._stored_ends.hold(outcome.finished)
+            outcome.finished[:] = self._stored_ends.hold(map(self._with_lease, outcome.finished))
         if len(self._frontends) == 1 and NO_FRONTEND not in self._frontends:
             return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.has_output}
         frontends = {request.frontend for request in outcome.sampled.requests}
@@ -396,6 +410,16 @@ class EngineCore:
     def unfinished(self) -> Iterator[Request]:
         """The scheduled sequences, then those that wait for their grammar."""
         return chain(self._scheduler.requests.values(), self._grammars.waiting.values())
+
+    def _with_lease(self, end: tuple[Request, Finished]) -> tuple[Request, Finished]:
+        """Keep the prompt's blocks for another engine if the request goes on there; its end says where."""
+        request, finished = end
+        leases = self._kv.leases
+        if leases is None or not request.settings.stores_prompt:
+            return end
+        if finished.reason is not FinishReason.MAX_TOKENS:
+            return end
+        return request, msgspec.structs.replace(finished, leased=leases.grant(request.blocks))
 
     def _queue(self, requests: list[Request]) -> None:
         for request in requests:

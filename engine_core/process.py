@@ -5,9 +5,9 @@
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult,
                              GetGrammar, Claimed, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
-                             GrammarLoaded, BlocksCopied, BlocksFound
+                             GrammarLoaded, BlocksCopied, BlocksFound, LeasesReleased
                         out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel,
-                             LoadGrammar, DropGrammar, CopyBlocks, FindBlocks
+                             LoadGrammar, DropGrammar, CopyBlocks, FindBlocks, ReleaseLease, EndLeases
     supervisor  PUSH    out: Ready, Dead, Heartbeat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
@@ -26,7 +26,7 @@ from typing import TypeVar
 import zmq
 
 from atom.shared.config.kv_events import kv_events_config
-from atom.shared.config.kv_transfer import kv_role
+from atom.shared.config.kv_transfer import kv_role, reads_peers
 from atom.shared.messages.admin import AbortNamed, Done, GetRequests, ResetPrefixCache, SetLogLevel
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import (
@@ -40,7 +40,8 @@ from atom.shared.messages.engine import (
     TokenDeltas,
 )
 from atom.shared.messages.grammar import GrammarBytes, GrammarLoaded
-from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound
+from atom.shared.messages.kv_peers import LeasesReleased
+from atom.shared.messages.kv_tiers import PEER, BlocksCopied, BlocksFound, TierSlots
 from atom.shared.messages.launch import CoreLaunch
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.resume import Claim, TakeStreams
@@ -199,6 +200,8 @@ class CoreProcess:
         seed, disk_unit = self._seed_of_directory()
         model_max_len = self._launch.checkpoint.max_model_len
         plan = plan_cache(config, model_max_len, loaded, self._launch.num_blocks, disk_unit)
+        if reads_peers(config.cache) and self._launch.data_parallel_rank >= config.parallel.prefill_engines:
+            plan.tiers.append(TierSlots(PEER, []))
         seed = self._agreed_seed(seed)
         kv = KVCacheManager(
             plan.specs,
@@ -213,6 +216,9 @@ class CoreProcess:
             least = config.cache.kv_offload_min_tokens
             role = kv_role(config.cache)
             kv.offload_to(plan.tiers, least, self._num_ranks, config.shares_blocks, role)
+        address = self._lease_address()
+        if address:
+            kv.lease_to(address, self._num_ranks)
         grace_s = config.reliability.orphan_grace
         max_queue_s = config.scheduler.max_queue_time
         images = image_registry(loaded, self._launch.checkpoint.images)
@@ -224,7 +230,7 @@ class CoreProcess:
             max_queue_s=max_queue_s,
             images=images,
         )
-        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len, plan.tiers, seed))
+        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len, plan.tiers, seed, address))
         ready = self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up")
         if ready is None:
             return None
@@ -232,6 +238,15 @@ class CoreProcess:
             get_logger().info("%d KV blocks of earlier starts are in --kv-offload-dir", count)
         self._report_ready(plan)
         return core, CoreReady(plan.max_model_len, plan.kv_tokens, [one.weight_bytes for one in loaded])
+
+    def _lease_address(self) -> str:
+        """Where other engines ask this one's workers for its blocks; empty if none reads them.
+
+        Next to the socket of the workers, so that it is another one in each life.
+        """
+        config = self._launch.config
+        is_read = self._launch.data_parallel_rank < config.parallel.prefill_engines
+        return f"{self._launch.workers}-kv" if is_read and reads_peers(config.cache) else ""
 
     def _seed_of_directory(self) -> tuple[int, int]:
         """The hash seed of the directory that has blocks of earlier starts, and the unit of its files' space.
@@ -350,6 +365,7 @@ class CoreProcess:
             for identity, question in questions:
                 self._frontends.send(core, identity, question)
         core.end_expired()
+        core.end_leases()
         self._send_results(core, [core.end_overdue()])
         for identity in self._frontends.connected[:1]:
             for offer in core.offers(identity):
@@ -360,15 +376,21 @@ class CoreProcess:
         while (batch := core.schedule()) is not None:
             for image_message in core.image_messages():
                 self._workers.send(image_message)
+            self._end_leases(core)
             self._recorder.sent(self._workers.send(batch))
             self._trace.mark("sent", batch.step)
             self._steps_sent = True
+        self._end_leases(core)
         for copies in core.tier_messages():
             self._workers.send(copies)
         # Workers that wait for a batch of this engine delay the other engines: none will come for now.
         if self._lockstep and self._steps_sent and not core.num_in_flight:
             self._workers.send(StepsDone())
             self._steps_sent = False
+
+    def _end_leases(self, core: EngineCore) -> None:
+        for ended in core.lease_messages():
+            self._workers.send(ended)
 
     def _send_results(self, core: EngineCore, results: list[dict[bytes, TokenDeltas]]) -> None:
         for result in results:
@@ -404,6 +426,8 @@ class CoreProcess:
                 return core.grammar_loaded(message)
             case BlocksCopied() | BlocksFound():
                 core.blocks_copied(message)
+            case LeasesReleased():
+                core.end_leases(message)
             case _:
                 raise _unexpected(message)
         return {}

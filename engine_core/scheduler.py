@@ -224,7 +224,7 @@ class Scheduler:
         # A preempted request had too few blocks; another one would take those that it waits for.
         if not plan.preempted:
             self._admit_waiting(plan)
-        if self._kv.offload is not None:
+        if self._kv.offload is not None and self._kv.leases is None:
             for request, _ in plan.chunks.values():
                 if request.settings.stores_prompt:
                     self._kv.offload.stores.push(request.blocks)

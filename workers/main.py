@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from atom.shared.config.engine import EngineConfig
+from atom.shared.config.kv_transfer import reads_peers
 from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.launch import WorkerLaunch
 from atom.shared.messages.supervisor import LAST_REPORT_MS, Dead, Progress
@@ -50,6 +51,7 @@ def main() -> None:
     _set_kernel_cache_environment(launch.config)
     _set_profiler_environment(launch.config)
     _set_store_environment(launch)
+    _set_transfer_environment(launch.config)
     setup_logging(launch.label, launch.config.observability.log_level)
     dump_stacks_on_signal(launch.supervisor, launch.label)
     link = Link(launch)
@@ -228,6 +230,12 @@ def _set_store_environment(launch: WorkerLaunch) -> None:
     """Silence torch's warnings where other hosts reach its TCPStore: one for each stranger who connects."""
     if launch.rendezvous is not None and launch.rendezvous.interface != "lo":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _set_transfer_environment(config: EngineConfig) -> None:
+    """Keep UCX, below NIXL, from listening on the interfaces of the network: all readers are on this host."""
+    if reads_peers(config.cache):
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
 def _lost_rank(error: Exception) -> str:

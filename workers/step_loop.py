@@ -11,6 +11,7 @@ import msgspec
 from atom.shared.messages.admin import SetLogLevel
 from atom.shared.messages.grammar import DropGrammar, LoadGrammar
 from atom.shared.messages.images import DropImage, LoadImage
+from atom.shared.messages.kv_peers import EndLeases, ReleaseLease
 from atom.shared.messages.kv_tiers import CopyBlocks, FindBlocks
 from atom.shared.messages.profile import Profile, RankTrace
 from atom.shared.messages.worker import (
@@ -30,7 +31,7 @@ from workers.worker import Worker
 __all__ = ["CoreConnection", "LockstepLoop", "StepLoop"]
 
 _IDLE_POLL_MS = 1000
-_WRITING_POLL_MS = 20
+_SOON_POLL_MS = 20
 _LOADING_POLL_MS = 2
 _DEVICE_POLL_S = 50e-6
 _LEAVE_S = 5.0
@@ -80,7 +81,9 @@ class StepLoop:
         if self._worker.grammars.is_loading or (tiers is not None and tiers.is_busy):
             return _LOADING_POLL_MS
         traces = self._worker.traces
-        return _WRITING_POLL_MS if traces is not None and traces.writing else _IDLE_POLL_MS
+        if self._worker.leases is not None or (traces is not None and traces.writing):
+            return _SOON_POLL_MS  # a prompt may wait for the blocks that readers have released
+        return _IDLE_POLL_MS
 
     def _send_finished(self) -> None:
         """Send what is completed between steps: copies, loaded grammars, traces, windows of expert load."""
@@ -88,6 +91,9 @@ class StepLoop:
         tiers = self._worker.tiers
         while tiers is not None and (copied := tiers.next_copied()) is not None:
             self._link.send(copied)
+        leases = self._worker.leases
+        if leases is not None and (released := leases.next_released()) is not None:
+            self._link.send(released)
         traces = self._worker.traces
         while (loaded := grammars.next_loaded()) is not None:
             self._link.send(loaded)
@@ -120,9 +126,12 @@ class StepLoop:
                 self._worker.grammars.drop(key)
             case LoadGrammar() | DropGrammar():
                 pass  # rank 0 sends the masks of its rows
-            case CopyBlocks() | FindBlocks():
+            case CopyBlocks() | FindBlocks() | ReleaseLease():
                 assert self._worker.tiers is not None, "the core was told of no tier"
                 self._worker.tiers.submit(message)
+            case EndLeases(slots):
+                assert self._worker.leases is not None, "the core was told of no leases"
+                self._worker.leases.end(slots)
             case LoadImage():
                 self._worker.load_image(message)
             case DropImage(key):

@@ -10,13 +10,15 @@ import torch
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.eplb import eplb_config
+from atom.shared.config.kv_transfer import reads_peers
 from atom.shared.messages.images import LoadImage
-from atom.shared.messages.kv_tiers import REMOTE, StoredBlocks
+from atom.shared.messages.kv_tiers import PEER, REMOTE, StoredBlocks
 from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, ScheduledBatch, stored_bytes
 from atom.shared.utils.logger import get_logger
 from atom.shared.utils.redis_client import RedisClient
 from atom_ops import backend
 from parallel.mesh import Mesh
+from parallel.transfer.nixl_agent import NixlAgent
 from workers.batch.input_batch import InputBatch
 from workers.cpu_threads import CpuThreads
 from workers.expert_balancer import ExpertBalancer
@@ -36,10 +38,12 @@ from workers.memory.kv_cache import (
     cuda_bytes_in_use,
     cuda_kv_bytes,
 )
+from workers.memory.lease_server import LeaseServer, cache_properties
 from workers.memory.memory_guard import SMALLER_CACHE, SMALLER_STEPS, explain_out_of_memory
 from workers.memory.peak import peak_bytes
+from workers.memory.peer_tier import PeerTier, rank_address
 from workers.memory.remote_tier import RemoteTier
-from workers.memory.tier_copier import KVTier, TierCopier, staged_bytes
+from workers.memory.tier_copier import KVTier, LeasedKVTier, TierCopier, staged_bytes
 from workers.model_runner import ModelRunner
 from workers.pending_step import PendingStep
 from workers.profiler import TraceRecorder
@@ -92,6 +96,8 @@ class Worker:
         """Set by `allocate`, if blocks are kept outside of the KV cache."""
         self.stored: list[StoredBlocks] = []
         """Set by `allocate`: what tiers have from an earlier start."""
+        self.leases: LeaseServer | None = None
+        """Set by `allocate`, if other engines read blocks from the KV cache."""
         self._store: RedisClient | None = None
         self._files: DiskTier | None = None
         self.traces: TraceRecorder | None = None
@@ -234,11 +240,14 @@ class Worker:
         """End the threads of the tiers, the processes of one in files, and the connection of a remote one."""
         if self.tiers is not None:
             self.tiers.close()
+        if self.leases is not None:
+            self.leases.close()
         if self._store is not None:
             self._store.close()
         if self._files is not None:
             self._files.close()
         self.tiers = self._files = None
+        self.leases = None
         self.stored = []
 
     def _allocate(self, allocate: AllocateKV) -> None:
@@ -253,7 +262,7 @@ class Worker:
         num_blocks = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
         capacity = num_blocks * self._config.block_tokens
         warm_up(self._builder, self._runner, min(capacity, allocate.max_model_len), self.idle_step)
-        if allocate.tiers:
+        if allocate.tiers or allocate.lease_address:
             self._open_tiers(allocate, kv_layers, inputs)
         if self.traces is not None:
             self.traces.prepare()
@@ -276,8 +285,12 @@ class Worker:
             groups.append(BlockRows(layers, num_blocks, sizes[number], places))
             unused += num_blocks * places * sizes[number] if self._device.type == "cpu" else 0
         room = available_memory() // config.parallel.workers_per_node - unused
-        tiers: list[KVTier] = []
+        tiers: list[KVTier | LeasedKVTier] = []
         for index, slots in enumerate(allocate.tiers):
+            if slots.medium == PEER:
+                properties = self._cache_properties(groups)
+                tiers.append(PeerTier(NixlAgent(), self._tp.rank, sizes, self._device, properties))
+                continue
             if not slots.by_content:
                 tiers.append(HostTier(slots.num_slots, sizes, self._device, room))
                 continue
@@ -295,7 +308,17 @@ class Worker:
             self._files = DiskTier(directory, len(specs), self._num_files(), max(sizes), self._device)
             tiers.append(self._files)
             self.stored.append(StoredBlocks(index, self._files.stored(slots.num_slots)))
-        self.tiers = TierCopier(groups, tiers, self._tp.rank)
+        if tiers:
+            self.tiers = TierCopier(groups, tiers, self._tp.rank)
+        if allocate.lease_address:
+            endpoint = rank_address(allocate.lease_address, self._tp.rank)
+            properties = self._cache_properties(groups)
+            self.leases = LeaseServer(NixlAgent(), endpoint, self._tp.rank, groups, properties)
+
+    def _cache_properties(self, groups: Sequence[BlockRows]) -> dict[str, str]:
+        config = self._config
+        ranks = config.parallel.tensor_parallel_size
+        return cache_properties(config.block_tokens, ranks, str(compute_dtype(config)), groups)
 
     def _num_files(self) -> int:
         """Files of a tier that are read, and written, at the same time. On a CPU the cores compute."""
@@ -363,4 +386,6 @@ class Worker:
         peak = peak_bytes(self._builder)
         if self._config.cache.offloads:
             peak += _MOST_TIERS * staged_bytes(rank_specs(self._config, self._model))
+        if reads_peers(self._config.cache):
+            peak += 2 * staged_bytes(rank_specs(self._config, self._model))
         return cuda_kv_bytes(self._config.cache, self._device, peak, self._used_before)

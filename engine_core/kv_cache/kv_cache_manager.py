@@ -18,14 +18,16 @@ continues in the next one. A block is freed by the CPU while steps in flight may
 execute steps in order, so a later step that gets the block writes to it after them.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from xxhash import xxh64_digest
 
 from atom.shared.config.kv_transfer import KVRole
 from atom.shared.messages.admin import Miss
-from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, TierSlots
+from atom.shared.messages.kv_peers import LeasesReleased
+from atom.shared.messages.kv_tiers import PEER, BlocksCopied, BlocksFound, TierSlots
 from atom.shared.messages.worker import (
     FullAttentionSpec,
     KVSpec,
@@ -41,7 +43,8 @@ from engine_core.kv_cache.request_blocks import RequestBlocks
 from engine_core.kv_cache.state_checkpoints import SavePoint, StateCheckpoints
 from engine_core.kv_tiers.block_questions import Question
 from engine_core.kv_tiers.kv_offload import KVOffload
-from engine_core.kv_tiers.kv_tier import KVTier
+from engine_core.kv_tiers.kv_tier import KVTier, PeerIndex
+from engine_core.kv_tiers.leases import Leases
 from engine_core.kv_tiers.tier_copies import Load, OffloadPolicy
 from engine_core.kv_tiers.tiered_cache import TieredCache
 from engine_core.requests.images import block_mark
@@ -56,6 +59,9 @@ _HASHED_AHEAD = 64  # blocks hashed before they are looked up
 
 class KVCacheManager:
     """Block pools of all groups. Every operation covers all groups or changes nothing."""
+
+    leases: Leases | None = None
+    """Blocks that are kept for other engines, which read them: `lease_to`."""
 
     def __init__(
         self,
@@ -123,10 +129,14 @@ class KVCacheManager:
         if not self._caching:
             raise ValueError("KV tiers need prefix caching")
         policy = OffloadPolicy(min_tokens, num_ranks, self._max_chunk, is_shared, role)
-        indexes = [KVTier(slots) for slots in tiers]
+        indexes = [PeerIndex() if slots.medium == PEER else KVTier(slots) for slots in tiers]
         self.offload = KVOffload(
             TieredCache(self.specs, self.pools, indexes, policy, self.quota, self._hash, self.events)
         )
+
+    def lease_to(self, address: str, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Keep blocks of prompts for other engines; the parameters are those of `Leases`."""
+        self.leases = Leases(self.specs, self.pools, address, num_ranks, clock)
 
     @property
     def num_blocks(self) -> int:
@@ -211,7 +221,10 @@ class KVCacheManager:
             for pool, start, is_state in zip(self.pools, starts, self._is_state, strict=True)
         ]
         self.quota.spend(hits // LOOKUPS_PER_UNIT)
-        if not self._has_room(num_tokens or len(blocks.tokens), hits, found):
+        has_room = self._has_room(num_tokens or len(blocks.tokens), hits, found)
+        if self.leases is not None:
+            self.leases.is_wanted = not has_room
+        if not has_room:
             return False
         shared_step = 0
         for pool, start, group, table in zip(self.pools, starts, found, blocks.tables, strict=True):
@@ -226,7 +239,23 @@ class KVCacheManager:
         blocks.first_live[:] = starts
         blocks.num_cached = blocks.num_hits = hits
         blocks.lookup.admit()
+        self.leave_peer(blocks)
         return True
+
+    def leave_peer(self, blocks: RequestBlocks) -> None:
+        """Let another engine use the blocks again that it keeps for a request."""
+        if self.offload is not None:
+            self.offload.loads.leave_peer(blocks)
+
+    def end_leases(self, released: LeasesReleased | None = None) -> None:
+        """End the leases that readers have released with this message, and those that are overdue."""
+        if self.leases is None:
+            return
+        ended = self.leases.expired()
+        if released is not None:
+            ended += self.leases.released(released)
+        for tables in ended:
+            self._free_tables(tables)
 
     def reset(self, owners: Iterable[RequestBlocks]) -> int:
         """Uncache all blocks, and cache none of `owners` from now on; returns how many were cached.
@@ -254,7 +283,7 @@ class KVCacheManager:
         missing = []
         for group, table in enumerate(blocks.tables):
             count = (1 if self._is_state[group] else full) - len(table)
-            if count > self.pools[group].num_free:
+            if count > self.pools[group].num_free and not self._end_leases_for(self.pools[group], count):
                 return None
             missing.append(count)
         if not any(missing):
@@ -424,6 +453,9 @@ class KVCacheManager:
             if self.offload is not None:
                 for block in self.offload.users(group):
                     users[block] += 1
+            if self.leases is not None:
+                for block in self.leases.users(group):
+                    users[block] += 1
             yield from pool.check_integrity(users)
         if self.offload is not None:
             yield from self.offload.check_integrity()
@@ -493,6 +525,21 @@ class KVCacheManager:
             table[live:visible] = [PLACEHOLDER] * (visible - live)
             blocks.first_live[group] = visible
             self.num_frees += 1
+
+    def _free_tables(self, tables: Sequence[list[int]]) -> None:
+        self._to_free += [(pool, table) for pool, table in zip(self.pools, tables, strict=True) if table]
+        self._free_some()
+
+    def _end_leases_for(self, pool: BlockPool, count: int) -> bool:
+        """End leases until a running request can have `count` blocks; False if that is not enough."""
+        if self.leases is None:
+            return False
+        while pool.num_free < count and (tables := self.leases.end_oldest()) is not None:
+            for owner, table in zip(self.pools, tables, strict=True):
+                owner.free(reversed(table))  # at once: while some wait, more leases would end
+                self.quota.spend(len(table) // FREES_PER_UNIT)
+            self.num_frees += 1
+        return pool.num_free >= count
 
     def _free_some(self, reserved: int = 0) -> None:
         """Free blocks until none wait or only `reserved` units of the iteration's quota are left."""

@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from atom.shared.messages.engine import KVTierStats
-from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, CopyBlocks, FindBlocks, StoredBlocks
+from atom.shared.messages.kv_peers import ReleaseLease
+from atom.shared.messages.kv_tiers import (
+    PEER,
+    BlocksCopied,
+    BlocksFound,
+    CopyBlocks,
+    FindBlocks,
+    StoredBlocks,
+)
 from engine_core.kv_tiers.block_questions import Question
 from engine_core.kv_tiers.kv_tier import KVTier
 from engine_core.kv_tiers.tier_copies import Load
@@ -33,6 +41,8 @@ class KVOffload:
         self.stores = TierStores(cache, self._transfers)
         if cache.events is not None:
             for tier in cache.tiers:
+                if tier.medium == PEER:
+                    continue
                 removed = partial(cache.events.removed, medium=tier.medium)
                 tier.pools[cache.listed_group].on_uncached = removed
 
@@ -65,13 +75,13 @@ class KVOffload:
                 count += tier.adopt([found[0] for found in digests])
         return count
 
-    def take_messages(self) -> list[CopyBlocks | FindBlocks]:
+    def take_messages(self) -> list[CopyBlocks | FindBlocks | ReleaseLease]:
         """Copies to begin and questions, to be sent to the workers after the step of this iteration."""
         self.stores.begin()
-        messages: list[CopyBlocks | FindBlocks] = [*self._transfers.take_messages()]
+        messages: list[CopyBlocks | FindBlocks | ReleaseLease] = [*self._transfers.take_messages()]
         if self.loads.questions is not None:
             messages += self.loads.questions.take()
-        return messages
+        return messages + self.loads.take_releases()
 
     def copied(self, message: BlocksCopied | BlocksFound) -> Load | Question | None:
         """A rank has done its copies, or answered; returns the load or question that has ended with this.

@@ -6,10 +6,10 @@ block is cached by its content, and the least recently used of those is taken fo
 
 from collections.abc import Iterator, Sequence
 
-from atom.shared.messages.kv_tiers import TierSlots
+from atom.shared.messages.kv_tiers import PEER, TierSlots
 from engine_core.kv_cache.block_pool import BlockPool
 
-__all__ = ["KVTier"]
+__all__ = ["KVTier", "PeerIndex"]
 
 
 _DIGEST_BYTES = 8
@@ -115,6 +115,33 @@ class KVTier:
             for slot in slots:
                 users[slot] += 1
             yield from pool.check_integrity(users)
+
+
+class PeerIndex(KVTier):
+    """The caches of other engines: each request knows itself what they hold for it, as slots.
+
+    Nothing is held or kept here: leases do it there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(TierSlots(PEER, []))
+
+    def find(self, group: int, digest: bytes, hash_input: bytes) -> int | None:
+        """No block is there for all requests."""
+        return None
+
+    def hold(self, group: int, slot: int) -> None:
+        """The lease does."""
+
+    def lose(self, group: int, slot: int) -> None:
+        """The request that has asked for it does not find it any more (`PeerPrefix.drop`)."""
+
+    def release(self, group: int, slot: int) -> None:
+        """It ends with the lease."""
+
+    def check_integrity(self, held: Sequence[Sequence[int]]) -> Iterator[None]:
+        """There is nothing to check."""
+        return iter(())
 
 
 def _unpack(digests: bytes) -> list[bytes]:

@@ -1,8 +1,49 @@
 """What one request has to do with KV tiers: what it loads before it runs, and what it stores meanwhile."""
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["PrefixLookup", "SharedStore"]
+from atom.shared.messages.kv_peers import LeasedBlocks
+
+__all__ = ["PeerPrefix", "PrefixLookup", "SharedStore"]
+
+
+class PeerPrefix:
+    """The beginning of a prompt that another engine keeps in its cache for this request."""
+
+    def __init__(self, leased: LeasedBlocks):
+        """Raises ValueError for tables that are not made of numbers."""
+        self.lease = leased.lease
+        self._length = leased.length
+        self._digest = leased.digest
+        self._tables = [array("i", table) for table in leased.tables]
+        self._index_of: dict[bytes, int] = {}
+        self._is_lost = False
+
+    def note(self, start: int, digests: Sequence[bytes]) -> None:
+        """The request's blocks from `start` on have these digests.
+
+        The last one that is leased must have the lease's: else the tokens are others, and none is found.
+        """
+        for index, digest in enumerate(digests[: max(self._length - start, 0)], start):
+            self._index_of[digest] = index
+        last = self._length - 1 - start
+        if 0 <= last < len(digests) and digests[last] != self._digest:
+            self.drop()
+
+    def find(self, group: int, digest: bytes) -> int | None:
+        """The number, in the other engine, of the block with this digest."""
+        index = self._index_of.get(digest)
+        if index is None or self._is_lost or group >= len(self._tables):
+            return None
+        table = self._tables[group]
+        place = index - self._length + len(table)
+        return table[place] if 0 <= place < len(table) else None
+
+    def drop(self) -> None:
+        """Find nothing any more: the blocks could not be read."""
+        self._is_lost = True
 
 
 @dataclass(slots=True)
@@ -26,6 +67,8 @@ class PrefixLookup:
     """Loads that the request has waited for since it was queued."""
     num_loaded: list[int] = field(default_factory=list)
     """Blocks that each tier gave back, until its first admission."""
+    peer: PeerPrefix | None = None
+    """What another engine keeps for the request, until it is admitted."""
 
     def ask(self, count: int) -> None:
         """The request waits for what the workers say of the next `count` blocks."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from atom.shared.config.kv_transfer import KVRole
+from atom.shared.messages.kv_peers import Lease
 from engine_core.kv_cache.block_pool import BlockPool
 from engine_core.kv_cache.request_blocks import RequestBlocks
 from engine_core.kv_tiers.request_tiers import SharedStore
@@ -76,6 +77,8 @@ class Load(Transfer):
     blocks: RequestBlocks
     kept: list[tuple[BlockPool, list[int]]]
     """Cached blocks of the same prefix, in use until the others are there."""
+    lease: Lease | None = None
+    """That of the blocks that come from another engine."""
 
 
 @dataclass(eq=False, slots=True)

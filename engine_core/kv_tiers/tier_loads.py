@@ -6,7 +6,9 @@ waits for tiers a few times at most, and computes what has not come.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
+from atom.shared.messages.kv_peers import ReleaseLease
 from atom.shared.messages.kv_tiers import BlocksFound
 from atom.shared.messages.worker import KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from atom.shared.utils.logger import RareWarning
@@ -14,6 +16,7 @@ from engine_core.kv_cache.kv_plan import first_visible_block, peak_blocks
 from engine_core.kv_cache.prefix_lookup import visible_prefix
 from engine_core.kv_cache.request_blocks import RequestBlocks
 from engine_core.kv_tiers.block_questions import ASKED_AT_ONCE, BlockQuestions, Question
+from engine_core.kv_tiers.request_tiers import PeerPrefix
 from engine_core.kv_tiers.tier_copies import Copied, Load
 from engine_core.kv_tiers.tier_transfers import TierTransfers
 from engine_core.kv_tiers.tiered_cache import UNITS_PER_LOOKED_UP, TieredCache
@@ -53,6 +56,7 @@ class TierLoads:
         self._loading: dict[tuple[int, bytes], Load] = {}
         """By group and digest."""
         self._warning = RareWarning()
+        self._releases: list[ReleaseLease] = []
         if cache.shared_tier is not None and cache.policy.role != "kv_producer":
             shared = cache.tiers[cache.shared_tier]
             self.questions = BlockQuestions(
@@ -73,9 +77,12 @@ class TierLoads:
                 return False
             end = min(end, start + _LOOKED_UP_AT_ONCE)
             digests, hash_inputs = blocks.hashes(start, end)
+            if lookup.peer is not None:
+                lookup.peer.note(start, digests)
             self._cache.quota.spend(UNITS_PER_LOOKED_UP * len(digests))
+            has = partial(self._has, lookup.peer)
             for digest, hash_input in zip(digests, hash_inputs, strict=True):
-                if not all(self._has(group, digest, hash_input) for group in self._cache.full_groups):
+                if not all(has(group, digest, hash_input) for group in self._cache.full_groups):
                     return self._may_ask(blocks, limit)
                 lookup.num_present += 1
             if self._cache.quota.is_spent:
@@ -125,16 +132,17 @@ class TierLoads:
     def _usable(self, blocks: RequestBlocks, hits: int) -> int:
         """The longest prefix of which the cache and the tiers have what every group needs; `hits` or more."""
         prompt = blocks.tokens.prompt
+        has = partial(self._has, blocks.lookup.peer)
         length = prompt.uncut(blocks.lookup.num_present, self._cache.block_size)
         digests, hash_inputs = blocks.hashes(0, length)
         self._cache.quota.spend(
             max(length - hits, 0) * (len(self._windows) + len(self._states)) // LOOKUPS_PER_UNIT
         )
         while length > hits:
-            visible = visible_prefix(self._windows, digests, hash_inputs, length, self._has)
+            visible = visible_prefix(self._windows, digests, hash_inputs, length, has)
             saved = visible = prompt.uncut(visible, self._cache.block_size)
             while saved > hits and not all(
-                self._has(group, digests[saved - 1], hash_inputs[saved - 1]) for group in self._states
+                has(group, digests[saved - 1], hash_inputs[saved - 1]) for group in self._states
             ):
                 saved -= 1
             if saved == length:
@@ -150,6 +158,7 @@ class TierLoads:
         found: list[list[int]] = []
         needed: list[int] = []
         missing: list[_Missing] = []
+        peer = blocks.lookup.peer
         digests, hash_inputs = blocks.hashes(0, length)
         for group, (spec, pool) in enumerate(zip(self._cache.specs, self._cache.pools, strict=True)):
             first = length - 1 if isinstance(spec, RecurrentStateSpec) else _first(spec, length)
@@ -166,7 +175,7 @@ class TierLoads:
                     found[group].append(block)
                 elif (load := self._loading.get((group, digest))) is not None:
                     return load
-                elif (place := self._find(group, digest, hash_inputs[index])) is not None:
+                elif (place := self._find(peer, group, digest, hash_inputs[index])) is not None:
                     missing.append((group, index, *place))
                 else:
                     return index
@@ -180,7 +189,7 @@ class TierLoads:
             (block,) = self._cache.pools[group].allocate(1)
             copies.append(Copied(group, block, tier, slot, digests[index], hash_inputs[index]))
         self._cache.quota.spend(_UNITS_PER_LOADED * len(copies))
-        load = Load(copies, now + LOAD_DEADLINE_S, blocks, kept)
+        load = Load(copies, now + LOAD_DEADLINE_S, blocks, kept, None if peer is None else peer.lease)
         for copy in copies:
             self._loading[copy.group, copy.digest] = load
             self._cache.tiers[copy.tier].hold(copy.group, copy.slot)
@@ -215,6 +224,8 @@ class TierLoads:
             del self._loading[copy.group, copy.digest]
             if copy.has_failed:
                 self._cache.tiers[copy.tier].lose(copy.group, copy.slot)
+                if copy.tier == self._cache.peer_tier and lookup.peer is not None:
+                    lookup.peer.drop()
                 continue
             if load.is_void:
                 continue
@@ -249,19 +260,41 @@ class TierLoads:
         loading = {(copy.group, copy.digest): load for load in loads for copy in load.copies}
         assert loading == self._loading, "a load is lost"
 
-    def _has(self, group: int, digest: bytes, hash_input: bytes) -> bool:
+    def leave_peer(self, blocks: RequestBlocks) -> None:
+        """Let another engine use the blocks again that it has kept for this request."""
+        peer = blocks.lookup.peer
+        if peer is not None and self._cache.peer_tier is not None:
+            self._releases.append(ReleaseLease(self._cache.peer_tier, peer.lease))
+        blocks.lookup.peer = None
+
+    def take_releases(self) -> list[ReleaseLease]:
+        """Messages to be sent to the workers, after those of loads."""
+        releases = self._releases
+        self._releases = []
+        return releases
+
+    def _has(self, peer: PeerPrefix | None, group: int, digest: bytes, hash_input: bytes) -> bool:
         return (
             self._cache.pools[group].find(digest, hash_input) is not None
-            or self._find(group, digest, hash_input) is not None
+            or self._find(peer, group, digest, hash_input) is not None
         )
 
-    def _find(self, group: int, digest: bytes, hash_input: bytes) -> tuple[int, int] | None:
-        """(tier, slot) of a block: the first tier that has it, and from which this engine loads."""
+    def _find(
+        self, peer: PeerPrefix | None, group: int, digest: bytes, hash_input: bytes
+    ) -> tuple[int, int] | None:
+        """(tier, slot) of a block: the first tier that has it, and from which this engine loads.
+
+        `peer`: what another engine keeps for the request.
+        """
         for index, tier in enumerate(self._cache.tiers):
             if index == self._cache.shared_tier and self.questions is None:
                 continue
             if (slot := tier.find(group, digest, hash_input)) is not None:
                 return index, slot
+            if index == self._cache.peer_tier and peer is not None:
+                slot = peer.find(group, digest)
+                if slot is not None:
+                    return index, slot
         return None
 
     def _limit(self, blocks: RequestBlocks) -> int:

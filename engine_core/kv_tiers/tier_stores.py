@@ -58,6 +58,8 @@ class TierStores:
         if not count or blocks.collided:
             return
         for tier in range(len(self._cache.tiers)):
+            if tier == self._cache.peer_tier:
+                continue
             if tier == self._cache.shared_tier and blocks.shared_store.is_awaited:
                 self._push_rest(tier, blocks, count)
             else:

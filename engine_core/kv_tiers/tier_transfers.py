@@ -58,7 +58,11 @@ class TierTransfers:
             else BlockCopy(copy.group, copy.block, copy.slot)
             for copy in part
         ]
-        return CopyBlocks(self._last_number, tier, isinstance(transfer, Load), copies, place)
+        lease = None
+        if isinstance(transfer, Load) and tier == self._cache.peer_tier:
+            assert transfer.lease is not None, "blocks of another engine without a lease"
+            lease = transfer.lease
+        return CopyBlocks(self._last_number, tier, isinstance(transfer, Load), copies, place, lease)
 
     def take_messages(self) -> list[CopyBlocks]:
         """Messages to be sent to the workers."""

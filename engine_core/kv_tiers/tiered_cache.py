@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from atom.shared.messages.kv_tiers import PEER
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec
 from engine_core.kv_cache.block_pool import BlockPool
 from engine_core.kv_cache.kv_events import KVEventLog, listed_group
@@ -47,3 +48,5 @@ class TieredCache:
         """Index of the tier that other engines share."""
         if policy.is_shared:
             self.shared_tier = max(index for index, tier in enumerate(tiers) if tier.by_content)
+        self.peer_tier = next((index for index, tier in enumerate(tiers) if tier.medium == PEER), None)
+        """Index of the tier that stands for the caches of other engines."""

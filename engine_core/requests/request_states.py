@@ -137,6 +137,7 @@ class RequestStates:
         """End a request of which no further token is wanted; `free_ended` frees what it holds."""
         del self.requests[request.request_id]
         self.queue.charge(request, request.num_generated)  # also where a frontend has found a stop string
+        self._kv.leave_peer(request.blocks)
         if request.state is State.WAITING:
             self.queue.remove(request)
         elif request.state is State.HELD:

@@ -35,7 +35,8 @@ class StoredEnds:
         """Keep the ends of requests whose output goes on in another engine; returns the others."""
         others = []
         for request, end in finished:
-            if request.settings.stores_prompt and end.reason is FinishReason.MAX_TOKENS:
+            is_awaited = request.settings.stores_prompt and end.leased is None
+            if is_awaited and end.reason is FinishReason.MAX_TOKENS:
                 self._ends.append(_End(request, end, self._clock() + _DEADLINE_S))
             else:
                 others.append((request, end))

@@ -1,8 +1,8 @@
 """Prompts on some engines, generation on the others (--prefill-engines).
 
-    request ──stores_prompt, max_tokens 1──▶ engine 0 … n - 1     computes the prompt, stores its blocks
-                     ◀──first token, end──
-            ──prompt and first token──────▶ engine n …            loads the blocks, generates
+    request ──stores_prompt, max_tokens 1──▶ engine 0 … n - 1     computes the prompt, stores its blocks, or
+                     ◀──first token, end──                        keeps them for the next engine (a lease)
+            ──prompt and first token──────▶ engine n …            loads or reads the blocks, generates
 
 The second message is that of a sequence whose engine has ended (`RunningSequence.resumed`), and so its output
 is the same. An engine that finds no blocks computes the prompt. While all engines of one kind are gone, the
@@ -56,7 +56,10 @@ class Handovers:
             sequence = sequences.get(end.request_id)
             return sequence is not None and sequence.is_prefill and end.reason is FinishReason.MAX_TOKENS
 
-        found = [sequences[end.request_id] for end in deltas.finished if goes_on(end)]
+        found = []
+        for end in filter(goes_on, deltas.finished):
+            sequences[end.request_id].leased = end.leased
+            found.append(sequences[end.request_id])
         if not found:
             return [], deltas
         rest = [end for end in deltas.finished if not goes_on(end)]

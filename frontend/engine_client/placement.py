@@ -33,6 +33,7 @@ class Placement:
             sequence.rank = engine.rank
             sequence.charge = charge
             sequence.is_prefill = request.stores_prompt
+            sequence.leased = None
         engine.link.send(request)
 
     def adopt(self, sequence: RunningSequence, engine: EngineConnection) -> None:

@@ -8,6 +8,7 @@ import msgspec
 
 from atom.shared.messages.codec import encode
 from atom.shared.messages.engine import AddRequest, pack_ids
+from atom.shared.messages.kv_peers import LeasedBlocks
 from atom.shared.messages.resume import ClaimedRequest, ClaimedSequence, EndedSequence
 from frontend.engine_client.dp_router import Charge
 from frontend.engine_client.engine_connection import EngineConnection
@@ -46,6 +47,8 @@ class RunningSequence:
     """Prompt tokens that its first engine had in its prefix cache."""
     is_prefill: bool = False
     """Whether its engine only computes its prompt and a first token."""
+    leased: LeasedBlocks | None = None
+    """What that engine keeps for the next one, until the sequence is sent there."""
 
     @classmethod
     def adopted(
@@ -107,6 +110,7 @@ class RunningSequence:
             # They come with the first token.
             prompt_logprobs=-1 if self.state.emitted else request.prompt_logprobs,
             replays=self.replays,
+            leased=self.leased,
             resumable=request.resumable
             and msgspec.structs.replace(request.resumable, ended=list(self.stream.sequences_ended)),
         )

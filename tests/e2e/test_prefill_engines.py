@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from atom import AsyncLLMEngine, LLMEngine, SamplingParams
 from atom.shared.messages.engine import CoreStats
+from engine_core.kv_tiers.leases import LEASE_S
 from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
 
 OPTIONS: dict[str, Any] = {
@@ -21,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
     "block_size": 4,
     "num_kv_blocks": 96,
+    "state_checkpoint_interval_tokens": 64,  # more slots for states than rows
 }
 PROMPTS = [prompt_of(3 + 9 * number, number) for number in range(9)]
 PARAMS = [
@@ -28,6 +31,7 @@ PARAMS = [
     for number in range(len(PROMPTS))
 ]
 LONG = SamplingParams(max_tokens=180, temperature=0.0, ignore_eos=True)
+NIXL = {"kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'}
 DEADLINE_S = 90.0
 
 pytestmark = pytest.mark.timeout(480)
@@ -62,6 +66,13 @@ async def until_both_are_ready(engine: AsyncLLMEngine) -> None:
             await asyncio.sleep(0.05)
 
 
+async def until_prompts_are_free(engine: AsyncLLMEngine) -> None:
+    """Nothing is kept for the other engine any more, long before the deadline of a lease."""
+    async with asyncio.timeout(LEASE_S / 4):
+        while (await stats_of(engine))[0].kv_blocks_used:
+            await asyncio.sleep(0.05)
+
+
 async def killed(engine: AsyncLLMEngine, rank: int, expected: list[int]) -> None:
     """One of the engines is killed while a request runs, which goes on."""
     reader = asyncio.create_task(read_ids(engine, PROMPTS[-1], LONG))
@@ -74,10 +85,21 @@ async def killed(engine: AsyncLLMEngine, rank: int, expected: list[int]) -> None
     assert await read_ids(engine, PROMPTS[-1], LONG) == expected
 
 
-def test_ids_are_those_of_one_engine(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "through",
+    [
+        "files",
+        pytest.param(
+            "NIXL", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+        ),
+    ],
+)
+def test_ids_are_those_of_one_engine(model: str, tmp_path: Path, through: str) -> None:
     with LLMEngine(model, **OPTIONS) as alone:
         expected = [output["token_ids"] for output in alone.generate(PROMPTS, PARAMS)]
         (long,) = (output["token_ids"] for output in alone.generate([PROMPTS[-1]], LONG))
+
+    files = {"kv_offload_dir": str(tmp_path / "kv"), "kv_offload_disk": "64M"}
 
     async def run() -> None:
         async with AsyncLLMEngine(
@@ -85,8 +107,7 @@ def test_ids_are_those_of_one_engine(model: str, tmp_path: Path) -> None:
             data_parallel_size=2,
             prefill_engines=1,
             prefill_min_tokens=0,
-            kv_offload_dir=str(tmp_path / "kv"),
-            kv_offload_disk="64M",
+            **(files if through == "files" else NIXL),
             **OPTIONS,
         ) as engine:
             ids = await asyncio.gather(*map(read_ids, [engine] * len(PROMPTS), PROMPTS, PARAMS))
@@ -96,6 +117,7 @@ def test_ids_are_those_of_one_engine(model: str, tmp_path: Path) -> None:
             assert decode.kv_tiers[0].loaded > 0
             metrics = engine._service.client._metrics
             assert metrics.engine(0).handed_over == len(PROMPTS) - 1
+            await until_prompts_are_free(engine)
             await killed(engine, 1, long)
             await killed(engine, 0, long)
 

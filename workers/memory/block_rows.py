@@ -40,6 +40,11 @@ class BlockRows:
         self.layouts = [f"{tensor.dtype} {list(tensor.shape[1:])}" for tensor in tensors]
         """dtype and shape of a block in each tensor."""
         self.device = tensors[0].device
+        self.num_blocks = num_blocks
+        self.regions = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        """Address and bytes of each tensor."""
+        self.places = [(each.data_ptr(), each[0].nbytes * places, each[0].nbytes) for each in tensors]
+        """Each tensor's address, the bytes from one block to the next, and those of a block in a row."""
         # Eight bytes are gathered and scattered as fast as one.
         self._unit = torch.uint8 if any(tensor[0].nbytes % 8 for tensor in tensors) else torch.int64
         self._blocks = BlockTensors(tuple(tensor.view(entries, -1).view(self._unit) for tensor in tensors))

@@ -20,18 +20,19 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from atom.shared.messages.kv_peers import Lease, ReleaseLease
 from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
 from atom.shared.messages.worker import KVSpec, stored_bytes
 from workers.memory.block_rows import BlockRows
 
-__all__ = ["KVTier", "SharedKVTier", "TierCopier", "staged_bytes"]
+__all__ = ["KVTier", "LeasedKVTier", "SharedKVTier", "TierCopier", "staged_bytes"]
 
 _STAGED_BYTES = 128 << 20
 """Most bytes that are copied at a time on a GPU."""
 _STAGED_BYTES_CPU = 32 << 20
 _STOP_S = 5.0
 _LOAD, _STORE, _END = range(3)
-_Job = tuple[int, int, int, CopyBlocks | FindBlocks | None, "torch.cuda.Event | None"]
+_Job = tuple[int, int, int, CopyBlocks | FindBlocks | ReleaseLease | None, "torch.cuda.Event | None"]
 """(the kind, the turn, its place among the jobs, the message or None to end, an event before it)."""
 
 
@@ -64,6 +65,28 @@ class SharedKVTier(KVTier, Protocol):
         """For each KV group and each digest of 8 bytes: 1 if the tier has the block, else 0."""
 
 
+@runtime_checkable
+class LeasedKVTier(Protocol):
+    """The caches of other engines: what they hold for this one can be read."""
+
+    part_bytes: int
+    is_two_way: bool
+
+    def read_from(
+        self, lease: Lease, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor
+    ) -> list[int]:
+        """Copy leased blocks, the slots of `copies`, to rows; returns the indices of those that failed."""
+
+    def release(self, lease: Lease) -> None:
+        """Let the other engine use the blocks again."""
+
+    def close(self) -> None:
+        """End the connections."""
+
+
+Tier = KVTier | LeasedKVTier
+
+
 def staged_bytes(specs: Sequence[KVSpec]) -> int:
     """Bytes on the device for the rows of one tier's copies: those both ways, and one layer's part."""
     return max(2 * _STAGED_BYTES, *(3 * stored_bytes(spec) for spec in specs))
@@ -81,7 +104,7 @@ class _Lane:
 class TierCopier:
     """The tiers of one rank. Methods are called by one thread, and do not wait."""
 
-    def __init__(self, groups: Sequence[BlockRows], tiers: Sequence[KVTier], rank: int):
+    def __init__(self, groups: Sequence[BlockRows], tiers: Sequence[Tier], rank: int):
         """`groups` by KV group."""
         self._rank = rank
         self._groups = groups
@@ -108,9 +131,12 @@ class TierCopier:
         """Whether copies are under way, or done and not taken."""
         return self._num_pending > 0
 
-    def submit(self, message: CopyBlocks | FindBlocks) -> None:
+    def submit(self, message: CopyBlocks | FindBlocks | ReleaseLease) -> None:
         """Begin a search, or copies, loads after the steps launched so far."""
         event = None
+        if isinstance(message, ReleaseLease):  # nothing answers it
+            self._loads[message.tier].queue.put((_STORE, 0, next(self._places), message, None))
+            return
         self._num_pending += 1
         if isinstance(message, CopyBlocks) and not message.is_load:
             self._stores[message.tier].queue.put((_STORE, 0, next(self._places), message, None))
@@ -144,7 +170,7 @@ class TierCopier:
 
     # The threads
 
-    def _run(self, tier: KVTier, lane: "_Lane") -> None:
+    def _run(self, tier: Tier, lane: "_Lane") -> None:
         try:
             with torch.inference_mode(), self._on_own_stream():
                 on_gpu = self._device.type == "cuda"
@@ -157,6 +183,10 @@ class TierCopier:
                         lane.turn = max(lane.turn, turn)
                     if message is None:
                         break
+                    if isinstance(message, ReleaseLease):
+                        assert isinstance(tier, LeasedKVTier), "a lease is of another engine"
+                        tier.release(message.lease)
+                        continue
                     if isinstance(message, FindBlocks):
                         assert isinstance(tier, SharedKVTier), "the core asks about tiers by content"
                         found = tier.present(message.digests)
@@ -165,9 +195,12 @@ class TierCopier:
                     self._copied.put(self._copy(tier, message, event, staged))
         except Exception as error:  # of any kind: the step loop raises it
             self._copied.put(error)
+        finally:
+            if isinstance(tier, LeasedKVTier):
+                tier.close()
 
     def _copy(
-        self, tier: KVTier, message: CopyBlocks, event: "torch.cuda.Event | None", staged: torch.Tensor
+        self, tier: Tier, message: CopyBlocks, event: "torch.cuda.Event | None", staged: torch.Tensor
     ) -> BlocksCopied:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
@@ -181,18 +214,26 @@ class TierCopier:
                 part = indices[start : start + most]
                 rows_NS = staged[: len(part) * size].view(len(part), size)
                 copies = [message.copies[index] for index in part]
-                failed += [
-                    part[place] for place in self._copy_rows(tier, group, message.is_load, copies, rows_NS)
-                ]
+                failed += [part[place] for place in self._copy_rows(tier, group, message, copies, rows_NS)]
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return BlocksCopied(self._rank, message.number, failed)
 
     def _copy_rows(
-        self, tier: KVTier, group: int, is_load: bool, copies: Sequence[BlockCopy], rows_NS: torch.Tensor
+        self,
+        tier: Tier,
+        group: int,
+        message: CopyBlocks,
+        copies: Sequence[BlockCopy],
+        rows_NS: torch.Tensor,
     ) -> list[int]:
         blocks = [copy.block for copy in copies]
-        if is_load:
+        if isinstance(tier, LeasedKVTier):
+            assert message.lease is not None, "nothing is stored in other engines"
+            failed = tier.read_from(message.lease, group, copies, rows_NS)
+            self._groups[group].write(blocks, rows_NS)
+            return failed
+        if message.is_load:
             failed = tier.read(group, copies, rows_NS)
             self._groups[group].write(blocks, rows_NS)
             return failed

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.device import DeviceConfig
+from atom.shared.config.kv_transfer import reads_peers
 from atom.shared.config.model import ModelConfig
 from atom.shared.config.observability import ObservabilityConfig
 from atom.shared.config.parallel import ParallelConfig
@@ -35,7 +36,8 @@ class EngineConfig:
         """Whether an engine finds what others store in the last of its tiers meanwhile."""
         cache = self.cache
         is_remote = cache.kv_offload_remote_url is not None
-        return cache.kv_offload_shared or is_remote or self.parallel.prefill_engines > 0
+        hands_over = self.parallel.prefill_engines > 0 and not reads_peers(cache)
+        return cache.kv_offload_shared or is_remote or hands_over
 
     @property
     def adapts_draft_width(self) -> bool:

@@ -2,7 +2,7 @@
 
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.fields import ConfigError
-from atom.shared.config.kv_transfer import kv_role
+from atom.shared.config.kv_transfer import KVRole, kv_role, nixl_problem, reads_peers
 from atom.shared.config.parallel import ParallelConfig
 from atom.shared.utils.redis_client import hiredis_problem, parse_redis_url
 
@@ -17,6 +17,8 @@ def check_kv_tiers(cache: CacheConfig, parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"--prefill-engines has both roles in one server: omit it, or {role} in --kv-transfer-config"
         )
+    if reads_peers(cache):
+        _check_nixl(cache, parallel, role)
     _check_prefill_engines(cache, parallel)
 
 
@@ -56,6 +58,20 @@ def _check_remote(cache: CacheConfig) -> None:
         raise ConfigError(f"--kv-offload-remote-url: {problem}")
 
 
+def _check_nixl(cache: CacheConfig, parallel: ParallelConfig, role: KVRole) -> None:
+    flag = "--kv-transfer-config: NixlConnector"
+    if role != "kv_both" or not parallel.prefill_engines:
+        raise ConfigError(
+            f"{flag} is for the engines of one server: give --prefill-engines, and the kv_role kv_both"
+        )
+    if not cache.enable_prefix_caching:
+        raise ConfigError(f"{flag} gives blocks to the prefix cache: omit --no-enable-prefix-caching")
+    if parallel.nnodes > 1:
+        raise ConfigError(f"{flag} is not supported on several nodes: use --kv-offload-remote-url")
+    if problem := nixl_problem():
+        raise ConfigError(f"{flag}: {problem}")
+
+
 def _check_prefill_engines(cache: CacheConfig, parallel: ParallelConfig) -> None:
     count = parallel.prefill_engines
     if not count:
@@ -65,10 +81,11 @@ def _check_prefill_engines(cache: CacheConfig, parallel: ParallelConfig) -> None
             f"--prefill-engines {count} leaves none of --data-parallel-size {parallel.data_parallel_size} to "
             "generate: lower it, or add engines"
         )
-    if cache.kv_offload_dir is None and cache.kv_offload_remote_url is None:
+    if cache.kv_offload_dir is None and cache.kv_offload_remote_url is None and not reads_peers(cache):
         raise ConfigError(
             "--prefill-engines needs a tier through which blocks reach the other engines: give "
-            "--kv-offload-dir, such as /dev/shm/atom-kv, and --kv-offload-disk, or --kv-offload-remote-url"
+            "--kv-offload-dir, such as /dev/shm/atom-kv, and --kv-offload-disk, or --kv-offload-remote-url; "
+            "or NixlConnector in --kv-transfer-config, which reads them from memory to memory"
         )
     if parallel.lockstep:
         raise ConfigError(

@@ -14,6 +14,7 @@ import msgspec
 from atom.shared.messages.admin import Answer, Question, SetLogLevel
 from atom.shared.messages.grammar import GetGrammar, Grammar, GrammarBytes
 from atom.shared.messages.images import PromptImage
+from atom.shared.messages.kv_peers import LeasedBlocks
 from atom.shared.messages.profile import Profile, ProfileResult
 from atom.shared.messages.resume import Claim, Claimed, Resumable, TakeStreams
 
@@ -154,6 +155,8 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     another engine that shares the KV tier goes on with it."""
     images: list[PromptImage] = []
     """Those of the prompt, by their start."""
+    leased: LeasedBlocks | None = None
+    """Blocks of the prompt that another engine keeps for this request."""
 
     @property
     def num_prompt_ids(self) -> int:
@@ -233,6 +236,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """For `EOS` and `STOP_TOKEN`: the id that ended it, which is the last token sent."""
     message: str = ""
     """For `ERROR` and `REFUSED`: what went wrong."""
+    leased: LeasedBlocks | None = None
+    """With `AddRequest.stores_prompt`: what the engine keeps of the prompt for the one that goes on."""
 
 
 class FirstToken(msgspec.Struct, array_like=True, frozen=True, gc=False):

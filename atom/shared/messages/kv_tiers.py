@@ -6,10 +6,13 @@ of a block, and confirms it.
 
 import msgspec
 
+from atom.shared.messages.kv_peers import Lease
+
 __all__ = [
     "DEVICE",
     "DISK",
     "HOST_MEMORY",
+    "PEER",
     "REMOTE",
     "BlockCopy",
     "BlocksCopied",
@@ -20,26 +23,27 @@ __all__ = [
     "TierSlots",
 ]
 
-# vLLM's words in KV events, but for the last one, for which it has none. The first is for the cache that the
+# vLLM's words in KV events, but for the last two, for which it has none. The first is for the cache that the
 # model reads, on a CPU as well.
 DEVICE = "GPU"
 HOST_MEMORY = "CPU"
 DISK = "STORAGE"
 REMOTE = "REMOTE"
+PEER = "PEER"
 
 
 class TierSlots(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Slots of one tier on each worker; a slot holds one block of one KV group."""
 
     medium: str
-    """`HOST_MEMORY`, `DISK` or `REMOTE`."""
+    """`HOST_MEMORY`, `DISK`, `REMOTE` or `PEER`: the caches of other engines, as far as leases allow."""
     num_slots: list[int]
-    """By KV group."""
+    """By KV group; none for `PEER`."""
 
     @property
     def by_content(self) -> bool:
         """Whether blocks are stored under their digests and compared when they are read, and may be lost."""
-        return self.medium != HOST_MEMORY
+        return self.medium in (DISK, REMOTE)
 
 
 class StoredBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -79,6 +83,8 @@ class CopyBlocks(msgspec.Struct, tag=23, array_like=True, frozen=True, gc=False)
     copies: list[BlockCopy]
     part: int = 0
     """How many messages of the same load come before this one."""
+    lease: Lease | None = None
+    """With the tier `PEER`: the slots are blocks of the engine that has granted it."""
 
 
 class BlocksCopied(msgspec.Struct, tag=24, array_like=True, frozen=True, gc=False):

@@ -10,6 +10,7 @@ Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send Wor
 Any time:   worker -> WorkerHeartbeat (from a second socket)
             core -> CopyBlocks, each worker -> BlocksCopied, with KV tiers
             core -> FindBlocks, each worker -> BlocksFound, with KV tiers that other engines share
+            core -> ReleaseLease, EndLeases, worker -> LeasesReleased, where engines read one another's blocks
             core -> LoadImage, DropImage, before the step that needs or no longer needs an image
             core -> Profile, worker -> RankTrace (of a stop, steps later: when its file is written)
 """
@@ -20,6 +21,7 @@ from atom.shared.messages.admin import SetLogLevel
 from atom.shared.messages.engine import HeapUse, PromptLogprobs, SampledLogprobs, Sampling
 from atom.shared.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar, RowGrammar
 from atom.shared.messages.images import DropImage, LoadImage, RowImage
+from atom.shared.messages.kv_peers import EndLeases, LeasesReleased, ReleaseLease
 from atom.shared.messages.kv_tiers import (
     BlocksCopied,
     BlocksFound,
@@ -169,6 +171,8 @@ class AllocateKV(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """Where blocks are kept after the KV cache has evicted them."""
     hash_seed: int = 0
     """That of the blocks' digests, unsigned 64 bit; servers that share a remote tier agree on it."""
+    lease_address: str = ""
+    """`Lease.address` of this engine's leases; empty: it grants none."""
 
 
 class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
@@ -276,6 +280,8 @@ ToWorker = (
     | DropGrammar
     | CopyBlocks
     | FindBlocks
+    | ReleaseLease
+    | EndLeases
     | LoadImage
     | DropImage
 )
@@ -290,4 +296,5 @@ FromWorker = (
     | GrammarLoaded
     | BlocksCopied
     | BlocksFound
+    | LeasesReleased
 )

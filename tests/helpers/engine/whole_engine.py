@@ -10,6 +10,7 @@ import torch
 
 from atom.shared.messages.engine import AddRequest, LogprobTable, Sampling, TokenDeltas, pack_ids, unpack_ids
 from atom.shared.messages.images import LoadImage
+from atom.shared.messages.kv_peers import LeasedBlocks
 from atom.shared.messages.kv_tiers import TierSlots
 from atom.shared.messages.worker import AllocateKV, BatchResult, KVSpec
 from engine_core.core import EngineCore
@@ -33,6 +34,8 @@ class Output:
     logprobs: dict[int, float] = field(default_factory=dict)
     """Log probabilities of the sampled tokens, by their place among them."""
     error: str = ""
+    leased: LeasedBlocks | None = None
+    """What the engine keeps of the prompt for another one."""
 
 
 class WholeEngine:
@@ -48,16 +51,18 @@ class WholeEngine:
         tiers: Sequence[TierSlots] = (),
         specs: Sequence[KVSpec] = (),
         image_tokens: int = 0,
+        lease_address: str = "",
     ):
         """`num_blocks` in each KV group; `max_tokens` are computed in one step.
 
         `specs`: of a worker that has loaded its model already.
-        A tier in files is shared with other engines. Features of `image_tokens` tokens are held at a time.
+        A tier in files is shared with other engines. With a `lease_address` others read its cache.
+        Features of `image_tokens` tokens are held at a time.
         """
         specs = list(specs) or worker.load().kv_specs
         if isinstance(num_blocks, int):
             num_blocks = [num_blocks] * len(specs)
-        worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN, list(tiers)))
+        worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN, list(tiers), lease_address=lease_address))
         speculative = worker._config.speculative
         limits = Limits(
             max_rows,
@@ -69,6 +74,8 @@ class WholeEngine:
         self.kv = KVCacheManager(specs, num_blocks, limits.max_chunk, seed=7, enable_prefix_caching=caching)
         if tiers:
             self.kv.offload_to(tiers, is_shared=any(tier.by_content for tier in tiers))
+        if lease_address:
+            self.kv.lease_to(lease_address, 1)
         settings = worker._checkpoint.images
         images = ImageRegistry()
         if settings is not None:
@@ -113,6 +120,8 @@ class WholeEngine:
                 continue
             for deltas in self.core.update_from_output(self._results.popleft()).values():
                 self._add(deltas)
+            for deltas in self.core.end_stored().values():
+                self._add(deltas)
 
     def finish_copies(self) -> None:
         """Wait until no block is being copied to a tier."""
@@ -129,6 +138,10 @@ class WholeEngine:
             tiers.submit(message)
         while tiers is not None and (copied := tiers.next_copied()) is not None:
             self.core.blocks_copied(copied)
+        if (leases := self._worker.leases) is not None:
+            self.core.end_leases(leases.next_released())
+            for ended in self.core.lease_messages():
+                leases.end(ended.slots)
         return bool(messages)
 
     def _send(self) -> bool:
@@ -143,6 +156,9 @@ class WholeEngine:
                 self.num_encoded += 1
             else:
                 self._worker.drop_image(message.key)
+        for ended in self.core.lease_messages():
+            assert self._worker.leases is not None
+            self._worker.leases.end(ended.slots)
         self._poison({(copy.group, copy.source) for copy in batch.state_saves})
         self._results.append(self._worker.execute(batch).result())
         self._copy()
@@ -185,6 +201,7 @@ class WholeEngine:
             self.outputs[first.request_id].cached_tokens = first.cached_tokens
         for finished in deltas.finished:
             self.outputs[finished.request_id].error = finished.message
+            self.outputs[finished.request_id].leased = finished.leased
         for chunk in deltas.prompt_logprobs:
             values = _own_values(chunk.table)
             self.outputs[chunk.owner].prompt_logprobs.update(enumerate(values, start=chunk.start))

@@ -203,6 +203,7 @@ class Rank:
     source: random.Random
     traces: None = None
     tiers: None = None
+    leases: None = None
     grammars: _NoGrammars = field(default_factory=_NoGrammars)
     steps: list[str] = field(default_factory=list)
     """The steps of the mesh, as this rank saw them: its own, a dummy one, or the end of a wave."""

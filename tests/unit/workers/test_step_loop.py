@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from atom.shared.messages.grammar import GrammarLoaded
+from atom.shared.messages.kv_peers import EndLeases, LeasesReleased
 from atom.shared.messages.profile import RankTrace
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch, Shutdown, ToWorker
 from atom.shared.utils.step_trace import StepTrace
@@ -29,8 +30,10 @@ class Link:
 
 
 def test_other_results_are_sent_while_a_step_runs() -> None:
-    results: list[Any] = [GrammarLoaded(b"a"), RankTrace(0, False), ExpertLoad([1.0], 2)]
-    grammars, traces, loads = ([each] for each in results)
+    released = LeasesReleased(0, [(1, 2)])
+    results: list[Any] = [released, GrammarLoaded(b"a"), RankTrace(0, False), ExpertLoad([1.0], 2)]
+    leases, grammars, traces, loads = ([each] for each in results)
+    ended: list[int] = []
     running: list[int] = []
 
     def execute(batch: ScheduledBatch) -> Any:
@@ -42,11 +45,12 @@ def test_other_results_are_sent_while_a_step_runs() -> None:
 
     worker = SimpleNamespace(
         tiers=None,
+        leases=SimpleNamespace(next_released=lambda: next_of(leases), end=ended.extend),
         grammars=SimpleNamespace(is_loading=False, next_loaded=lambda: next_of(grammars)),
         traces=SimpleNamespace(writing=False, next_result=lambda: next_of(traces)),
         expert_load=lambda: next_of(loads),
         execute=execute,
     )
-    link = Link(ScheduledBatch(1, [0]), None, Shutdown())
+    link = Link(ScheduledBatch(1, [0]), None, EndLeases([3, 5]), Shutdown())
     StepLoop(cast(Worker, worker), link, 0, StepTrace(None, "")).run()
-    assert link.sent == results
+    assert link.sent == results and ended == [3, 5]

@@ -1,0 +1,1 @@
+"""Reads of another process's memory through a transfer library."""

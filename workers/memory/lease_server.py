@@ -1,0 +1,124 @@
+"""The cache of one rank for readers in other engines: where everything is, and which leases have ended.
+
+A thread answers `AskLayout`, and collects the notifications of readers. It also makes the library's progress,
+which reads over TCP need on both sides.
+"""
+
+import threading
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import zmq
+
+from atom.shared.messages.codec import Decoder, WireError, encode
+from atom.shared.messages.kv_peers import LEASE_SLOTS, AskLayout, LeasesReleased, PeerLayout, TensorPlace
+from atom.shared.utils.logger import RareWarning
+from parallel.transfer.nixl_agent import DEVICE_MEMORY, HOST_MEMORY, NixlAgent, TransferError
+from workers.memory.block_rows import BlockRows
+from workers.memory.peer_tier import decode_release
+
+__all__ = ["LeaseServer", "cache_properties"]
+
+_POLL_MS = 2
+_STOP_S = 5.0
+_QUESTION_BYTES = 64
+_MOST_RELEASED = 4096
+
+
+class LeaseServer:
+    """Methods are called by one thread, and do not wait."""
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        endpoint: str,
+        rank: int,
+        groups: Sequence[BlockRows],
+        properties: dict[str, str],
+    ):
+        """`groups` by KV group. Raises TransferError, or ZMQError if the endpoint cannot be bound."""
+        self._agent = agent
+        self._rank = rank
+        self._released: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._words = np.zeros(LEASE_SLOTS, np.uint64)
+        on_cpu = groups[0].device.type == "cpu"
+        memory = HOST_MEMORY if on_cpu else DEVICE_MEMORY
+        device = groups[0].device.index or 0
+        regions = [region for group in groups for region in group.regions]
+        agent.register(regions, memory, device)
+        agent.register([(self._words.ctypes.data, self._words.nbytes)], HOST_MEMORY)
+        self._layout = encode(
+            PeerLayout(
+                agent.description(),
+                memory,
+                device,
+                self._words.ctypes.data,
+                [group.num_blocks for group in groups],
+                [[TensorPlace(*place) for place in group.places] for group in groups],
+                properties,
+            )
+        )
+        self._decoder: Decoder[AskLayout] = Decoder(AskLayout, _QUESTION_BYTES)
+        self._warning = RareWarning()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES)
+        self._socket.bind(endpoint)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-leases", daemon=True)
+        self._thread.start()
+
+    def end(self, slots: Sequence[int]) -> None:
+        """The leases of these slots have ended: no step has written to their blocks yet."""
+        for slot in slots:
+            self._words[slot] += np.uint64(1)
+
+    def next_released(self) -> LeasesReleased | None:
+        """Leases that readers need no more."""
+        found: list[tuple[int, int]] = []
+        try:
+            while len(found) < _MOST_RELEASED:
+                found.append(self._released.get_nowait())
+        except Empty:
+            pass
+        return LeasesReleased(self._rank, found) if found else None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        self._thread.join(_STOP_S)
+        self._context.destroy(linger=0)
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._socket.poll(_POLL_MS):
+                self._answer()
+            try:
+                messages = self._agent.poll()
+            except TransferError as error:
+                self._warning.log(f"the readers of KV blocks: {error}")
+                self._closing.wait(1.0)
+                continue
+            for message in messages:
+                if (lease := decode_release(message)) is not None:
+                    self._released.put(lease)
+
+    def _answer(self) -> None:
+        frames = self._socket.recv_multipart()
+        try:
+            self._decoder.decode(frames[-1])
+        except WireError as error:
+            self._warning.log(f"a reader of KV blocks sent an {error}")
+            return
+        self._socket.send_multipart([*frames[:-1], self._layout])
+
+
+def cache_properties(block_size: int, ranks: int, dtype: str, groups: Sequence[BlockRows]) -> dict[str, str]:
+    """By name, what must be alike in two engines of which one reads the other's blocks."""
+    layers = [layout for group in groups for layout in group.layouts]
+    found = {"block size": str(block_size), "ranks": str(ranks), "dtype": dtype}
+    found["tensors"] = str(len(layers))
+    return found | {f"tensor {index}": layout for index, layout in enumerate(layers)}

@@ -1,0 +1,251 @@
+"""Blocks that another engine holds, read from the memory of its worker of the same rank.
+
+    core   ──CopyBlocks with a lease──▶  library: blocks of the peer ─▶ a buffer ─▶ rows of bytes ─▶ cache
+           ──ReleaseLease─────────────▶  notification to the peer
+
+The peer does nothing for a read. So the word of the lease is read after the blocks: as long as it is the
+lease's generation, the peer has not let the blocks be overwritten. What fails, or is late, is missing.
+"""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import zmq
+from numpy.typing import NDArray
+
+from atom.shared.messages.codec import Decoder, WireError, encode
+from atom.shared.messages.kv_peers import AskLayout, Lease, PeerLayout, TensorPlace
+from atom.shared.messages.kv_tiers import BlockCopy
+from atom.shared.utils.errors import one_line
+from atom.shared.utils.logger import RareWarning
+from parallel.transfer.nixl_agent import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    NixlAgent,
+    PendingRead,
+    TransferError,
+)
+
+__all__ = ["LeaseEndedError", "PeerTier", "decode_release", "encode_release", "rank_address"]
+
+_BUFFER_BYTES = 32 << 20
+_BUFFERS = 2
+"""One more than is needed, for a read that does not end."""
+_ASK_S = 2.0
+_READ_S = 5.0
+_PAUSE_S = 10.0
+_MOST_PEERS = 64
+_WORD_BYTES = 8
+
+
+def rank_address(address: str, rank: int) -> str:
+    """Where the worker of a rank responds, of the engine whose leases have this address."""
+    return f"{address}-{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    name: str
+    layout: PeerLayout
+
+
+class PeerTier:
+    """Reads for one rank. Only the thread of the tier uses it."""
+
+    part_bytes = _BUFFER_BYTES
+    is_two_way = False
+
+    def __init__(
+        self, agent: NixlAgent, rank: int, sizes: Sequence[int], device: torch.device, own: dict[str, str]
+    ):
+        """`sizes`: bytes of a block by KV group; `own`: `PeerLayout.properties` of this worker.
+
+        Raises TransferError.
+        """
+        self._agent = agent
+        self._rank = rank
+        self._own = own
+        self._memory = HOST_MEMORY if device.type == "cpu" else DEVICE_MEMORY
+        self._device = device.index or 0
+        size = max(_BUFFER_BYTES, *sizes)
+        self._free = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
+        self._late: list[tuple[PendingRead, torch.Tensor | None]] = []
+        self._word = np.zeros(1, np.uint64)
+        agent.register([(buffer.data_ptr(), size) for buffer in self._free], self._memory, self._device)
+        agent.register([(self._word.ctypes.data, _WORD_BYTES)], HOST_MEMORY)
+        self._peers: dict[str, _Peer] = {}
+        self._paused: dict[str, float] = {}
+        """By address, until when an engine is left alone that could not be read."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._decoder: Decoder[PeerLayout] = Decoder(PeerLayout)
+        self._warning = RareWarning()
+
+    def read_from(
+        self, lease: Lease, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor
+    ) -> list[int]:
+        """Read the leased blocks `copy.slot` to rows of bytes; returns the indices of those that failed."""
+        deadline = time.monotonic() + _READ_S
+        count = 0
+        try:
+            peer = self._peer(lease.address)
+            most = self._rows_at_once(rows_NS.shape[1])
+            for start in range(0, len(copies), most):
+                part = copies[start : start + most]
+                self._read(peer, lease, group, part, rows_NS[start : start + most], deadline)
+                count += len(part)
+        except TransferError as error:
+            self._warning.log(f"KV blocks of another engine are computed again: {lease.address}: {error}")
+            if not isinstance(error, LeaseEndedError):
+                self._leave_alone(lease.address)
+        return list(range(count, len(copies)))
+
+    def release(self, lease: Lease) -> None:
+        """Tell the engine of a lease that it is not needed any more; if that fails, its deadline ends it."""
+        try:
+            self._agent.notify(self._peer(lease.address).name, encode_release(lease))
+        except TransferError:
+            self._leave_alone(lease.address)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._context.destroy(linger=0)
+
+    # Reading
+
+    def _rows_at_once(self, size: int) -> int:
+        self._late = [each for each in self._late if not self._is_over(*each)]
+        if not self._free or self._word_is_late():
+            raise TransferError("reads that began earlier have not ended")
+        return max(1, len(self._free[0]) // size)
+
+    def _word_is_late(self) -> bool:
+        return any(buffer is None for _, buffer in self._late)
+
+    def _is_over(self, read: PendingRead, buffer: torch.Tensor | None) -> bool:
+        if not read.is_over():
+            return False
+        if buffer is not None:
+            self._free.append(buffer)
+        return True
+
+    def _read(
+        self,
+        peer: _Peer,
+        lease: Lease,
+        group: int,
+        copies: Sequence[BlockCopy],
+        rows_NS: torch.Tensor,
+        deadline: float,
+    ) -> None:
+        buffer = self._free[-1]
+        sources = _sources(peer.layout, group, [copy.slot for copy in copies])
+        targets = _targets(sources, buffer.data_ptr(), self._device)
+        if int(sources[:, 1].sum()) != rows_NS.numel():
+            raise TransferError("the engine has blocks of another size")
+        pair = (targets, self._memory), (sources, peer.layout.memory)
+        self._finish(self._agent.read(peer.name, *pair, deadline), self._free.pop())
+        word = np.array([[peer.layout.words + lease.slot * _WORD_BYTES, _WORD_BYTES, 0]], np.uint64)
+        own = np.array([[self._word.ctypes.data, _WORD_BYTES, 0]], np.uint64)
+        self._finish(self._agent.read(peer.name, (own, HOST_MEMORY), (word, HOST_MEMORY), deadline), None)
+        if int(self._word[0]) != lease.generation:
+            raise LeaseEndedError("its engine did not hold the blocks until they were read")
+        rows_NS.copy_(buffer[: rows_NS.numel()].view(rows_NS.shape))
+        if rows_NS.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the next read writes to the buffer
+
+    def _finish(self, late: PendingRead | None, buffer: torch.Tensor | None) -> None:
+        """Use the buffer again, unless the library may still write to it."""
+        if late is not None:
+            self._late.append((late, buffer))
+            raise TransferError(f"a read took longer than {_READ_S:.0f} s")
+        if buffer is not None:
+            self._free.append(buffer)
+
+    # Peers
+
+    def _peer(self, address: str) -> _Peer:
+        """The worker of this rank in another engine. Raises TransferError."""
+        if time.monotonic() < self._paused.get(address, 0.0):
+            raise TransferError("it could not be read a moment ago")
+        if (known := self._peers.get(address)) is not None:
+            return known
+        layout = self._ask(rank_address(address, self._rank))
+        for name in sorted(self._own.keys() | layout.properties.keys()):
+            own, other = self._own.get(name, "none"), layout.properties.get(name, "none")
+            if own != other:
+                raise TransferError(f"its KV cache has another layout: {name} is {other:.80}, here {own:.80}")
+        if len(self._peers) >= _MOST_PEERS and not self._late:
+            self._forget(next(iter(self._peers)))
+        peer = _Peer(self._agent.connect(layout.agent), layout)
+        self._peers[address] = peer
+        return peer
+
+    def _ask(self, endpoint: str) -> PeerLayout:
+        socket = self._context.socket(zmq.REQ)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint)
+            socket.send(encode(AskLayout()))
+            if not socket.poll(int(_ASK_S * 1000)):
+                raise TransferError(f"it did not respond within {_ASK_S:.0f} s")
+            return self._decoder.decode(socket.recv())
+        except (zmq.ZMQError, WireError) as error:
+            raise TransferError(one_line(error, WireError)) from None
+        finally:
+            socket.close()
+
+    def _forget(self, address: str) -> None:
+        if (peer := self._peers.pop(address, None)) is not None:
+            self._agent.disconnect(peer.name)
+
+    def _leave_alone(self, address: str) -> None:
+        """Forget an engine, and ask it again only after a while."""
+        now = time.monotonic()
+        if not self._late:  # else the library may still write to a buffer: it must tell when it does not
+            self._forget(address)
+        self._paused = {each: until for each, until in self._paused.items() if until > now}
+        self._paused[address] = now + _PAUSE_S
+
+
+class LeaseEndedError(TransferError):
+    """The blocks may have been overwritten while they were read."""
+
+
+def encode_release(lease: Lease) -> bytes:
+    """The notification that a lease is not needed any more."""
+    return b"%d %d" % (lease.slot, lease.generation)
+
+
+def decode_release(message: bytes) -> tuple[int, int] | None:
+    """Slot and generation; None for another message."""
+    with contextlib.suppress(ValueError):
+        slot, generation = map(int, message.split())
+        return slot, generation
+    return None
+
+
+def _sources(layout: PeerLayout, group: int, blocks: Sequence[int]) -> NDArray[np.uint64]:
+    """Address, bytes and device of each tensor's part of each block, one block after another."""
+    if group >= len(layout.tensors) or not all(0 <= each < layout.num_blocks[group] for each in blocks):
+        raise TransferError("the engine has no such blocks")
+    tensors: list[TensorPlace] = layout.tensors[group]
+    found = np.empty((len(blocks), len(tensors), 3), np.uint64)
+    numbers = np.array(blocks, np.uint64)
+    for index, tensor in enumerate(tensors):
+        found[:, index, 0] = numbers * np.uint64(tensor.stride) + np.uint64(tensor.address)
+        found[:, index, 1] = tensor.size
+    found[:, :, 2] = layout.device
+    return found.reshape(-1, 3)
+
+
+def _targets(sources: NDArray[np.uint64], address: int, device: int) -> NDArray[np.uint64]:
+    """The same parts one after another from an address on."""
+    ends = np.cumsum(sources[:, 1], dtype=np.uint64)
+    found = sources.copy()
+    found[:, 0] = ends - sources[:, 1] + np.uint64(address)
+    found[:, 2] = device
+    return found
