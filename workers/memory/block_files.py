@@ -52,6 +52,12 @@ class BlockFiles:
         """Read files to rows of bytes. A damaged one is removed."""
         return self._each(self._read, files, rows_NS)
 
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove those files that are there."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self._directory}/{name}")
+
     def present(self, names: Sequence[str]) -> bytes:
         """For each name 1 if there is such a file, else 0."""
         return bytes(os.path.exists(f"{self._directory}/{name}") for name in names)
@@ -89,7 +95,10 @@ class BlockFiles:
         path = self._directory / file.name
         try:
             read_block(path, file.hash_input, row_S)
-            os.utime(path)
+            with contextlib.suppress(
+                OSError
+            ):  # removed by another engine just now, or nothing may be written
+                os.utime(path)
         except FileNotFoundError:
             return f"a KV block is missing, and is computed again: {path}"
         except DamagedBlockError as error:

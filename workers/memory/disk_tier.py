@@ -34,6 +34,8 @@ _NAME = re.compile(r"(\d{1,4})-([0-9a-f]{16})")
 _PART_BYTES = 32 << 20
 """Many blocks, which are written or read at the same time. A step's own copies wait 0.6 ms at 55 GB/s."""
 _CPU = torch.device("cpu")
+_END_S = 2.0
+"""A process that has not ended by then is killed; a block that it was writing is lost."""
 _STALE_S = 600.0
 """Where files cannot be locked, a partial one of this age is of a process that has ended."""
 
@@ -128,9 +130,12 @@ class DiskTier:
         return failed
 
     def close(self) -> None:
-        """End the processes, once no thread uses the tier."""
-        self._reader.close()
-        self._writer.close()
+        """End the processes. A thread that still uses the tier finds nothing from now on."""
+        deadline = time.monotonic() + _END_S
+        for worker in (self._reader, self._writer):
+            worker.begin_close()
+        for worker in (self._reader, self._writer):
+            worker.close(deadline)
 
     def _parts(self, copies: Sequence[BlockCopy], size: int) -> Iterator[tuple[int, Sequence[BlockCopy]]]:
         """Index of the first one, and as many of `size` bytes as the processes take at a time."""

@@ -35,6 +35,8 @@ class WriteFiles(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
     files: list[BlockFile]
     row_bytes: int
+    removed: list[str] = []
+    """Names of files to be removed before."""
 
 
 class ReadFiles(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -78,6 +80,8 @@ def main() -> None:
         if isinstance(message, FindFiles):
             write_frame(connection, encode(FilesFound(files.present(message.names))))
             continue
+        if isinstance(message, WriteFiles):
+            files.remove(message.removed)
         rows_NS = memory[: len(message.files) * message.row_bytes].reshape(-1, message.row_bytes)
         run = files.write if isinstance(message, WriteFiles) else files.read
         write_frame(connection, encode(FilesDone(run(message.files, rows_NS))))
