@@ -28,6 +28,8 @@ class FileLaunch(msgspec.Struct, frozen=True):
     socket_fd: int
     memory_fd: int
     memory_bytes: int
+    replaced: int = 0
+    """Id of the process before this one; 0 if there was none."""
 
 
 class WriteFiles(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -72,6 +74,8 @@ def main() -> None:
     setup_logging("KV files")
     memory = np.frombuffer(mmap.mmap(launch.memory_fd, launch.memory_bytes), np.uint8)
     files = BlockFiles(Path(launch.directory), launch.num_threads)
+    if launch.replaced:
+        files.clean_up(launch.replaced)
     connection = socket.socket(fileno=launch.socket_fd)
     union = WriteFiles | ReadFiles | FindFiles
     decoder: Decoder[WriteFiles | ReadFiles | FindFiles] = Decoder(union)

@@ -176,7 +176,9 @@ class FileWorker:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = theirs.fileno(), self._memory_fd
-            launch = FileLaunch(str(self._directory), self._num_threads, *descriptors, len(self.memory))
+            former = 0 if self._process is None else self._process.pid
+            size = len(self.memory)
+            launch = FileLaunch(str(self._directory), self._num_threads, *descriptors, size, former)
             try:
                 self._process = spawn(_MODULE, launch, pass_fds=descriptors)
             except OSError:

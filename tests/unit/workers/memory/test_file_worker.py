@@ -109,6 +109,18 @@ def test_replaced_files_are_removed_once_the_process_runs_again(tmp_path: Path) 
         assert sorted(path.name for path in tmp_path.iterdir()) == [FILES[1].name, FILES[2].name]
 
 
+def test_files_that_a_killed_process_was_writing_are_removed(tmp_path: Path) -> None:
+    with closing(FileWorker(tmp_path, 1, 48)) as worker:
+        killed = worker.pid
+        left, other = tmp_path / f".partial-{killed}-7", tmp_path / f".partial-{killed}7-7"
+        for path in (left, other):
+            path.touch()
+        os.kill(killed or 0, signal.SIGKILL)
+        assert "has ended" in worker.read(FILES[:1], 16)[0]
+        worker._paused_until = 0.0
+        assert worker.write(FILES, 16) == [""] * 3 and other.exists() and not left.exists()
+
+
 def test_the_end_does_not_wait_for_a_stopped_process(tmp_path: Path) -> None:
     """A thread that waits for it finds nothing."""
     worker = FileWorker(tmp_path, 1, 48)
