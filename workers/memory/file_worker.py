@@ -63,7 +63,7 @@ class FileWorker:
         self._unremoved: dict[str, None] = {}
         """Replaced files that may still be there, since the process did not run."""
         self._problem = ""
-        """Why the process does not run."""
+        """Why the process did not run last."""
         self._decoder: Decoder[_Answer] = Decoder(_Answer)
         self._paused_until = 0.0
         self._start()
@@ -97,6 +97,7 @@ class FileWorker:
         """Tell the process to end. A call in another thread returns, and later ones find nothing."""
         self._is_closed = True
         with self._lock:
+            self._problem = "the worker ends"
             if self._connection is not None:
                 with contextlib.suppress(OSError):  # the process has ended
                     self._connection.shutdown(socket.SHUT_RDWR)
@@ -148,8 +149,8 @@ class FileWorker:
         except (OSError, WireError):
             pass
         with self._lock:
-            self._fail(problem)
             if not self._is_closed:
+                self._fail(problem)
                 self._end()
         return None
 
@@ -158,8 +159,8 @@ class FileWorker:
         with self._lock:
             # One that was killed may write to the memory until it has ended.
             may_start = self._process is None or self._process.poll() is not None
-            late = time.monotonic() >= self._paused_until
-            if self._connection is None and may_start and late and not self._is_closed:
+            is_due = time.monotonic() >= self._paused_until
+            if self._connection is None and may_start and is_due and not self._is_closed:
                 try:
                     self._start()
                 except OSError as error:

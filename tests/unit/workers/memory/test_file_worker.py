@@ -134,3 +134,4 @@ def test_the_end_does_not_wait_for_a_stopped_process(tmp_path: Path) -> None:
     thread.join(DEADLINE_S)
     assert found == [b"\0"] and time.monotonic() - start < 10.0
     assert worker.present(["name"]) == b"\0" and worker.pid is None
+    assert worker.read(FILES[:1], 16) == [f"the worker ends, so {FILES[0].name} is a miss"]
