@@ -26,7 +26,7 @@ DATES = {
     "frontend/status/feed.py": "the axis of charts",
     "frontend/metrics/tracing.py": "the time of spans",
     "frontend/text/chat_template.py": "today's date, for templates",
-    "workers/memory/disk_tier.py": "the age of files",
+    "workers/memory/block_files.py": "the age of files",
     "workers/profiler.py": "names of traces",
 }
 

@@ -76,15 +76,19 @@ def read_block(path: Path, hash_input: bytes, row_S: NDArray[np.uint8]) -> None:
 
     Raises FileNotFoundError, OSError, or DamagedBlockError for a file that is not this block's.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
-        found = os.fstat(file.fileno())
+    # A pipe in its place must not be waited for.
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:  # not os.fdopen, which leaves the handle of a directory open
+        found = os.fstat(handle)
         if not is_own_file(found):
             raise DamagedBlockError("it belongs to another user, or others may use it")
         expected = HEADER_BYTES + len(hash_input) + len(row_S)
         if found.st_size != expected:
             raise DamagedBlockError(f"it has {found.st_size} bytes, not {expected}")
-        header = _read_all(file.fileno(), memoryview(bytearray(HEADER_BYTES + len(hash_input))))
-        content = _read_all(file.fileno(), row_S.data)
+        header = _read_all(handle, memoryview(bytearray(HEADER_BYTES + len(hash_input))))
+        content = _read_all(handle, row_S.data)
+    finally:
+        os.close(handle)
     check_block(header, hash_input, content)
 
 

@@ -5,8 +5,10 @@ a thread that makes them in the worker would take the interpreter from the threa
 """
 
 import contextlib
+import fcntl
 import itertools
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,10 +20,12 @@ from numpy.typing import NDArray
 from atom.shared.utils.errors import one_line
 from workers.memory.block_file import DamagedBlockError, read_block, write_block
 
-__all__ = ["PARTIAL", "BlockFile", "BlockFiles"]
+__all__ = ["PARTIAL", "BlockFile", "BlockFiles", "is_abandoned"]
 
 PARTIAL = ".partial-"
 """How the names of files begin that are not complete."""
+_STALE_S = 600.0
+"""Where files cannot be locked, a partial one of this age is of a process that has ended."""
 _Row = NDArray[np.uint8]
 
 
@@ -51,6 +55,19 @@ class BlockFiles:
     def read(self, files: Sequence[BlockFile], rows_NS: _Row) -> list[str]:
         """Read files to rows of bytes. A damaged one is removed."""
         return self._each(self._read, files, rows_NS)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove those files that are there."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self._directory}/{name}")
+
+    def clean_up(self, pid: int) -> None:
+        """Remove the files that a process has left incomplete."""
+        with contextlib.suppress(OSError):
+            for path in self._directory.glob(f"{PARTIAL}{pid}-*"):
+                if is_abandoned(str(path), path.stat().st_mtime):
+                    path.unlink(missing_ok=True)
 
     def present(self, names: Sequence[str]) -> bytes:
         """For each name 1 if there is such a file, else 0."""
@@ -89,7 +106,10 @@ class BlockFiles:
         path = self._directory / file.name
         try:
             read_block(path, file.hash_input, row_S)
-            os.utime(path)
+            with contextlib.suppress(
+                OSError
+            ):  # removed by another engine just now, or nothing may be written
+                os.utime(path)
         except FileNotFoundError:
             return f"a KV block is missing, and is computed again: {path}"
         except DamagedBlockError as error:
@@ -99,3 +119,20 @@ class BlockFiles:
         except OSError as error:
             return f"a KV block cannot be read, and is computed again: {one_line(error, OSError)}"
         return ""
+
+
+def is_abandoned(partial: str, written_at: float) -> bool:
+    """Whether the process that wrote a file has ended, and so does not lock it any more.
+
+    One that has made it just now, and is about to lock it, loses this block alone.
+    """
+    handle = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # its file system has no locks
+        return time.time() - written_at > _STALE_S
+    finally:
+        os.close(handle)
+    return True

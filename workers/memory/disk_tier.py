@@ -11,7 +11,6 @@ another one has removed is a miss. The file's times say when it was used last.
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import time
@@ -25,7 +24,7 @@ from atom.shared.messages.kv_tiers import BlockCopy
 from atom.shared.utils.logger import RareWarning
 from atom.shared.utils.own_directory import make_own_directory
 from atom.shared.utils.sizes import size_text
-from workers.memory.block_files import PARTIAL, BlockFile
+from workers.memory.block_files import PARTIAL, BlockFile, is_abandoned
 from workers.memory.file_worker import FileWorker
 
 __all__ = ["DiskTier"]
@@ -34,8 +33,8 @@ _NAME = re.compile(r"(\d{1,4})-([0-9a-f]{16})")
 _PART_BYTES = 32 << 20
 """Many blocks, which are written or read at the same time. A step's own copies wait 0.6 ms at 55 GB/s."""
 _CPU = torch.device("cpu")
-_STALE_S = 600.0
-"""Where files cannot be locked, a partial one of this age is of a process that has ended."""
+_END_S = 2.0
+"""A process that has not ended by then is killed; a block that it was writing is lost."""
 
 
 class DiskTier:
@@ -82,7 +81,7 @@ class DiskTier:
                     if name is not None and int(name[1]) < len(found):
                         digest = bytes.fromhex(name[2])
                         found[int(name[1])].append((times.st_mtime_ns, digest, entry.path))
-                    elif entry.name.startswith(PARTIAL) and _is_abandoned(entry.path, times.st_mtime):
+                    elif entry.name.startswith(PARTIAL) and is_abandoned(entry.path, times.st_mtime):
                         os.unlink(entry.path)
         digests = []
         for blocks, count in zip(found, num_slots, strict=True):
@@ -128,9 +127,12 @@ class DiskTier:
         return failed
 
     def close(self) -> None:
-        """End the processes, once no thread uses the tier."""
-        self._reader.close()
-        self._writer.close()
+        """End the processes. A thread that still uses the tier finds nothing from now on."""
+        deadline = time.monotonic() + _END_S
+        for worker in (self._reader, self._writer):
+            worker.begin_close()
+        for worker in (self._reader, self._writer):
+            worker.close(deadline)
 
     def _parts(self, copies: Sequence[BlockCopy], size: int) -> Iterator[tuple[int, Sequence[BlockCopy]]]:
         """Index of the first one, and as many of `size` bytes as the processes take at a time."""
@@ -163,20 +165,3 @@ def _shared_rows(worker: FileWorker, device: torch.device) -> torch.Tensor:
         # Freed while it is pinned, its addresses could not be pinned again.
         weakref.finalize(worker, cudart.cudaHostUnregister, address)
     return memory
-
-
-def _is_abandoned(partial: str, written_at: float) -> bool:
-    """Whether the process that wrote a file has ended, and so does not lock it any more.
-
-    One that has made it just now, and is about to lock it, loses this block alone.
-    """
-    handle = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # its file system has no locks
-        return time.time() - written_at > _STALE_S
-    finally:
-        os.close(handle)
-    return True

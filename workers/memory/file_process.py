@@ -28,6 +28,8 @@ class FileLaunch(msgspec.Struct, frozen=True):
     socket_fd: int
     memory_fd: int
     memory_bytes: int
+    replaced: int = 0
+    """Id of the process before this one; 0 if there was none."""
 
 
 class WriteFiles(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -35,6 +37,8 @@ class WriteFiles(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
     files: list[BlockFile]
     row_bytes: int
+    removed: list[str] = []
+    """Names of files to be removed before."""
 
 
 class ReadFiles(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -70,6 +74,8 @@ def main() -> None:
     setup_logging("KV files")
     memory = np.frombuffer(mmap.mmap(launch.memory_fd, launch.memory_bytes), np.uint8)
     files = BlockFiles(Path(launch.directory), launch.num_threads)
+    if launch.replaced:
+        files.clean_up(launch.replaced)
     connection = socket.socket(fileno=launch.socket_fd)
     union = WriteFiles | ReadFiles | FindFiles
     decoder: Decoder[WriteFiles | ReadFiles | FindFiles] = Decoder(union)
@@ -78,6 +84,8 @@ def main() -> None:
         if isinstance(message, FindFiles):
             write_frame(connection, encode(FilesFound(files.present(message.names))))
             continue
+        if isinstance(message, WriteFiles):
+            files.remove(message.removed)
         rows_NS = memory[: len(message.files) * message.row_bytes].reshape(-1, message.row_bytes)
         run = files.write if isinstance(message, WriteFiles) else files.read
         write_frame(connection, encode(FilesDone(run(message.files, rows_NS))))

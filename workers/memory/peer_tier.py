@@ -18,7 +18,7 @@ import zmq
 from numpy.typing import NDArray
 
 from atom.shared.messages.codec import Decoder, WireError, encode
-from atom.shared.messages.kv_peers import AskLayout, Lease, PeerLayout, TensorPlace
+from atom.shared.messages.kv_peers import LEASE_SLOTS, AskLayout, Lease, PeerLayout, TensorPlace
 from atom.shared.messages.kv_tiers import BlockCopy
 from atom.shared.utils.errors import one_line
 from atom.shared.utils.logger import RareWarning
@@ -224,7 +224,8 @@ def decode_release(message: bytes) -> tuple[int, int] | None:
     """Slot and generation; None for another message."""
     with contextlib.suppress(ValueError):
         slot, generation = map(int, message.split())
-        return slot, generation
+        if 0 <= slot < LEASE_SLOTS and 0 <= generation < 1 << 63:
+            return slot, generation
     return None
 
 

@@ -13,6 +13,7 @@ uses a block again only when its copy is confirmed.
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from queue import Empty, PriorityQueue, SimpleQueue
@@ -165,8 +166,9 @@ class TierCopier:
         """End the threads once the copies under way are done, but wait a moment only."""
         for lane in self._lanes:
             lane.queue.put((_END, 0, next(self._places), None, None))
+        deadline = time.monotonic() + _STOP_S
         for thread in self._threads:
-            thread.join(_STOP_S)
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
     # The threads
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -122,3 +123,14 @@ def test_a_killed_writer_leaves_whole_files_and_a_partial_one(tmp_path: Path) ->
     for path in whole:
         assert read(path, b"ids", len(expected)) == expected
     assert {path.name for path in tmp_path.iterdir()} - {path.name for path in whole} <= {"partial"}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_damaged(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    other = tmp_path / "other"
+    make(other)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(DamagedBlockError):
+        read(other)
+    assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -44,6 +44,17 @@ def test_a_full_disk_costs_blocks_only(files: BlockFiles, monkeypatch: pytest.Mo
         assert "No space left on device" in new and stored == ""
 
 
+def test_blocks_come_back_where_nothing_may_be_written(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("os.utime", refused)
+    rows = np.zeros_like(ROWS)
+    assert files.read(FILES, rows) == [""] * len(FILES) and (rows == ROWS).all()
+
+
 def test_partial_files_of_ended_processes_are_removed(
     tmp_path: Path, files: BlockFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

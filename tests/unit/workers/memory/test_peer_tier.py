@@ -164,3 +164,5 @@ def test_no_more_engines_are_known_than_there_is_room_for(
 def test_releases_are_numbers() -> None:
     assert decode_release(encode_release(Lease("ipc://kv", 3, 4))) == (3, 4)
     assert decode_release(b"3") is None and decode_release(b"\xff a") is None
+    for other in (b"-1 0", b"3 -1", b"4096 0", b"3 99999999999999999999"):  # no message has the last one
+        assert decode_release(other) is None
