@@ -159,6 +159,10 @@ class PairOfRanks:
     def tiers(self) -> None:
         """No KV is kept outside the cache."""
 
+    @property
+    def leases(self) -> None:
+        """No other engine reads the cache."""
+
     def _on_both(self, run: Callable[[Worker], Any]) -> Any:
         """The result of rank 0."""
 
