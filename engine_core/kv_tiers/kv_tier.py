@@ -11,7 +11,6 @@ from engine_core.kv_cache.block_pool import BlockPool
 
 __all__ = ["KVTier", "PeerIndex"]
 
-
 _DIGEST_BYTES = 8
 
 

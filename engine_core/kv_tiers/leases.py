@@ -94,7 +94,7 @@ class Leases:
         return LeasedBlocks(Lease(self._address, slot, generation), length, digests[-1], packed)
 
     def released(self, message: LeasesReleased) -> list[list[list[int]]]:
-        """Readers of a rank need leases no more; returns the tables of those that have ended with this."""
+        """Readers of a rank need leases no more; returns the tables of leases that have ended with this."""
         ended = []
         for slot, generation in message.leases:
             lease = self._granted.get(slot)

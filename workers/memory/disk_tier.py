@@ -14,7 +14,6 @@ import contextlib
 import os
 import re
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from atom.shared.utils.own_directory import make_own_directory
 from atom.shared.utils.sizes import size_text
 from workers.memory.block_files import PARTIAL, BlockFile, is_abandoned
 from workers.memory.file_worker import FileWorker
+from workers.memory.pinning import pin
 
 __all__ = ["DiskTier"]
 
@@ -153,15 +153,9 @@ def _name(group: int, digest: bytes) -> str:
 def _shared_rows(worker: FileWorker, device: torch.device) -> torch.Tensor:
     """The memory of a process, pinned for a GPU. Raises MemoryError if it cannot be."""
     memory = torch.from_numpy(worker.memory)
-    if device.type == "cuda":
-        cudart = torch.cuda.cudart()
-        address = memory.data_ptr()
-        if status := int(cudart.cudaHostRegister(address, len(memory), 0)):
-            raise MemoryError(
-                f"--kv-offload-dir: {size_text(len(memory))} of host memory for copies cannot be pinned "
-                f"(error {status}): raise the limits of this host or container (memory, ulimit -l), or omit "
-                "the flag"
-            )
-        # Freed while it is pinned, its addresses could not be pinned again.
-        weakref.finalize(worker, cudart.cudaHostUnregister, address)
+    if device.type == "cuda" and (status := pin(memory, worker)):
+        raise MemoryError(
+            f"--kv-offload-dir: {size_text(len(memory))} of host memory for copies cannot be pinned (error "
+            f"{status}): raise the limits of this host or container (memory, ulimit -l), or omit the flag"
+        )
     return memory

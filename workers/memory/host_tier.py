@@ -1,7 +1,6 @@
 """A KV tier in memory of the host: pinned for a GPU, so that it copies without the CPU."""
 
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +9,7 @@ import torch
 
 from atom.shared.messages.kv_tiers import BlockCopy
 from atom.shared.utils.sizes import size_text
+from workers.memory.pinning import pin
 
 __all__ = ["HostTier"]
 
@@ -41,12 +41,8 @@ class HostTier:
             raise MemoryError(_lack(total, "it cannot be allocated")) from None
         if device.type == "cuda":
             _fill_pages(memory.numpy())
-            cudart = torch.cuda.cudart()
-            status = int(cudart.cudaHostRegister(memory.data_ptr(), total, 0))
-            if status:
+            if status := pin(memory, self):
                 raise MemoryError(_lack(total, f"it cannot be pinned (error {status})"))
-            # Freed while it is pinned, its addresses could not be pinned again.
-            weakref.finalize(self, cudart.cudaHostUnregister, memory.data_ptr())
         parts = memory.split([count * size for count, size in sizes])
         self._slots = [part.view(count, size) for part, (count, size) in zip(parts, sizes, strict=True)]
         self._arrays = [] if device.type == "cuda" else [slots.numpy() for slots in self._slots]

@@ -87,7 +87,7 @@ class PeerTier:
     def read_from(
         self, lease: Lease, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor
     ) -> list[int]:
-        """Read the leased blocks `copy.slot` to rows of bytes; returns the indices of those that failed."""
+        """Read the leased blocks `copy.slot` to rows of bytes; returns the indices of failed ones."""
         deadline = time.monotonic() + _READ_S
         count = 0
         try:

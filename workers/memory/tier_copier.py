@@ -76,7 +76,7 @@ class LeasedKVTier(Protocol):
     def read_from(
         self, lease: Lease, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor
     ) -> list[int]:
-        """Copy leased blocks, the slots of `copies`, to rows; returns the indices of those that failed."""
+        """Copy leased blocks, the slots of `copies`, to rows; returns the indices of failed ones."""
 
     def release(self, lease: Lease) -> None:
         """Let the other engine use the blocks again."""
@@ -117,8 +117,11 @@ class TierCopier:
         self._stores = [
             _Lane() if tier.is_two_way else lane for tier, lane in zip(tiers, self._loads, strict=True)
         ]
-        lanes = {id(lane): (tier, lane) for lane, tier in zip(self._loads, tiers, strict=True)}
-        lanes |= {id(lane): (tier, lane) for lane, tier in zip(self._stores, tiers, strict=True)}
+        lanes = {
+            id(lane): (tier, lane)
+            for each in (self._loads, self._stores)
+            for tier, lane in zip(tiers, each, strict=True)
+        }
         self._lanes = [lane for _, lane in lanes.values()]
         self._threads = [
             threading.Thread(target=self._run, args=each, name="kv-tier", daemon=True)

@@ -1,7 +1,7 @@
 """What `--kv-transfer-config` says: which server computes prompts, and which goes on with them. vLLM's keys.
 
 The connector names the tier of KV blocks that stands in for it; the tier has flags of its own.
-`NixlConnector` has none: the engines that generate read blocks from the memory of those that compute prompts
+`NixlConnector` has none: the engines that generate read blocks from the memory of engines with prompts
 (`--prefill-engines`).
 """
 

@@ -42,7 +42,7 @@ CHIPS = {
 }
 
 L40S = Chip(103, ("cuda", 89, 32), 99 << 10)
-"""As all of NVIDIA's GPUs for workstations, it has the least shared memory of those that run our kernels."""
+"""As all of NVIDIA's GPUs for workstations, it has the least shared memory of all chips with our kernels."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Engines:
         self.tier = PeerTier(NixlAgent(), RANK, [32, 48], CPU, dict(SAME))
 
     def read(self, group: int, slots: Sequence[int], lease: Lease | None = None) -> list[int]:
-        """Indices of those that failed; the others are compared."""
+        """Indices of failed ones; the others are compared."""
         tensor = self.source[group]
         rows = torch.empty(len(slots), tensor[0].nbytes, dtype=torch.uint8)
         copies = [BlockCopy(group, 0, slot) for slot in slots]
