@@ -21,7 +21,13 @@ from atom.shared.config.engine import EngineConfig
 from atom.shared.messages.engine import Sampling, pack_ids, unpack_ids
 from atom.shared.messages.kv_tiers import TierSlots
 from atom.shared.messages.launch import Rendezvous
-from atom.shared.messages.worker import AllocateKV, NewRow, RecurrentStateSpec, ScheduledBatch
+from atom.shared.messages.worker import (
+    AllocateKV,
+    NewRow,
+    RecurrentStateSpec,
+    ScheduledBatch,
+    SlidingWindowSpec,
+)
 from atom.shared.utils.process import read_launch
 from engine_core.startup import plan_cache
 from parallel.mesh import MeshShape, join_mesh
@@ -104,7 +110,12 @@ class Steps:
             raise SystemExit(f"error: {context} + {steps} tokens: --max-model-len is {self._max_model_len}")
         # A recurrent layer has one slot for a row.
         each = [1 if is_state else -(-(context + steps) // size) for is_state in self._is_state]
-        if any(rows * wanted > blocks for wanted, blocks in zip(each, self.num_blocks, strict=True)):
+        # A window's cache has room for what is visible: blocks that have left it take what comes.
+        own = [
+            min(wanted, blocks // rows) if isinstance(spec, SlidingWindowSpec) else wanted
+            for wanted, blocks, spec in zip(each, self.num_blocks, self.specs, strict=True)
+        ]
+        if any(not 0 < rows * count <= blocks for count, blocks in zip(own, self.num_blocks, strict=True)):
             raise SystemExit(f"error: {rows} rows of {context + steps} tokens do not fit the KV cache")
         source = np.random.default_rng(rows)
         new = [
@@ -112,7 +123,10 @@ class Steps:
                 row,
                 context,
                 0,
-                [list(range(row * wanted, (row + 1) * wanted)) for wanted in each],
+                [
+                    [row * count + number % count for number in range(wanted)]
+                    for wanted, count in zip(each, own, strict=True)
+                ],
                 _GREEDY,
                 context,
             )

@@ -291,6 +291,10 @@ def _some_entries(entries: CachedRows, topk: int, generator: torch.Generator) ->
         _attention_case([1, 130], [128, 300], (5, 64, 16), 32, 48),
         _attention_case([9, 1], [70, 20], (20, 24, 24), 4, 16),
         _attention_case([20, 1], [33, 40], (2, 32, 8), 0, 20),
+        # One token: its rows are divided between programs.
+        _attention_case([1], [300], (5, 40, 8), 4, 22, 64),
+        _attention_case([1], [300], (17, 64, 16), 32, 48),
+        _attention_case([1], [100], (2, 32, 8), 0, 70),
     ],
     REDUCTION,
 )

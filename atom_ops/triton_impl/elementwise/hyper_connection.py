@@ -24,9 +24,9 @@ from atom_ops.triton_impl.hardware.target import NEEDS, runs_on
 
 _TILE = 16
 _FEATURES = 64
-_SHARE = 512
+_SHARE = 256
 """Features of a program of `_project`, at least."""
-_MOST_SHARES = 32
+_MOST_SHARES = 64
 _BLOCK = 1024
 _MOST_STREAMS = 16
 
@@ -63,13 +63,11 @@ def _project(
 
 
 @triton.jit
-def _mapped(sums, base, scale, norm, first, inside, at, share_stride, shares, BLOCK_S: tl.constexpr):
-    """Projected features `first + at`, [N] or [N, N] flattened, normalised, scaled and moved."""
-    total = tl.zeros(at.shape, tl.float32)
-    for share in range(shares):
-        total += tl.load(sums + share * share_stride + first + at, mask=inside, other=0.0)
-    moved = tl.load(base + first + at, mask=inside, other=0.0)
-    return total * norm * tl.load(scale) + moved
+def _mapped(sums, base, scale, norm, at_M, inside_M, share_S, inside_S, share_stride):
+    """Projected features `at_M`, normalised, scaled and moved; [M]."""
+    inside_SM = inside_S[:, None] & inside_M[None, :]
+    sum_SM = tl.load(sums + share_S[:, None] * share_stride + at_M[None, :], mask=inside_SM, other=0.0)
+    return tl.sum(sum_SM, 0) * norm * tl.load(scale) + tl.load(base + at_M, mask=inside_M, other=0.0)
 
 
 @triton.jit
@@ -97,23 +95,29 @@ def _collapse(
     pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     share_S = tl.arange(0, BLOCK_S)
-    square_S = tl.load(squares + share_S * tokens + token, mask=share_S < shares, other=0.0)
+    inside_S = share_S < shares
+    square_S = tl.load(squares + share_S * tokens + token, mask=inside_S, other=0.0)
     norm = tl.rsqrt(tl.sum(square_S, 0) / (STREAMS * width) + norm_eps)
     sums += token * BLOCK_M
     stride = tokens * BLOCK_M
     stream_N = tl.arange(0, BLOCK_N)
     inside_N = stream_N < STREAMS
-    pre_N = _mapped(sums, base, scale, norm, 0, inside_N, stream_N, stride, shares, BLOCK_S)
+    pre_N = _mapped(sums, base, scale, norm, stream_N, inside_N, share_S, inside_S, stride)
     pre_N = tl.sigmoid(pre_N) + eps
     if not HEAD:
-        post_N = _mapped(sums, base, scale + 1, norm, STREAMS, inside_N, stream_N, stride, shares, BLOCK_S)
+        at_N = STREAMS + stream_N
+        post_N = _mapped(sums, base, scale + 1, norm, at_N, inside_N, share_S, inside_S, stride)
         tl.store(post + token * STREAMS + stream_N, 2.0 * tl.sigmoid(post_N), mask=inside_N)
-        at_NN = stream_N[:, None] * STREAMS + stream_N[None, :]
-        inside_NN = inside_N[:, None] & inside_N[None, :]
-        mix_NN = _mapped(
-            sums, base, scale + 2, norm, 2 * STREAMS, inside_NN, at_NN, stride, shares, BLOCK_S
+        pair_P = tl.arange(0, BLOCK_N * BLOCK_N)
+        inside_P = (pair_P // BLOCK_N < STREAMS) & (pair_P % BLOCK_N < STREAMS)
+        at_P = pair_P // BLOCK_N * STREAMS + pair_P % BLOCK_N
+        mix_P = _mapped(
+            sums, base, scale + 2, norm, 2 * STREAMS + at_P, inside_P, share_S, inside_S, stride
         )  # fmt: skip
+        mix_NN = tl.reshape(mix_P, (BLOCK_N, BLOCK_N))
+        inside_NN = inside_N[:, None] & inside_N[None, :]
         mix_NN = _doubly_stochastic(mix_NN, inside_NN, eps, ITERATIONS)
+        at_NN = stream_N[:, None] * STREAMS + stream_N[None, :]
         tl.store(mix + token * STREAMS * STREAMS + at_NN, mix_NN, mask=inside_NN)
     x += token * STREAMS * width
     for start in range(0, width, BLOCK_D):

@@ -3,7 +3,11 @@
     _write_rows        a program for a block of a token's features
     _norm_and_rotate   a program for a head: norm, RoPE of the last features, to a slot or to the same place
     _compress          a program for a token; only those that end an entry do anything
-    _attend            a program for a token and 16 heads: first the rows of its window, then its entries
+    _attend            a program for a token, 16 heads and a share of its rows: first those of its window,
+                       then its entries. Few tokens have several shares, which `_merge` adds up
+    _merge             a program for a token and a head
+
+With batch invariance every token has one share.
 
 E features of a row and H heads as in the ops; blocks of features are powers of two.
 """
@@ -23,12 +27,14 @@ from atom_ops.ops.latent.compressed_rows import (
 )
 from atom_ops.ops.latent.sparse_attention import TopKIndices
 from atom_ops.triton_impl.hardware.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.hardware.persistent import num_sms
 from atom_ops.triton_impl.hardware.target import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.latent.sparse_attention import row_and_seen
 
 _BLOCK = 1024
 _MOST_FEATURES = 512
 _HEADS = 16
+_MOST_SHARES = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _PLAN_ALIGNMENT = ["table", "contexts", "starts", "entry_table", "entry_contexts", "entry_starts"]
 
@@ -155,18 +161,36 @@ def _attend_rows(q_HE, rows, slot_N, inside_N, state, scale, SIZE: tl.constexpr,
     return higher_H, total_H * old_H + tl.sum(weight_HN, 1), sum_HE
 
 
+@triton.jit
+def _rotated_back(
+    sum_HE, cos, sin, SIZE: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """The sums of values, [H, E], rotated by the negated angles of a token."""
+    first_HP, second_HP = tl.split(tl.reshape(sum_HE, (BLOCK_H, BLOCK_E // 2, 2)))
+    pair_P = tl.arange(0, BLOCK_E // 2) - (SIZE - ROPE) // 2
+    rotates_P = (pair_P >= 0) & (pair_P < ROPE // 2)
+    cos_P = tl.load(cos + 2 * pair_P, mask=rotates_P, other=1.0)[None, :]
+    # The sine of a pair's second feature is the positive one.
+    sin_P = tl.load(sin + 2 * pair_P + 1, mask=rotates_P, other=0.0)[None, :]
+    rotated = tl.join(first_HP * cos_P + second_HP * sin_P, second_HP * cos_P - first_HP * sin_P)
+    return tl.reshape(rotated, (BLOCK_H, BLOCK_E))
+
+
 @triton.jit(
-    do_not_specialize=["rows", "table_stride", "entry_stride", "most_entries"],
+    do_not_specialize=["rows", "table_stride", "entry_stride", "most_entries", "shares"],
     do_not_specialize_on_alignment=_PLAN_ALIGNMENT,
 )
 def _attend(
-    q, recent, table, contexts, starts, entries, entry_table, counts, sinks, cos, sin, out,
-    scale, rows, table_stride, entry_stride, most_entries, cos_stride, sin_stride,
+    q, recent, table, contexts, starts, entries, entry_table, counts, sinks, cos, sin, out, sums, states,
+    scale, rows, table_stride, entry_stride, most_entries, cos_stride, sin_stride, shares,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, RATE: tl.constexpr, ENTRIES: tl.constexpr, SELECTED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, tiles of heads). RATE 0: no entries. SELECTED: `entry_table` has the slots of each token."""
+    """Grid (T, tiles of heads, shares). RATE 0: no entries. SELECTED: `entry_table` has each token's slots.
+
+    `sums` [T, H, shares, E] and `states` [T, H, shares, 2] are None with one share.
+    """
     pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     row, seen = row_and_seen(tl.program_id(0), contexts, starts, rows)
@@ -175,11 +199,26 @@ def _attend(
     inside_HE = (head_H < HEADS)[:, None] & (feature_E < SIZE)[None, :]
     at_HE = (token * HEADS + head_H)[:, None] * SIZE + feature_E[None, :]
     q_HE = tl.load(q + at_HE, mask=inside_HE, other=0.0)
+    # The first share has the sink.
     most_H = tl.load(sinks + head_H, mask=head_H < HEADS, other=0.0).to(tl.float32) * _LOG2_E
-    total_H = tl.full((BLOCK_H,), 1.0, tl.float32)
+    most_H = tl.where(tl.program_id(2) == 0, most_H, float("-inf"))
+    total_H = tl.where(tl.program_id(2) == 0, tl.full((BLOCK_H,), 1.0, tl.float32), 0.0)
     sum_HE = tl.zeros((BLOCK_H, BLOCK_E), tl.float32)
+    count = 0
+    if SELECTED:
+        entry_table += token * entry_stride
+        count = tl.load(counts + token)
+    elif RATE > 0:
+        entry_table += row.to(tl.int64) * entry_stride
+        count = tl.minimum(seen // RATE, most_entries)
     table += row.to(tl.int64) * table_stride
-    for start in range(tl.maximum(seen - WINDOW, 0), seen, BLOCK_N):
+    window_start = tl.maximum(seen - WINDOW, 0)
+    of_window = tl.cdiv(seen - window_start, BLOCK_N)
+    share = tl.cdiv(of_window + tl.cdiv(count, BLOCK_N), shares)
+    first = tl.program_id(2) * share
+    last = first + share
+    window_end = tl.minimum(seen, window_start + last * BLOCK_N)
+    for start in range(window_start + first * BLOCK_N, window_end, BLOCK_N):
         position_N = start + tl.arange(0, BLOCK_N)
         inside_N = position_N < seen
         slot_N = _slot(table, position_N, inside_N, BLOCK_SIZE, 1, BLOCK_SIZE)
@@ -187,13 +226,8 @@ def _attend(
             q_HE, recent, slot_N, inside_N, (most_H, total_H, sum_HE), scale, SIZE, BLOCK_E
         )  # fmt: skip
     if RATE > 0:
-        if SELECTED:
-            entry_table += token * entry_stride
-            count = tl.load(counts + token)
-        else:
-            entry_table += row.to(tl.int64) * entry_stride
-            count = tl.minimum(seen // RATE, most_entries)
-        for start in range(0, count, BLOCK_N):
+        entry_end = tl.minimum(count, (last - of_window) * BLOCK_N)
+        for start in range(tl.maximum(first - of_window, 0) * BLOCK_N, entry_end, BLOCK_N):
             number_N = start + tl.arange(0, BLOCK_N)
             inside_N = number_N < count
             if SELECTED:
@@ -203,15 +237,45 @@ def _attend(
             most_H, total_H, sum_HE = _attend_rows(
                 q_HE, entries, slot_N, inside_N, (most_H, total_H, sum_HE), scale, SIZE, BLOCK_E
             )  # fmt: skip
-    sum_HE = (sum_HE / total_H[:, None]).to(q_HE.dtype).to(tl.float32)
-    first_HP, second_HP = tl.split(tl.reshape(sum_HE, (BLOCK_H, BLOCK_E // 2, 2)))
-    pair_P = tl.arange(0, BLOCK_E // 2) - (SIZE - ROPE) // 2
-    rotates_P = (pair_P >= 0) & (pair_P < ROPE // 2)
-    cos_P = tl.load(cos + token * cos_stride + 2 * pair_P, mask=rotates_P, other=1.0)[None, :]
-    # The sine of a pair's second feature is the positive one.
-    sin_P = tl.load(sin + token * sin_stride + 2 * pair_P + 1, mask=rotates_P, other=0.0)[None, :]
-    rotated = tl.join(first_HP * cos_P + second_HP * sin_P, second_HP * cos_P - first_HP * sin_P)
-    tl.store(out + at_HE, tl.reshape(rotated, (BLOCK_H, BLOCK_E)).to(out.dtype.element_ty), mask=inside_HE)
+    if sums is None:
+        sum_HE = (sum_HE / total_H[:, None]).to(q_HE.dtype).to(tl.float32)
+        sum_HE = _rotated_back(
+            sum_HE, cos + token * cos_stride, sin + token * sin_stride, SIZE, ROPE, BLOCK_H, BLOCK_E
+        )  # fmt: skip
+        tl.store(out + at_HE, sum_HE.to(out.dtype.element_ty), mask=inside_HE)
+    else:
+        part_H = (token * HEADS + head_H) * shares + tl.program_id(2)
+        tl.store(sums + part_H[:, None] * SIZE + feature_E[None, :], sum_HE, mask=inside_HE)
+        tl.store(states + part_H * 2, most_H, mask=head_H < HEADS)
+        tl.store(states + part_H * 2 + 1, total_H, mask=head_H < HEADS)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def _merge(
+    sums, states, cos, sin, out, cos_stride, sin_stride, shares,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, H)."""
+    pdl_begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = token * HEADS + tl.program_id(1)
+    share_S = tl.arange(0, BLOCK_S)
+    inside_S = share_S < shares
+    feature_E = tl.arange(0, BLOCK_E)
+    part_S = head * shares + share_S
+    most_S = tl.load(states + part_S * 2, mask=inside_S, other=float("-inf"))
+    weight_S = tl.exp2(most_S - tl.max(most_S, 0))
+    total = tl.sum(tl.load(states + part_S * 2 + 1, mask=inside_S, other=0.0) * weight_S, 0)
+    inside_SE = inside_S[:, None] & (feature_E < SIZE)[None, :]
+    sum_SE = tl.load(sums + part_S[:, None] * SIZE + feature_E[None, :], mask=inside_SE, other=0.0)
+    sum_E = (tl.sum(sum_SE * weight_S[:, None], 0) / total).to(out.dtype.element_ty).to(tl.float32)
+    sum_1E = _rotated_back(
+        tl.reshape(sum_E, (1, BLOCK_E)), cos + token * cos_stride, sin + token * sin_stride,
+        SIZE, ROPE, 1, BLOCK_E,
+    )  # fmt: skip
+    sum_E = tl.reshape(sum_1E, (BLOCK_E,))
+    tl.store(out + head * SIZE + feature_E, sum_E.to(out.dtype.element_ty), mask=feature_E < SIZE)
 
 
 @write_rows.provider(
@@ -328,19 +392,36 @@ def _launch_attention(
     if topk is not None:
         entry_table, counts = topk.slots_TJ, topk.counts_T
     rate = 0 if entries is None else entries.rate
+    most_entries = of_entries.plan.max_context_len // max(rate, 1)
     block_e = max(triton.next_power_of_2(size), 16)
-    if tokens:
-        _attend[(tokens, triton.cdiv(heads, _HEADS))](
-            q_THE, recent.rows, plan.block_table_RW, plan.context_lens_R, plan.query_starts_R1,
-            of_entries.rows, entry_table, counts, sinks_H, cos_T1R, sin_T1R, out_THE,
-            size**-0.5 * _LOG2_E.value, len(plan.context_lens_R), plan.block_table_RW.stride(0),
-            entry_table.stride(0), of_entries.plan.max_context_len // max(rate, 1),
-            cos_T1R.stride(0), sin_T1R.stride(0),
-            HEADS=heads, SIZE=size, ROPE=cos_T1R.shape[2], WINDOW=recent.window,
-            BLOCK_SIZE=recent.block_size, RATE=rate, ENTRIES=of_entries.rows.shape[1],
-            SELECTED=topk is not None, BLOCK_H=_HEADS, BLOCK_E=block_e,
-            # Rows of a tile in shared memory: 64 KiB on AMD.
-            BLOCK_N=32 if q_THE.element_size() == 2 else 16,
-            num_warps=4, num_stages=1 if torch.version.hip else 2, **launch_options(q_THE.device),
+    # Rows of a tile in shared memory: 64 KiB on AMD.
+    block_n = 32 if q_THE.element_size() == 2 else 16
+    programs = tokens * triton.cdiv(heads, _HEADS)
+    if not programs:
+        return out_THE
+    shares = 1
+    if not plan.split_tokens:
+        most = 0 if entries is None else most_entries if topk is None else topk.slots_TJ.shape[1]
+        most = triton.cdiv(min(recent.window, plan.max_context_len), block_n) + triton.cdiv(most, block_n)
+        shares = max(1, min(num_sms(q_THE.device) // programs, most, _MOST_SHARES))
+    sums = states = None
+    if shares > 1:
+        sums = q_THE.new_empty(tokens, heads, shares, size, dtype=torch.float32)
+        states = q_THE.new_empty(tokens, heads, shares, 2, dtype=torch.float32)
+    cos_sin_strides = cos_T1R.stride(0), sin_T1R.stride(0)
+    sizes = {"HEADS": heads, "SIZE": size, "ROPE": cos_T1R.shape[2], "BLOCK_E": block_e}
+    _attend[(tokens, triton.cdiv(heads, _HEADS), shares)](
+        q_THE, recent.rows, plan.block_table_RW, plan.context_lens_R, plan.query_starts_R1,
+        of_entries.rows, entry_table, counts, sinks_H, cos_T1R, sin_T1R, out_THE, sums, states,
+        size**-0.5 * _LOG2_E.value, len(plan.context_lens_R), plan.block_table_RW.stride(0),
+        entry_table.stride(0), most_entries, *cos_sin_strides, shares,
+        WINDOW=recent.window, BLOCK_SIZE=recent.block_size, RATE=rate, ENTRIES=of_entries.rows.shape[1],
+        SELECTED=topk is not None, BLOCK_H=_HEADS, BLOCK_N=block_n,
+        num_warps=4, num_stages=1 if torch.version.hip else 2, **sizes, **launch_options(q_THE.device),
+    )  # fmt: skip
+    if shares > 1:
+        _merge[(tokens, heads)](
+            sums, states, cos_T1R, sin_T1R, out_THE, *cos_sin_strides, shares,
+            BLOCK_S=_MOST_SHARES, num_warps=4, **sizes, **launch_options(q_THE.device),
         )  # fmt: skip
     return out_THE
