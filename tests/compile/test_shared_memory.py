@@ -14,6 +14,7 @@ from atom_ops.op import REGISTRY
 from atom_ops.ops.attention.attention import AttentionRule
 from atom_ops.ops.attention.attention_plan import BATCH_INVARIANT_SPLIT, AttentionPlan
 from atom_ops.ops.attention.kv_cache import FP8, make_kv_layer
+from atom_ops.ops.elementwise.hyper_connection import HyperWeights
 from atom_ops.ops.latent.compressed_rows import CachedRows
 from atom_ops.ops.latent.index_keys import make_index_keys
 from atom_ops.ops.latent.latent_cache import make_latent_layer
@@ -110,6 +111,19 @@ def compressed_attention(dtype: torch.dtype) -> None:
     run("compressed_attention", q_THE, recent, None, None, tensor(64, dtype=EXACT), *turn)
 
 
+def hyper_connection(dtype: torch.dtype) -> None:
+    """DeepSeek-V4."""
+    streams, width = 4, 4096
+    rows = streams * (2 + streams)
+    weights = HyperWeights(
+        tensor(rows, streams * width, dtype=EXACT), tensor(rows, dtype=EXACT), tensor(3, dtype=EXACT),
+        1e-6, 1e-6, 20,
+    )  # fmt: skip
+    streams_TND = tensor(TOKENS, streams, width, dtype=dtype)
+    _, post_TN, mix_TNN = run("hyper_collapse", streams_TND, weights)
+    run("hyper_expand", tensor(TOKENS, width, dtype=dtype), streams_TND, post_TN, mix_TNN)
+
+
 def paged_attention(dtype: torch.dtype) -> None:
     """Qwen3, GPT-OSS and Gemma 3."""
     for heads, kv_heads, width in ((64, 4, 128), (64, 8, 64), (16, 8, 256)):
@@ -135,7 +149,15 @@ def gated_delta_rule(dtype: torch.dtype) -> None:
 @each_gpu
 @pytest.mark.parametrize(
     "launches",
-    [latent_heads, latent_attention, index_scores, compressed_attention, paged_attention, gated_delta_rule],
+    [
+        latent_heads,
+        latent_attention,
+        index_scores,
+        compressed_attention,
+        hyper_connection,
+        paged_attention,
+        gated_delta_rule,
+    ],
 )
 def test_tiles_fit(launches: Any, chip: Chip, dtype: torch.dtype) -> None:
     triton_impl.load()

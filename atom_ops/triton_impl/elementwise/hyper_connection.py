@@ -35,7 +35,7 @@ _MOST_STREAMS = 16
 def _project(
     x, projection, sums, squares, tokens, size, share,
     ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
-    PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of tokens, shares). sums [shares, T, BLOCK_M], squares [shares, T]."""
     pdl_begin(PDL)
@@ -55,7 +55,7 @@ def _project(
         weight_MF = tl.load(
             projection + row_M[:, None] * size + feature_F[None, :], mask=inside_MF, other=0.0
         )
-        sum_TM = tl.dot(x_TF, tl.trans(weight_MF), sum_TM, input_precision="ieee")
+        sum_TM = tl.dot(x_TF, tl.trans(weight_MF), sum_TM, input_precision=PRECISION)
         square_T += tl.sum(x_TF * x_TF, 1)
     at_T = tl.program_id(1).to(tl.int64) * tokens + token_T
     tl.store(sums + at_T[:, None] * BLOCK_M + row_M[None, :], sum_TM, mask=inside_T[:, None])
@@ -157,6 +157,15 @@ def _supports(streams_TND: Tensor, weights: HyperWeights) -> bool:
     return streams_TND.is_floating_point() and streams_TND.shape[1] <= _MOST_STREAMS
 
 
+def _precision(dtype: torch.dtype) -> str:
+    """How tensor cores multiply by float32 weights; NVIDIA's have no float32 products.
+
+    A number of 16 bits is one of TF32: then three products with parts of the weight lose no more than
+    rounding to float32 does.
+    """
+    return "ieee" if torch.version.hip is not None or dtype.itemsize > 2 else "tf32x3"
+
+
 def _launch(
     streams_TND: Tensor, weights: HyperWeights, post_TN: Tensor, mix_TNN: Tensor, head: bool
 ) -> Tensor:
@@ -177,7 +186,8 @@ def _launch(
     options = launch_options(streams_TND.device)
     _project[(triton.cdiv(tokens, _TILE), shares)](
         streams_TND, weights.projection_MF, sums, squares, tokens, size, share,
-        ROWS=rows, BLOCK_T=_TILE, BLOCK_M=block_m, BLOCK_F=_FEATURES, num_warps=4, **options,
+        ROWS=rows, BLOCK_T=_TILE, BLOCK_M=block_m, BLOCK_F=_FEATURES,
+        PRECISION=_precision(streams_TND.dtype), num_warps=4, **options,
     )  # fmt: skip
     _collapse[(tokens,)](
         streams_TND, sums, squares, weights.base_M, weights.scale_S, out_TD, post_TN, mix_TNN, tokens, width,
