@@ -21,6 +21,8 @@ _READ_DEADLINE_S = 180.0
 class ClientStream:
     """What one client got."""
 
+    sent: float
+    """When its request was sent (monotonic, seconds)."""
     ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     """When each of the ids came (monotonic, seconds)."""
@@ -31,9 +33,9 @@ class ClientStream:
     def pause(self, since: float) -> float | None:
         """The longest time without a token after a moment, in seconds.
 
-        None for a stream that had not begun then, or had ended.
+        None for a stream whose request had not been sent then, or that had ended.
         """
-        if not self.times or not self.times[0] < since < self.times[-1]:
+        if not self.times or not self.sent < since < self.times[-1]:
             return None
         later = [since, *(moment for moment in self.times if moment > since)]
         return max(after - before for before, after in pairwise(later))
@@ -78,7 +80,7 @@ async def follow_all(
 async def _follow(
     session: aiohttp.ClientSession, body: dict[str, Any], on_tokens: Callable[[int], None]
 ) -> ClientStream:
-    stream = ClientStream()
+    stream = ClientStream(time.monotonic())
     headers = {"X-Resumable-Stream": "true"}
     deadline = time.monotonic() + _READ_DEADLINE_S
     while True:

@@ -4,8 +4,10 @@ from atom.benchmarks.chaos.streams import ClientStream
 NAME = ("worker", "R1", "SIGKILL of a worker")
 
 
-def stream(*times: float, ids: tuple[int, ...] = (), error: str = "") -> ClientStream:
-    return ClientStream([*(ids or range(len(times)))], [*times], error=error)
+def stream(
+    *times: float, sent: float | None = None, ids: tuple[int, ...] = (), error: str = ""
+) -> ClientStream:
+    return ClientStream(times[0] if sent is None else sent, [*(ids or range(len(times)))], [*times], 0, error)
 
 
 def report(*streams: ClientStream, events: tuple[float, ...] = (1.5,)) -> Report:
@@ -15,8 +17,12 @@ def report(*streams: ClientStream, events: tuple[float, ...] = (1.5,)) -> Report
 def test_equal_tokens_pass_whatever_the_pauses() -> None:
     found = report(stream(0, 1, 6, 7), stream(0, 1, 1.6, 1.7), stream(2, 3, 4, 5))
     assert found.problems == [] and (found.streams, found.failed, found.differing) == (3, 0, 0)
-    assert (found.median_pause_s, found.longest_pause_s) == (4.5, 4.5)  # the last one had not begun
+    assert (found.median_pause_s, found.longest_pause_s) == (4.5, 4.5)  # the last one was sent later
     assert sum(found.pauses) == 2 and "passed" in found.text()
+
+
+def test_a_wait_for_the_first_token_is_a_pause() -> None:
+    assert report(stream(4, 5, 6, 7, sent=1)).longest_pause_s == 2.5
 
 
 def test_each_fault_of_a_stream_is_a_problem() -> None:
