@@ -48,7 +48,7 @@ class LocalNode(Node):
         self._context = context
 
     def spawn(self, life: str, spec: ProcessSpec) -> Process:
-        return spawn(spec.role.value, spec.launch, spec.pass_fds)
+        return spawn(spec.role.value, spec.launch, spec.pass_fds, name=spec.name)
 
     def deliver(self, endpoint: str, frame: bytes) -> None:
         deliver(self._context, endpoint, frame)

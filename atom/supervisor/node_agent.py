@@ -295,7 +295,7 @@ class NodeAgent:
         passed = list(message.pass_fds)
         if isinstance(launch, FrontendLaunch):
             launch, passed = self._frontend(launch, message.http)
-        return spawn(message.module, launch, passed)
+        return spawn(message.module, launch, passed, name=message.process)
 
     def _frontend(self, launch: FrontendLaunch, http: int | None) -> tuple[FrontendLaunch, list[int]]:
         """The launch message with the sockets and the clock of this host."""

@@ -4,17 +4,23 @@ import asyncio
 import contextlib
 import os
 import random
+import re
+import resource
 import signal
 import socket
 import struct
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 __all__ = [
     "ChaosError",
+    "forbid_growth",
     "pause_at_random",
     "processes_of",
     "resident_bytes",
+    "restored_limits",
     "send",
     "supervisor_of",
     "wait_for_kind",
@@ -46,15 +52,22 @@ def supervisor_of(admin_socket: str) -> int:
     raise ChaosError(f"process {pid}, which serves {admin_socket}, has no engines on this host")
 
 
-def processes_of(supervisor: int, kind: str) -> list[int]:
-    """The ids of its processes of a kind: worker, core or frontend."""
+def processes_of(supervisor: int, kind: str, engine: int | None = None) -> list[int]:
+    """The ids of its processes of a kind: worker, core or frontend; of one engine, if it is given."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and _parent(int(entry.name)) == supervisor:
             with contextlib.suppress(OSError):
-                if _MODULES[kind] in (entry / "cmdline").read_text():
+                command = (entry / "cmdline").read_text().split("\0")
+                if _MODULES[kind] in command and engine in (None, _engine_of(command)):
                     found.append(int(entry.name))
     return sorted(found)
+
+
+def _engine_of(command: list[str]) -> int:
+    """The engine that a process belongs to, by its name: the only engine's has no number."""
+    match = re.search(r"\0engine (\d+) ", "\0".join(command))
+    return int(match[1]) if match else 0
 
 
 def wait_for_kind(supervisor: int, kind: str, count: int) -> None:
@@ -88,6 +101,37 @@ async def pause_at_random(supervisor: int, count: int, seed: int, until: asyncio
         finally:
             send(pid, signal.SIGCONT)
         await asyncio.sleep(chosen.uniform(0, _LONGEST_PAUSE_S))
+
+
+def forbid_growth(pid: int, what: Literal["memory", "disk"]) -> None:
+    """Let a process map no more memory than it has, or make no file larger."""
+    number, size = _LIMITS[what]
+    with contextlib.suppress(OSError):  # of a process that has ended
+        _, hard = resource.prlimit(pid, number)
+        resource.prlimit(pid, number, (size(pid), hard))
+
+
+@contextlib.contextmanager
+def restored_limits(supervisor: int) -> Iterator[None]:
+    """The server's limits are lifted in the end."""
+    try:
+        yield
+    finally:
+        for pid in (supervisor, *(pid for kind in _MODULES for pid in processes_of(supervisor, kind))):
+            for number, _ in _LIMITS.values():
+                with contextlib.suppress(ProcessLookupError):
+                    _, hard = resource.prlimit(pid, number)
+                    resource.prlimit(pid, number, (hard, hard))
+
+
+def _mapped_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+_LIMITS: dict[str, tuple[int, Callable[[int], int]]] = {
+    "memory": (resource.RLIMIT_AS, _mapped_bytes),
+    "disk": (resource.RLIMIT_FSIZE, lambda pid: 0),
+}
 
 
 def resident_bytes(pids: list[int]) -> int:

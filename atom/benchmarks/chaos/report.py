@@ -10,6 +10,7 @@ from atom.benchmarks.chaos.streams import ClientStream
 __all__ = ["OverloadFigures", "Report", "judge", "judge_overload"]
 
 BOUNDS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+_EXPECTED = ("200", "429", "poison engine_dead")
 _MOST_GROWTH = 50 << 20
 _LEAST_GOODPUT = 0.9
 _MOST_RECOVERY_S = 5.0
@@ -53,7 +54,7 @@ class Report(msgspec.Struct, kw_only=True):
     grown_bytes: int
     """Resident memory that the frontends have gained."""
     outcomes: dict[str, int]
-    """Requests of a flood, by status."""
+    """Requests of a flood, by status; how a request has ended that ends engines."""
     problems: list[str]
     overload: OverloadFigures | None = None
 
@@ -85,7 +86,7 @@ class Report(msgspec.Struct, kw_only=True):
             )
         if self.outcomes:
             lines.append(
-                f"  flood: {', '.join(f'{n} x {name}' for name, n in sorted(self.outcomes.items()))}"
+                f"  requests: {', '.join(f'{n} x {name}' for name, n in sorted(self.outcomes.items()))}"
             )
         return "\n".join([*lines, *(f"  problem: {problem}" for problem in self.problems)])
 
@@ -126,12 +127,12 @@ def judge(
     buckets = [0] * (len(BOUNDS_S) + 1)
     for pause in pauses:
         buckets[bisect_left(BOUNDS_S, pause)] += 1
-    bad = {each: n for each, n in (outcomes or {}).items() if each not in ("200", "429")}
+    bad = {each: n for each, n in (outcomes or {}).items() if each not in _EXPECTED}
     problems = [f"the undisturbed run failed: {one.error}" for one in undisturbed if one.error][:1]
     problems += sorted({f"a stream failed: {stream.error}" for stream in failed})[:5]
     problems += [f"{differing} streams got other tokens than undisturbed ones"] if differing else []
     problems += [] if event_times else ["no event took place: the streams are too short"]
-    problems += [f"{n} requests of the flood ended with: {each}" for each, n in bad.items()]
+    problems += [f"{n} requests ended with: {each}" for each, n in bad.items()]
     if grown_bytes > _MOST_GROWTH:
         problems.append(f"the frontends have grown by {grown_bytes >> 20} MiB")
     return Report(

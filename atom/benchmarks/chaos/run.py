@@ -15,15 +15,17 @@ import aiohttp
 from atom.benchmarks.chaos.overload import overload
 from atom.benchmarks.chaos.processes import (
     ChaosError,
+    forbid_growth,
     pause_at_random,
     processes_of,
     resident_bytes,
+    restored_limits,
     send,
     wait_for_kind,
 )
 from atom.benchmarks.chaos.report import Report, judge, judge_overload
 from atom.benchmarks.chaos.scenarios import Event, Scenario
-from atom.benchmarks.chaos.streams import ClientStream, body_of, flood, follow_all, stall
+from atom.benchmarks.chaos.streams import ClientStream, body_of, flood, follow_all, poison, stall
 
 __all__ = ["Target", "run_scenario", "run_undisturbed"]
 
@@ -84,14 +86,17 @@ async def run_scenario(
     restarts = await _restarts(target)
     before = resident_bytes(processes_of(target.supervisor, "frontend"))
     events = _Events(target, scenario.events)
-    streams = await follow_all(target.url, target.headers, target.bodies, events.on_tokens, target.requests)
-    outcomes = await events.end()
+    with restored_limits(target.supervisor):
+        streams = await follow_all(
+            target.url, target.headers, target.bodies, events.on_tokens, target.requests
+        )
+        outcomes = await events.end()
     changed = {event.target for event in scenario.events}
     grown = resident_bytes(processes_of(target.supervisor, "frontend")) - before
     for kind, count in counts.items():  # the next scenario begins with a whole server
         await asyncio.to_thread(wait_for_kind, target.supervisor, kind, count)
     await _until_ready(target)
-    num_signals = sum(event.count for event in scenario.events if event.target is not None)
+    num_signals = sum(event.count for event in scenario.events if event.action in ("kill", "stop"))
     noticed = await _noticed(target, restarts + num_signals)
     report = judge(named, undisturbed, streams, events.times, 0 if "frontend" in changed else grown, outcomes)
     if not noticed:
@@ -138,6 +143,20 @@ class _Events:
             pids = processes_of(target.supervisor, event.target)
             for pid in random.Random(target.seed).sample(pids, min(event.count, len(pids))):
                 send(pid, signal.SIGKILL if event.action == "kill" else signal.SIGSTOP)
+        elif event.action == "memory":
+            assert event.target is not None
+            pids = processes_of(target.supervisor, event.target)
+            for pid in random.Random(target.seed).sample(pids, min(event.count, len(pids))):
+                forbid_growth(pid, "memory")
+        elif event.action == "disk":
+            for kind in ("worker", "core", "frontend"):
+                for pid in processes_of(target.supervisor, kind):
+                    forbid_growth(pid, "disk")
+            forbid_growth(target.supervisor, "disk")
+        elif event.action == "poison":
+            body = body_of(target.model, 0, target.tokens)
+            poisoning = poison(target.url, target.headers, body, self._end_engine)
+            self.tasks.append(asyncio.create_task(poisoning))
         elif event.action == "pause":
             pauses = pause_at_random(target.supervisor, event.count, target.seed, self.until)
             self.tasks.append(asyncio.create_task(pauses))
@@ -150,6 +169,11 @@ class _Events:
             body = body_of(target.model, 0, 1)
             flooding = flood(target.url, target.headers, body, event.count)
             self.tasks.append(asyncio.create_task(flooding))
+
+    def _end_engine(self) -> None:
+        """Kill the workers of the first engine."""
+        for pid in processes_of(self.target.supervisor, "worker", engine=0):
+            send(pid, signal.SIGKILL)
 
 
 def _counts(target: Target, scenario: Scenario) -> dict[str, int]:

@@ -13,16 +13,17 @@ class Event:
     """`at`: the part of all expected tokens that the streams have got then."""
 
     at: float
-    action: Literal["kill", "stop", "pause", "stall", "flood"]
+    action: Literal["kill", "stop", "pause", "stall", "flood", "poison", "memory", "disk"]
     """SIGKILL; SIGSTOP, until the server kills it; short pauses of random processes one after another, until
-    the streams end; clients that do not read; many short requests."""
+    the streams end; clients that do not read; many short requests; a request whose tokens each cost its
+    engine a worker; memory of a process, or the size of any file of the server, that cannot grow."""
     target: Target | None = None
-    """For signals: a random process of that kind."""
+    """For signals and memory: a random process of that kind."""
     count: int = 1
     """Number of processes, clients or requests; of pauses at most."""
 
     def __str__(self) -> str:
-        what = self.target or ("processes" if self.action == "pause" else "clients")
+        what = self.target or ("processes" if self.action in ("pause", "disk") else "clients")
         return f"{self.action} {self.count} {what} after {self.at:.0%} of the tokens"
 
 
@@ -50,6 +51,9 @@ SCENARIOS = {
         "SIGKILL of a worker, then of a core",
         (Event(0.2, "kill", "worker"), Event(0.6, "kill", "core")),
     ),
+    "memory": Scenario("R1", "a worker that gets no more memory", (Event(0.3, "memory", "worker"),)),
+    "poison": Scenario("R7", "a request that ends its engine each time", (Event(0.2, "poison"),)),
+    "disk": Scenario("R25", "no file of the server can grow", (Event(0.1, "disk"),)),
     "stalled": Scenario("R12", "clients that do not read", (Event(0.1, "stall", count=500),)),
     "overload": Scenario("R15", "ten times the requests that it can take", is_overload=True),
     "flood": Scenario("R13", "more requests than the queue takes", (Event(0.1, "flood", count=2048),)),

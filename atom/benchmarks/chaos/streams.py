@@ -130,6 +130,27 @@ def _add(stream: ClientStream, data: bytes, on_tokens: Callable[[int], None]) ->
     return False
 
 
+async def poison(
+    url: str, headers: dict[str, str], body: dict[str, Any], strike: Callable[[], None]
+) -> dict[str, int]:
+    """Read a stream and strike at each of its tokens, until it ends; how it has ended."""
+    body = {**body, "data_parallel_rank": 0}
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_DEADLINE_S)
+    async with (
+        aiohttp.ClientSession(url, headers=headers, timeout=timeout, read_bufsize=1 << 20) as session,
+        session.post(_PATH, json=body) as response,
+    ):
+        if response.status != 200:
+            return {f"poison {response.status}": 1}
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return {f"poison {event['error'].get('code')}": 1}
+                strike()
+    return {"poison complete": 1}
+
+
 async def stall(url: str, headers: dict[str, str], body: dict[str, Any], until: asyncio.Event) -> None:
     """Begin a stream and read nothing of it."""
     async with (

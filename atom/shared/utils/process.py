@@ -33,9 +33,11 @@ def spawn(
     pass_fds: Sequence[int] = (),
     stdout: int | None = None,
     stderr: int | None = None,
+    name: str = "",
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module` and send it `launch`; the child reads it by `read_launch`.
 
+    `name` is its argument, which it ignores: for people who list processes, and tools that look for one.
     The child's standard input stays open until this process ends or closes it.
     """
     frame = msgspec.json.encode(launch)
@@ -44,7 +46,7 @@ def spawn(
     in_main_thread = threading.current_thread() is threading.main_thread()
     child = subprocess.Popen(
         # -P: a folder in the working directory must not shadow one of our packages.
-        [sys.executable, "-P", "-m", module],
+        [sys.executable, "-P", "-m", module, *([name] if name else [])],
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,

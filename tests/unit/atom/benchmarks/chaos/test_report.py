@@ -43,8 +43,8 @@ def test_a_flood_may_be_refused_with_retry_after_alone() -> None:
     outcomes = {"200": 5, "429": 7, "429 without Retry-After": 1, "500": 2}
     found = judge(NAME, [stream(0, 3)], [stream(0, 3)], [1.0], outcomes=outcomes)
     assert found.problems == [
-        "1 requests of the flood ended with: 429 without Retry-After",
-        "2 requests of the flood ended with: 500",
+        "1 requests ended with: 429 without Retry-After",
+        "2 requests ended with: 500",
     ]
 
 
