@@ -20,7 +20,7 @@ from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.moe.moe import MoE
 from workers.layers.moe.second_stream import SecondStream
-from workers.layers.mtp import PredictingLM
+from workers.layers.mtp import PredictingModel
 from workers.memory.kv_cache import kv_dtype, kv_specs
 from workers.models.registry import build_model
 from workers.spec_decode.draft_model import attach
@@ -102,7 +102,7 @@ def _attach_draft(model: CausalLM, own: Checkpoint, build: BuildContext, config:
 def drafts_with_experts(model: CausalLM) -> bool:
     """Whether what drafts for the model has experts, which are spread over ranks as the model's are."""
     drafts: list[torch.nn.Module] = [] if model.draft is None else [model.draft.model]
-    if isinstance(model, PredictingLM) and model.mtp is not None:
+    if isinstance(model, PredictingModel) and model.mtp is not None:
         drafts.append(model.mtp)
     return any(isinstance(module, MoE) for draft in drafts for module in draft.modules())
 

@@ -66,10 +66,10 @@ class HyperConnection(_Mappings):
 
 
 class HyperHead(_Mappings):
-    """The sum of the streams after the last layer."""
+    """The sum of the streams after the last layer. Names of its tensors begin with `prefix`."""
 
-    def __init__(self, args: HyperArgs, build: BuildContext):
-        super().__init__(args, ("hc_fn", "hc_base", "hc_scale"), True, build)
+    def __init__(self, args: HyperArgs, prefix: str, build: BuildContext):
+        super().__init__(args, (f"{prefix}_fn", f"{prefix}_base", f"{prefix}_scale"), True, build)
 
     def forward(self, streams_TND: torch.Tensor) -> torch.Tensor:
         return hyper_head(streams_TND, self.weights())

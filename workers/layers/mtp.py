@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from atom_ops import SamplingBatch
+from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, ForwardContext, ImageTokens
 from workers.layers.decoder.blocks import FeedForward, TokenMixer, TokenMixers
 from workers.layers.decoder.decoder_args import DecoderArgs
@@ -55,11 +57,36 @@ class PredictionParts(NamedTuple):
     norm: RMSNorm
 
 
-class PredictingLM(DecoderLM, ABC):
-    """A decoder that can predict more tokens after the next one."""
+class PredictingModel(CausalLM, ABC):
+    """A model that can predict more tokens after the next one."""
 
     mtp: nn.Module | None
     """What predicts, without embedding and LM head; None unless `BuildContext.mtp` requests it."""
+
+    @abstractmethod
+    def predict(
+        self,
+        next_ids_T: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        ctx: ForwardContext,
+        images: ImageTokens | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [T, D] that `sample_predicted` takes, for the tokens after the next ones.
+
+        `hidden_TD` are the model's of the tokens at the RoPE positions `positions_T`, or earlier results of
+        this method. `images` are tokens whose next one is in an image, with its features.
+        """
+
+    def sample_predicted(
+        self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Ids, int64 [R], for hidden states of `predict`."""
+        return self.sample(hidden_RD, settings, positions_R)
+
+
+class PredictingLM(DecoderLM, PredictingModel):
+    """A decoder that predicts with one more layer of its kind."""
 
     @property
     @abstractmethod
@@ -74,11 +101,7 @@ class PredictingLM(DecoderLM, ABC):
         ctx: ForwardContext,
         images: ImageTokens | None = None,
     ) -> torch.Tensor:
-        """Normalised hidden states [T, D] that `sample` takes, for the tokens after the next ones.
-
-        `hidden_TD` are the model's of the tokens at the RoPE positions `positions_T`, or earlier results of
-        this method. `images` are tokens whose next one is in an image, with its features.
-        """
+        """As `PredictingModel`; the hidden states are normalised."""
         parts = self._parts
         embedded_TD = parts.embedding_norm(self._embedded_next(next_ids_T, images))
         pair_T2D = torch.cat((embedded_TD, parts.hidden_norm(hidden_TD)), -1)

@@ -5,14 +5,14 @@ import torch
 from atom_ops import SamplingBatch
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext
-from workers.layers.mtp import PredictingLM
+from workers.layers.mtp import PredictingModel
 from workers.spec_decode.draft_rows import Computed
 from workers.spec_decode.drafter import Drafter, relative_cost
 
 
 def mtp_drafter(model: CausalLM) -> Drafter:
     """The drafter of a model that was built with `BuildContext.mtp`. Raises ValueError for other models."""
-    if not isinstance(model, PredictingLM) or model.mtp is None:
+    if not isinstance(model, PredictingModel) or model.mtp is None:
         raise ValueError("--method mtp: the model has no layer for multi-token prediction; omit the flag")
     return MtpDrafter(model)
 
@@ -22,10 +22,11 @@ class MtpDrafter(Drafter):
 
     reads_pairs = True
 
-    def __init__(self, model: PredictingLM):
+    def __init__(self, model: PredictingModel):
         self._model = model
         assert model.mtp is not None, "the layer was requested"
-        self.cost = relative_cost([model.mtp, model.lm_head], [model.model, model.lm_head])
+        head = model.get_submodule("lm_head")
+        self.cost = relative_cost([model.mtp, head], [model.get_submodule("model"), head])
         layer = max(layer for group in model.kv_groups for layer in group.layers)
         self.groups = [number for number, group in enumerate(model.kv_groups) if layer in group.layers]
 
@@ -46,4 +47,4 @@ class MtpDrafter(Drafter):
     def sample(
         self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
     ) -> torch.Tensor:
-        return self._model.sample(hidden_RD, settings, positions_R)
+        return self._model.sample_predicted(hidden_RD, settings, positions_R)

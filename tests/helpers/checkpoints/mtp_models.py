@@ -170,6 +170,98 @@ def _passing_on(hidden: int, generator: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
+class StreamsMtpModel(MtpModel):
+    """DeepSeek-V4: the layer reads the model's streams, [T, N, D], before they are summed."""
+
+    def drafts(self, ids: list[int], count: int) -> list[int]:
+        streams_TND = self._streams(ids[:-1])
+        next_ids = ids[1:]
+        drafts: list[int] = []
+        while len(drafts) < count:
+            out_TND = self._predicted(streams_TND, next_ids)
+            hidden_D = self._norm("norm", self._summed(out_TND[-1]))
+            drafts.append(int((self.built.lm_head.weight @ hidden_D).argmax()))
+            streams_TND = torch.cat((streams_TND, out_TND[-1:]))
+            next_ids = [*next_ids, drafts[-1]]
+        return drafts
+
+    def _streams(self, ids: list[int]) -> Tensor:
+        seen: list[Tensor] = []
+        hook = self.built.model.hc_head.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+        try:
+            self._hidden(ids)
+        finally:
+            hook.remove()
+        return seen[0]
+
+    def _predicted(self, streams_TND: Tensor, next_ids: list[int]) -> Tensor:
+        model = self.built.model
+        ids_1T = torch.tensor([next_ids])
+        embedded_TD = self._norm("enorm", model.embed_tokens(ids_1T)[0]) @ self.own["e_proj.weight"].T
+        x_TND = self._norm("hnorm", streams_TND) @ self.own["h_proj.weight"].T + embedded_TD[:, None]
+        tokens = len(next_ids)
+        positions_1T = torch.arange(tokens)[None]
+        back_TT = positions_1T.T - positions_1T
+        unseen_TT = (back_TT < 0) | (back_TT >= self.built.config.sliding_window)
+        angles = {kind: model.rotary_emb(x_TND, positions_1T, kind) for kind in ("main", "compress")}
+        found_1TND: Tensor = model.layers[-1](
+            x_TND[None],
+            input_ids=ids_1T,
+            attention_mask=torch.zeros(1, 1, tokens, tokens).masked_fill(unseen_TT, -torch.inf),
+            position_ids=positions_1T,
+            position_embeddings=angles,
+            past_key_values=None,
+        )
+        return found_1TND[0]
+
+    def _summed(self, streams_ND: Tensor) -> Tensor:
+        config = self.built.config
+        flat = streams_ND.flatten()
+        flat = flat * (flat.square().mean() + config.rms_norm_eps).rsqrt()
+        weights_N = (self.own["hc_head_fn"] @ flat) * self.own["hc_head_scale"] + self.own["hc_head_base"]
+        return (weights_N.sigmoid() + config.hc_eps) @ streams_ND
+
+
+def save_streams_mtp_model(model: Tiny, directory: Path) -> StreamsMtpModel:
+    """Saves a row of DeepSeek-V4, with one more layer, as published checkpoints name it."""
+    layers = model.config["num_hidden_layers"]
+    kinds = {"layer_types": "sliding_attention", "mlp_layer_types": "moe"}
+    more = {name: [*model.config[name], kind] for name, kind in kinds.items()}
+    built: Any = build_tiny(replace(model, config=model.config | more | {"num_hidden_layers": layers + 1}))
+    hidden, streams = built.config.hidden_size, built.config.hc_mult
+    generator = torch.Generator().manual_seed(model.seed)
+    with torch.no_grad():
+        for name, weight in built.named_parameters():
+            if "o_b_proj" in name or "down_proj" in name:
+                weight.mul_(_SMALL)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    own = {
+        "enorm.weight": 0.9 + 0.2 * torch.rand(hidden, generator=generator),
+        "hnorm.weight": 0.9 + 0.2 * torch.rand(hidden, generator=generator),
+        "e_proj.weight": _passing_on(hidden, generator)[:, :hidden].clone(),
+        "h_proj.weight": 0.03 * random(hidden, hidden) * hidden**-0.5,
+        "norm.weight": built.model.norm.weight.detach().clone(),
+        "hc_head_fn": random(streams, streams * hidden) * (streams * hidden) ** -0.5,
+        "hc_head_base": random(streams),
+        "hc_head_scale": 0.5 + torch.rand(1, generator=generator),
+    }
+    built.save_pretrained(directory)
+    last = f"model.layers.{layers}."
+    saved = load_file(directory / "model.safetensors")
+    tensors = {name.replace(last, "mtp.0."): tensor for name, tensor in saved.items()}
+    tensors |= {f"mtp.0.{name}": tensor for name, tensor in own.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    config |= {name: model.config[name] for name in kinds}
+    (directory / "config.json").write_text(json.dumps(config))
+    return StreamsMtpModel(checkpoint_of(directory), built, own)
+
+
+@dataclass(frozen=True)
 class VisionMtpModel:
     """A saved Qwen3.5 with a vision tower and a layer for multi-token prediction."""
 

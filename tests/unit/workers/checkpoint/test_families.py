@@ -55,6 +55,7 @@ def test_families_that_predict_several_tokens_say_which_field_counts_the_layers(
     assert [family for family in families() if mtp_layers(family, config)] == [
         "deepseek_v3",
         "deepseek_v32",
+        "deepseek_v4",
         "glm4_moe",
         "glm4_moe_lite",
         "glm_moe_dsa",

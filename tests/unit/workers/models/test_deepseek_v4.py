@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save_file
+from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from atom.shared.config.speculative import SpeculativeConfig
@@ -26,6 +26,7 @@ from tests.helpers.checkpoints.tiny_models import (
     save_tiny,
     tiny,
 )
+from tests.helpers.engine.drafting import check_output
 from tests.helpers.engine.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.engine.whole_engine import WholeEngine
 from tests.helpers.parallel.thread_ranks import on_ranks
@@ -157,6 +158,39 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     config["layer_types"][0] = "full_attention"
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(tmp_path, "deepseek_v4 with layers .*full_attention.* is not supported")
+
+
+def add_prediction(directory: Path) -> None:
+    """A layer for multi-token prediction, with the attention of the first layer and experts of the second."""
+    file = directory / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    for name, tensor in dict(tensors).items():
+        if (name.startswith("layers.0.") and ".ffn." not in name) or name.startswith("layers.1.ffn."):
+            tensors[f"mtp.0.{name.split('.', 2)[2]}"] = tensor.clone()
+    hidden = _SIZES["hidden_size"]
+    for name in ("enorm", "hnorm", "norm"):
+        tensors[f"mtp.0.{name}.weight"] = torch.ones(hidden)
+    for name in ("e_proj", "h_proj"):
+        values, scales = quantized(torch.randn(hidden, hidden))
+        tensors[f"mtp.0.{name}.weight"] = values
+        tensors[f"mtp.0.{name}.scale"] = torch.exp2(scales.log2().ceil()).to(torch.float8_e8m0fnu)
+    for name in ("fn", "base", "scale"):
+        tensors[f"mtp.0.hc_head_{name}"] = tensors[f"hc_head_{name}"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_a_published_layer_drafts(tmp_path: Path) -> None:
+    published(tmp_path)
+    add_prediction(tmp_path)
+    check_output(checkpoint_of(tmp_path), SpeculativeConfig("mtp", 2), least=0.0)
+
+
+def test_a_layer_with_compressed_attention_does_not_draft(tmp_path: Path) -> None:
+    save_tiny(tiny("deepseek-v4"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["layer_types"].append("compressed_sparse_attention")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(tmp_path, "--method mtp: a layer .* with sparse compressed attention is not supported", mtp=True)
 
 
 def test_rows_at_their_limits_need_no_blocks(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from tests.helpers.checkpoints.mtp_models import (
     MtpModel,
     save_delta_mtp_model,
     save_mtp_model,
+    save_streams_mtp_model,
 )
 from tests.helpers.checkpoints.tiny_models import save_tiny, tiny
 from tests.helpers.engine.drafting import (
@@ -32,6 +33,7 @@ FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2", "glm-4.7-flash", "glm-5"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpModel]:
     saves = dict.fromkeys(FAMILIES, save_mtp_model) | dict.fromkeys(DELTA_FAMILIES, save_delta_mtp_model)
+    saves["deepseek-v4"] = save_streams_mtp_model
     return {name: save(tiny(name), tmp_path_factory.mktemp(name)) for name, save in saves.items()}
 
 
@@ -43,7 +45,7 @@ def mtp(drafts: int) -> SpeculativeConfig:
     "name",
     [
         *("deepseek-v3", rarely("glm4-moe"), "deepseek-v3.2", "glm-4.7-flash", rarely("glm-5")),
-        *("qwen3-next", rarely("qwen3.5"), rarely("qwen3.5-moe")),
+        *("qwen3-next", rarely("qwen3.5"), rarely("qwen3.5-moe"), "deepseek-v4"),
     ],
 )
 def test_drafts_are_those_of_the_definition(models: dict[str, MtpModel], name: str) -> None:
@@ -53,14 +55,14 @@ def test_drafts_are_those_of_the_definition(models: dict[str, MtpModel], name: s
     assert steps < 18, "no draft was accepted"
 
 
-QUICK = {("deepseek-v3", 4), ("glm4-moe", 1), ("deepseek-v3.2", 3), ("qwen3-next", 3)}
+QUICK = {("deepseek-v3", 4), ("glm4-moe", 1), ("deepseek-v3.2", 3), ("qwen3-next", 3), ("deepseek-v4", 3)}
 
 
 @pytest.mark.parametrize(
     ("name", "drafts"),
     [
         (name, drafts) if (name, drafts) in QUICK else rarely(name, drafts)
-        for name in (*FAMILIES, *DELTA_FAMILIES)
+        for name in (*FAMILIES, *DELTA_FAMILIES, "deepseek-v4")
         for drafts in (1, 2, 3, 4)
     ],
 )
@@ -80,8 +82,9 @@ def test_drafts_adapt(models: dict[str, MtpModel], monkeypatch: pytest.MonkeyPat
     assert accepted_share(made) > accepted_share(always)
 
 
-def test_two_ranks_draft_the_same(models: dict[str, MtpModel]) -> None:
-    model = models["glm4-moe"]
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v4"])
+def test_two_ranks_draft_the_same(models: dict[str, MtpModel], name: str) -> None:
+    model = models[name]
     made = drafting_engine(model.checkpoint, unchanging(mtp(4)), ranks=2, max_tokens=16, max_rows=2)
     assert check_drafts(made, model.drafts, 4) < 23
 
