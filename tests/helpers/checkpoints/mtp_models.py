@@ -6,7 +6,7 @@ are right.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from atom.shared.config.checkpoint import Checkpoint
-from tests.helpers.checkpoints.tiny_models import Tiny, build_tiny, checkpoint_of
+from tests.helpers.checkpoints.tiny_models import Tiny, build_tiny, checkpoint_of, tiny
 from tests.helpers.checkpoints.vision_models import Processed, build, image_inputs, save
 
 DELTA_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
@@ -161,6 +161,16 @@ def save_delta_mtp_model(model: Tiny, directory: Path) -> DeltaMtpModel:
     config |= {"num_hidden_layers": layers, "layer_types": kinds, "mtp_num_hidden_layers": 1}
     (directory / "config.json").write_text(json.dumps(config))
     return DeltaMtpModel(checkpoint_of(directory), built, own)
+
+
+def save_mtp_model_of(name: str, directory: Path) -> MtpModel:
+    """Saves the row of that name by the function for its family."""
+    save: Callable[[Tiny, Path], MtpModel] = save_mtp_model
+    if name in DELTA_FAMILIES:
+        save = save_delta_mtp_model
+    elif name == "deepseek-v4":
+        save = save_streams_mtp_model
+    return save(tiny(name), directory)
 
 
 def _passing_on(hidden: int, generator: torch.Generator) -> Tensor:

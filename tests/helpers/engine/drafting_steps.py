@@ -28,7 +28,7 @@ from parallel.mesh import Mesh
 from tests.helpers.checkpoints.dflash_models import save_dflash_model
 from tests.helpers.checkpoints.dspark_models import save_dspark_model
 from tests.helpers.checkpoints.eagle3_models import save_eagle3_model
-from tests.helpers.checkpoints.mtp_models import DELTA_FAMILIES, save_delta_mtp_model, save_mtp_model
+from tests.helpers.checkpoints.mtp_models import save_mtp_model_of
 from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
 from tests.helpers.engine.core_side import GREEDY, CoreSide
 from tests.unit.workers.graphs.test_decode_graphs import Rerun
@@ -50,7 +50,7 @@ PLAIN = SpeculativeConfig()
 ONE_RANK = ParallelConfig()
 PAIRS = (
     *("mtp deepseek-v3", "mtp glm4-moe", "mtp deepseek-v3.2", "mtp glm-4.7-flash"),
-    *("mtp qwen3-next", "mtp qwen3.5"),
+    *("mtp qwen3-next", "mtp qwen3.5", "mtp deepseek-v4"),
     *("eagle3 llama-gqa", "eagle3 deepseek-v3"),
     *("draft_model llama-gqa", "draft_model gpt-oss"),
     *("dflash llama-gqa", "dspark llama-gqa"),
@@ -84,8 +84,7 @@ def save_pair(name: str, directory: Path) -> Pair:
     own, other = directory / "model", directory / "draft"
     other.mkdir(parents=True)
     if method == "mtp":
-        save = save_delta_mtp_model if family in DELTA_FAMILIES else save_mtp_model
-        return Pair(save(tiny(family), own).checkpoint, SpeculativeConfig("mtp"))
+        return Pair(save_mtp_model_of(family, own).checkpoint, SpeculativeConfig("mtp"))
     if method == "eagle3":
         vocabulary = 140 if family == "llama-gqa" else 150
         saved = save_eagle3_model(tiny(family), own, other, draft_vocab=vocabulary)

@@ -6,9 +6,7 @@ from atom.shared.config.speculative import SpeculativeConfig
 from tests.helpers.checkpoints.mtp_models import (
     DELTA_FAMILIES,
     MtpModel,
-    save_delta_mtp_model,
-    save_mtp_model,
-    save_streams_mtp_model,
+    save_mtp_model_of,
 )
 from tests.helpers.checkpoints.tiny_models import save_tiny, tiny
 from tests.helpers.engine.drafting import (
@@ -32,9 +30,8 @@ FAMILIES = ("deepseek-v3", "glm4-moe", "deepseek-v3.2", "glm-4.7-flash", "glm-5"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpModel]:
-    saves = dict.fromkeys(FAMILIES, save_mtp_model) | dict.fromkeys(DELTA_FAMILIES, save_delta_mtp_model)
-    saves["deepseek-v4"] = save_streams_mtp_model
-    return {name: save(tiny(name), tmp_path_factory.mktemp(name)) for name, save in saves.items()}
+    names = (*FAMILIES, *DELTA_FAMILIES, "deepseek-v4")
+    return {name: save_mtp_model_of(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
 def mtp(drafts: int) -> SpeculativeConfig:
