@@ -40,6 +40,8 @@ them.
   in Qwen's checkpoints (`gate_up_proj_scale_inv`), and per channel, as transformers saves fbgemm_fp8
   (`gate_up_proj_scale`). All formats of the table are read from tensors of each expert, as in Llama 4
   Maverick in FP8, which is a compressed-tensors checkpoint.
+- NVFP4 (modelopt, compressed-tensors) is read packed on a CPU, as integers of six bits; on a GPU it is
+  dequantized when it is loaded, and takes four times the memory of the file. Activations are not rounded.
 - A rank keeps whole blocks or groups: `-tp` with features that would cut one is refused.
 - `kv_b_proj` of multi-head latent attention is dequantized when it is loaded, because absorbed
   attention multiplies by its transpose, whose blocks have other scales. So are the projections of

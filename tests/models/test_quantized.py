@@ -26,6 +26,7 @@ ALWAYS = {
     ("qwen3-moe", "modelopt FP8_PB_WO"), ("deepseek-v3", "compressed-tensors, channel"),
     ("llama", "fbgemm_fp8"), ("qwen3-moe", "gptq, 32, desc_act"), ("llama", "awq, 64"),
     ("deepseek-v3", "pack-quantized, 32"), ("gpt-oss", "mxfp4-pack-quantized"),
+    ("qwen3-moe", "modelopt NVFP4"),
 }  # fmt: skip
 OF_OTHERS = [
     each
@@ -63,7 +64,7 @@ def test_logits_equal_those_of_the_dequantized_numbers(
 ) -> None:
     expected = hf_logits(save_quantized(model, format, tmp_path), IDS)
     assert expected.std() > 0.5
-    near = 3e-3 if format.scheme.startswith("INT") else 1e-4  # activations are rounded to 16 bits
+    near = 3e-3 if format.scheme.startswith(("INT", "NVFP4")) else 1e-4  # activations are rounded to 16 bits
     with caplog.at_level("INFO", "atom"):
         (alone,) = logits(tmp_path, 1)
     torch.testing.assert_close(alone, expected, atol=near, rtol=1e-4)

@@ -144,8 +144,8 @@ class DeepseekV4Model(nn.Module):
         by = self._args.compressions[len(self.layers)]
         if by is not None:
             raise ValueError(
-                f"--method mtp: a layer for multi-token prediction with {by.kind} compressed attention is not "
-                "supported; omit the flag"
+                f"--method mtp: a layer for multi-token prediction with {by.kind} compressed attention is "
+                "not supported; omit the flag"
             )
 
     def rotary_of(self, number: int) -> RotaryEmbedding:

@@ -178,6 +178,40 @@ def mxfp4(method: str) -> StoredFormat:
     return StoredFormat("mxfp4-pack-quantized", method, "MXFP4", store, config, "ignore")
 
 
+def nvfp4(method: str) -> StoredFormat:
+    """compressed-tensors divides by the number of the matrix that modelopt multiplies by."""
+    divides = method == "compressed-tensors"
+    codes_name, factor_name = ("weight", "weight_scale_2")
+    if divides:
+        codes_name, factor_name = ("weight_packed", "weight_global_scale")
+
+    def store(matrix: torch.Tensor) -> Stored:
+        outputs, inputs = matrix.shape
+        groups = matrix.unflatten(1, (-1, 16))
+        factor = matrix.abs().max() / (6 * 448)
+        scales = (groups.abs().amax(2) / 6 / factor).to(torch.float8_e4m3fn)
+        units = scales.float() * factor
+        codes = (groups[..., None] / units[..., None, None] - torch.from_numpy(E2M1)).abs().argmin(-1)
+        pairs = codes.reshape(outputs, -1)
+        tensors = {
+            codes_name: (pairs[:, 0::2] | (pairs[:, 1::2] << 4)).to(torch.uint8),
+            "weight_scale": scales,
+            factor_name: factor.reciprocal().reshape(1) if divides else factor,
+            "input_global_scale" if divides else "input_scale": torch.ones(()),
+        }
+        return tensors, (torch.from_numpy(E2M1)[codes] * units[..., None]).reshape(outputs, inputs)
+
+    if divides:
+        weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group",
+                   "group_size": 16}  # fmt: skip
+        config = _compressed("nvfp4-pack-quantized", weights)
+        inputs_ = weights | {"dynamic": "local"}
+        config["config_groups"]["group_0"]["input_activations"] = inputs_
+        return StoredFormat("nvfp4-pack-quantized", method, "NVFP4", store, config, "ignore")
+    config = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None}
+    return StoredFormat("modelopt NVFP4", method, "NVFP4", store, config, "exclude_modules")
+
+
 FOUR_BIT_FORMATS = [
     awq(32),
     awq(64),
@@ -192,4 +226,6 @@ FOUR_BIT_FORMATS = [
     quark(reordered=False, signed=False),
     mxfp4("compressed-tensors"),
     mxfp4("quark"),
+    nvfp4("compressed-tensors"),
+    nvfp4("modelopt"),
 ]

@@ -7,7 +7,7 @@ Paths and expressions go before the class, and `ignore` before both.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from workers.layers.quantization import int4
+from workers.layers.quantization import int4, nvfp4
 from workers.layers.quantization.block_fp8 import block_fp8, block_of
 from workers.layers.quantization.channel_fp8 import channel_fp8, tensor_fp8
 from workers.layers.quantization.int8 import channel_int8
@@ -143,11 +143,21 @@ def _mxfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:
     return mxfp4("weight_packed")
 
 
+def _nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:
+    """Inputs may be rounded to 4 bits; they are not."""
+    for part in filter(None, (weights, inputs)):
+        one_of(part, "type", ("float",), None)
+        one_of(part, "num_bits", (4,), None)
+        one_of(part, "group_size", (nvfp4.GROUP,), nvfp4.GROUP)
+    return nvfp4.compressed_tensors()
+
+
 FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Scheme]] = {
     "float-quantized": _float_quantized,
     "int-quantized": _int_quantized,
     "mxfp4-pack-quantized": _mxfp4,
     "naive-quantized": _naive_quantized,
+    "nvfp4-pack-quantized": _nvfp4,
     "pack-quantized": _pack_quantized,
 }
 """Format of a group's tensors -> the scheme, of its `weights` and `input_activations`."""

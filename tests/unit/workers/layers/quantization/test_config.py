@@ -322,7 +322,8 @@ BROKEN: list[tuple[Any, str]] = [
     (quark(None, QUARK_TENSOR), "input_tensors and no weight in global_quant_config"),
     (quark(QUARK_TENSOR, layer_type_quant_config={"Linear": {}}), "a layer_type_quant_config"),
     (MODELOPT, "quant_algo None, not the name of one"),
-    (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4'; supported: FP8, "),
+    (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'; supported: FP8, "),
+    (MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, "group_size 32; supported: 16"),
     (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION and no quantized_layers"),
 ]  # fmt: skip
 
