@@ -16,6 +16,7 @@ from typing import Literal
 
 __all__ = [
     "ChaosError",
+    "all_processes_of",
     "forbid_growth",
     "pause_at_random",
     "processes_of",
@@ -64,6 +65,11 @@ def processes_of(supervisor: int, kind: str, engine: int | None = None) -> list[
     return sorted(found)
 
 
+def all_processes_of(supervisor: int) -> list[int]:
+    """The ids of its processes of all kinds."""
+    return [pid for kind in _MODULES for pid in processes_of(supervisor, kind)]
+
+
 def _engine_of(command: list[str]) -> int:
     """The engine that a process belongs to, by its name: the only engine's has no number."""
     match = re.search(r"\0engine (\d+) ", "\0".join(command))
@@ -91,7 +97,7 @@ async def pause_at_random(supervisor: int, count: int, seed: int, until: asyncio
     for _ in range(count):
         if until.is_set():
             return
-        pids = [pid for kind in _MODULES for pid in processes_of(supervisor, kind)]
+        pids = all_processes_of(supervisor)
         if not pids:
             return
         pid = chosen.choice(pids)
@@ -106,7 +112,7 @@ async def pause_at_random(supervisor: int, count: int, seed: int, until: asyncio
 def forbid_growth(pid: int, what: Literal["memory", "disk"]) -> None:
     """Let a process map no more memory than it has, or make no file larger."""
     number, size = _LIMITS[what]
-    with contextlib.suppress(OSError):  # of a process that has ended
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
         _, hard = resource.prlimit(pid, number)
         resource.prlimit(pid, number, (size(pid), hard))
 
@@ -117,7 +123,7 @@ def restored_limits(supervisor: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for pid in (supervisor, *(pid for kind in _MODULES for pid in processes_of(supervisor, kind))):
+        for pid in (supervisor, *all_processes_of(supervisor)):
             for number, _ in _LIMITS.values():
                 with contextlib.suppress(ProcessLookupError):
                     _, hard = resource.prlimit(pid, number)

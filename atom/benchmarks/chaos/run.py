@@ -6,7 +6,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import aiohttp
 from atom.benchmarks.chaos.overload import overload
 from atom.benchmarks.chaos.processes import (
     ChaosError,
+    all_processes_of,
     forbid_growth,
     pause_at_random,
     processes_of,
@@ -138,37 +139,40 @@ class _Events:
 
     def _do(self, event: Event) -> None:
         target = self.target
-        if event.action in ("kill", "stop"):
-            assert event.target is not None
-            pids = processes_of(target.supervisor, event.target)
-            for pid in random.Random(target.seed).sample(pids, min(event.count, len(pids))):
-                send(pid, signal.SIGKILL if event.action == "kill" else signal.SIGSTOP)
-        elif event.action == "memory":
-            assert event.target is not None
-            pids = processes_of(target.supervisor, event.target)
-            for pid in random.Random(target.seed).sample(pids, min(event.count, len(pids))):
-                forbid_growth(pid, "memory")
-        elif event.action == "disk":
-            for kind in ("worker", "core", "frontend"):
-                for pid in processes_of(target.supervisor, kind):
+        match event.action:
+            case "kill":
+                for pid in self._chosen(event):
+                    send(pid, signal.SIGKILL)
+            case "stop":
+                for pid in self._chosen(event):
+                    send(pid, signal.SIGSTOP)
+            case "memory":
+                for pid in self._chosen(event):
+                    forbid_growth(pid, "memory")
+            case "disk":
+                for pid in (target.supervisor, *all_processes_of(target.supervisor)):
                     forbid_growth(pid, "disk")
-            forbid_growth(target.supervisor, "disk")
-        elif event.action == "poison":
-            body = body_of(target.model, 0, target.tokens)
-            poisoning = poison(target.url, target.headers, body, self._end_engine)
-            self.tasks.append(asyncio.create_task(poisoning))
-        elif event.action == "pause":
-            pauses = pause_at_random(target.supervisor, event.count, target.seed, self.until)
-            self.tasks.append(asyncio.create_task(pauses))
-        elif event.action == "stall":
-            for number in range(event.count):
-                body = {**body_of(target.model, number, target.tokens), "return_token_ids": False}
-                stalled = stall(target.url, target.headers, body, self.until)
-                self.tasks.append(asyncio.create_task(stalled))
-        else:
-            body = body_of(target.model, 0, 1)
-            flooding = flood(target.url, target.headers, body, event.count)
-            self.tasks.append(asyncio.create_task(flooding))
+            case "pause":
+                self._begin(pause_at_random(target.supervisor, event.count, target.seed, self.until))
+            case "poison":
+                body = body_of(target.model, 0, target.tokens)
+                self._begin(poison(target.url, target.headers, body, self._end_engine))
+            case "stall":
+                for number in range(event.count):
+                    body = {**body_of(target.model, number, target.tokens), "return_token_ids": False}
+                    self._begin(stall(target.url, target.headers, body, self.until))
+            case "flood":
+                body = body_of(target.model, 0, 1)
+                self._begin(flood(target.url, target.headers, body, event.count))
+
+    def _begin(self, task: Coroutine[Any, Any, Any]) -> None:
+        self.tasks.append(asyncio.create_task(task))
+
+    def _chosen(self, event: Event) -> list[int]:
+        """Random processes of the event's kind."""
+        assert event.target is not None
+        pids = processes_of(self.target.supervisor, event.target)
+        return random.Random(self.target.seed).sample(pids, min(event.count, len(pids)))
 
     def _end_engine(self) -> None:
         """Kill the workers of the first engine."""

@@ -133,22 +133,29 @@ def _add(stream: ClientStream, data: bytes, on_tokens: Callable[[int], None]) ->
 async def poison(
     url: str, headers: dict[str, str], body: dict[str, Any], strike: Callable[[], None]
 ) -> dict[str, int]:
-    """Read a stream and strike at each of its tokens, until it ends; how it has ended."""
-    body = {**body, "data_parallel_rank": 0}
+    """Read a stream of the first engine and strike at each of its tokens, until it ends; how it has ended."""
+    try:
+        ended = await _struck(url, headers, {**body, "data_parallel_rank": 0}, strike)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        ended = type(error).__name__
+    return {f"poison {ended}": 1}
+
+
+async def _struck(url: str, headers: dict[str, str], body: dict[str, Any], strike: Callable[[], None]) -> str:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_DEADLINE_S)
     async with (
-        aiohttp.ClientSession(url, headers=headers, timeout=timeout, read_bufsize=1 << 20) as session,
+        aiohttp.ClientSession(url, headers=headers, timeout=timeout) as session,
         session.post(_PATH, json=body) as response,
     ):
         if response.status != 200:
-            return {f"poison {response.status}": 1}
+            return str(response.status)
         async for line in response.content:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 if "error" in event:
-                    return {f"poison {event['error'].get('code')}": 1}
+                    return str(event["error"].get("code"))
                 strike()
-    return {"poison complete": 1}
+    return "complete"
 
 
 async def stall(url: str, headers: dict[str, str], body: dict[str, Any], until: asyncio.Event) -> None:
