@@ -113,7 +113,9 @@ class EngineCore:
         self.abort(self._resumable.replaced(message))
         try:
             settings, prompt, output = self._check_request(message, frontend)
-            leased = None if message.leased is None else PeerPrefix(message.leased)
+            leased = None
+            if message.leased is not None:
+                leased = PeerPrefix(message.leased, TokenIds(prompt, output), self._kv.block_size)
         except ValueError as error:
             return self._refusal(message.request_ids, str(error))
         self._frontends.add(frontend)

@@ -145,7 +145,7 @@ def test_an_engine_that_has_ended_is_computed(pair: Pair, monkeypatch: pytest.Mo
     ids = expected(pair, prompt)
     first, leased = pair.leased(prompt)
     assert leased is not None
-    gone = LeasedBlocks(Lease("ipc:///nowhere", 0, 0), leased.length, leased.digest, leased.tables)
+    gone = LeasedBlocks(Lease("ipc:///nowhere", 0, 0), leased.length, leased.content, leased.tables)
     assert pair.rest(prompt, first, gone) == ids and pair.loaded() == 0
 
 
