@@ -26,6 +26,11 @@ class PeerPrefix:
         end = leased.length * block_size
         self._is_lost = end > len(tokens) or tokens.content(end) != leased.content
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether none of its blocks can be used."""
+        return self._is_lost
+
     def note(self, start: int, digests: Sequence[bytes]) -> None:
         """The request's blocks from `start` on have these digests."""
         for index, digest in enumerate(digests[: max(self._length - start, 0)], start):

@@ -41,6 +41,7 @@ _ASK_S = 2.0
 _READ_S = 5.0
 _PAUSE_S = 10.0
 _MOST_PEERS = 64
+_MOST_MET = 4096
 _WORD_BYTES = 8
 _TCP = "tcp://"
 
@@ -88,6 +89,10 @@ class PeerTier:
         self._peers: dict[str, _Peer] = {}
         self._paused: dict[str, float] = {}
         """By address, until when an engine is left alone that could not be read."""
+        self._met: dict[str, None] = {}
+        """Addresses of engines that have responded."""
+        self._no_first_until = 0.0
+        """Until when no other engine is asked."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder: Decoder[PeerLayout] = Decoder(PeerLayout)
         self._warning = RareWarning()
@@ -192,11 +197,14 @@ class PeerTier:
         """Ask the worker of this rank for its layout. Raises TransferError."""
         if self._late and address in self._peers:
             raise LeaseEndedError("reads that began earlier have not ended")
-        layout = self._ask(rank_address(address, self._rank))
+        layout = self._first_layout(address) if address not in self._met else self._layout(address)
         known = self._peers.get(address)
         if known is not None and known.layout.secret == layout.secret:
             return known
         self._forget(address)
+        self._met[address] = None
+        if len(self._met) > _MOST_MET:
+            del self._met[next(iter(self._met))]
         for name in sorted(self._own.keys() | layout.properties.keys()):
             own, other = self._own.get(name, "none"), layout.properties.get(name, "none")
             if own != other:
@@ -206,6 +214,22 @@ class PeerTier:
         peer = _Peer(self._agent.connect(layout.agent), layout, engine_name(layout.secret))
         self._peers[address] = peer
         return peer
+
+    def _layout(self, address: str) -> PeerLayout:
+        return self._ask(rank_address(address, self._rank))
+
+    def _first_layout(self, address: str) -> PeerLayout:
+        """That of an engine that has never responded: clients may name many that are not there.
+
+        Each takes the time of others' reads, so after one that does not respond the next is asked later.
+        """
+        if time.monotonic() < self._no_first_until:
+            raise LeaseEndedError("another engine that was asked for the first time did not respond just now")
+        try:
+            return self._layout(address)
+        except TransferError:
+            self._no_first_until = time.monotonic() + _PAUSE_S
+            raise
 
     def _ask(self, endpoint: str) -> PeerLayout:
         socket = self._context.socket(zmq.REQ)
@@ -228,10 +252,10 @@ class PeerTier:
 
     def _failed(self, lease: Lease, error: TransferError) -> None:
         """Forget an engine, and ask it again only after a while, unless only the lease is at fault."""
-        if isinstance(error, LeaseEndedError):
-            return
         address = lease.address
         now = time.monotonic()
+        if isinstance(error, LeaseEndedError) or now < self._paused.get(address, 0.0):
+            return  # a pause must end, however many requests come meanwhile
         if not self._late:  # else the library may still write to a buffer: it must tell when it does not
             self._forget(address)
         self._paused = {each: until for each, until in self._paused.items() if until > now}

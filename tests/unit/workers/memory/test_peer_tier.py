@@ -131,9 +131,38 @@ def test_an_engine_that_has_ended_is_not_asked_again_at_once(
     monkeypatch.setattr(peer_tier, "_PAUSE_S", 60.0)
     gone = sealed(engines.lease.address + "-gone")
     assert engines.read(0, [1], gone) == [0]
+    engines.tier._no_first_until = 0.0
     monkeypatch.setattr(PeerTier, "_ask", lambda *_: pytest.fail("it is asked"))
     assert engines.read(0, [1], gone) == [0]
     engines.tier.release(gone)
+
+
+def test_requests_do_not_make_a_pause_longer(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_tier, "_PAUSE_S", 60.0)
+    now = [1000.0]
+    monkeypatch.setattr(peer_tier.time, "monotonic", lambda: now[0])
+    engines.fake.is_cut = True
+    assert engines.read(0, [1]) == [0]
+    engines.fake.is_cut = False
+    for _ in range(2):
+        now[0] += 31.0
+        assert engines.read(0, [1]) == ([0] if now[0] < 1060.0 else [])
+    engines.tier.release(engines.lease)
+
+
+def test_engines_that_are_not_there_do_not_keep_others_waiting(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients choose the addresses, within limits."""
+    monkeypatch.setattr(peer_tier, "_PAUSE_S", 60.0)
+    assert engines.read(0, [1]) == []
+    assert engines.read(0, [1], sealed(engines.lease.address + "-gone")) == [0]
+    with monkeypatch.context() as patch:
+        patch.setattr(PeerTier, "_ask", lambda *_: pytest.fail("it is asked"))
+        for number in range(3):
+            assert engines.read(0, [1], sealed(f"{engines.lease.address}-{number}")) == [0]
+    engines.tier._forget(engines.lease.address)
+    assert engines.read(0, [1]) == []  # it has responded before
 
 
 def test_blocks_that_the_engine_does_not_have(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
