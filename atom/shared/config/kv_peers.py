@@ -11,7 +11,7 @@ from atom.shared.config.parallel import ParallelConfig
 __all__ = ["PeerServers", "PromptTransfer", "check_prompt_transfer", "prompt_transfer"]
 
 _MOST_WORKERS = 1024
-"""Of a server whose blocks others read: from its first port on, so many may be connected to."""
+"""Most workers of a server whose blocks others read; from its first port on, so many are connected to."""
 _LAST_PORT = 65535
 _HOST = "--kv-transfer-host"
 _PORT = "--kv-transfer-port"

@@ -231,7 +231,7 @@ def test_no_more_engines_are_known_than_there_is_room_for(
 
 
 def test_ranks_of_an_address() -> None:
-    assert rank_address("ipc:///tmp/kv", 2) == "ipc:///tmp/kv-2"
+    assert rank_address("ipc://run/kv", 2) == "ipc://run/kv-2"
     assert rank_address("tcp://10.0.0.7:5600", 2) == "tcp://10.0.0.7:5602"
 
 

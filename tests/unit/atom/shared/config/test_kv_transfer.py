@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from atom.engine.engine_host import check_no_other_servers
 from atom.shared.config import kv_transfer
 from atom.shared.config.cli import engine_config_from_kwargs
 from atom.shared.config.fields import ConfigError
@@ -65,6 +66,16 @@ def test_what_servers_do_for_one_another() -> None:
     assert not (inside.gives or inside.takes) and inside.is_local
     plain = engine_config_from_kwargs(model="m")
     assert prompt_transfer(plain.cache, plain.parallel) == PromptTransfer()
+
+
+def test_libraries_hand_nothing_over_to_other_servers() -> None:
+    for role, options in (("kv_both", TWO), ("", {})):
+        config = json.dumps(NIXL | {"kv_role": role}) if role else None
+        check_no_other_servers(engine_config_from_kwargs(model="m", kv_transfer_config=config, **options))
+    for role in ("kv_both", "kv_producer", "kv_consumer"):
+        made = engine_config_from_kwargs(model="m", kv_transfer_config=json.dumps(NIXL | {"kv_role": role}))
+        with pytest.raises(ValueError, match="NixlConnector hands prompts over between servers.*atom-launch"):
+            check_no_other_servers(made)
 
 
 def test_only_the_given_servers_are_read() -> None:

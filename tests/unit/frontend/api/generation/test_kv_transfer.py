@@ -40,7 +40,7 @@ FIRST_LEG: dict[str, Any] = {"do_remote_decode": True, "remote_engine_id": None,
 
 
 def script(request: AddRequest) -> Script:
-    """Of prompts with more than one token, some blocks are kept."""
+    """Some blocks are kept, but for prompts of one token."""
     is_kept = request.stores_prompt and len(request.prompt_ids) > 4
     return Script([5, 9][: request.max_tokens], FinishReason.MAX_TOKENS, leased=LEASED if is_kept else None)
 
