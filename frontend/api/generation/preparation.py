@@ -43,7 +43,7 @@ from frontend.errors import DeadlineError, RequestError
 from frontend.text.constraint import Constraint
 from frontend.text.detokenizer import decode
 from frontend.text.grammar_compiler import GrammarCompiler
-from frontend.text.input_processor import InputProcessor
+from frontend.text.input_processor import InputProcessor, check_size
 from frontend.text.output_processor import TextOptions
 from frontend.text.text_executor import TextExecutor
 
@@ -356,6 +356,7 @@ class RequestPreparer:
                 request = msgspec.structs.replace(
                     request, stores_prompt=hand_over.stores_prompt, leased=hand_over.leased
                 )
+                check_size(request)
             requests.append(request)
         return requests
 

@@ -13,6 +13,7 @@ from atom.shared.config.cache import CacheConfig
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.engine import AddRequest, FinishReason, pack_ids
 from atom.shared.messages.kv_peers import Lease, LeasedBlocks
+from frontend.text import input_processor
 from tests.helpers.checkpoints import tiny_tokenizer
 from tests.helpers.servers.fake_core import FakeCore, Script
 from tests.helpers.servers.http_server import running_frontend
@@ -148,6 +149,13 @@ def test_of_a_short_prompt_nothing_is_kept(both: Rig) -> None:
 def test_what_cannot_be_done_is_refused(both: Rig, fields: dict[str, Any], param: str, text: str) -> None:
     error = both.refused("completions", **fields)
     assert error["param"] == f"kv_transfer_params{param}" and text in error["message"]
+
+
+def test_more_blocks_than_a_message_holds_are_refused(both: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_processor, "MAX_ADD_REQUEST_BYTES", 4096)
+    params = changed(remote_block_ids=[list(range(2000))], remote_lease={"length": 2000})
+    assert both.run("completions").sent.leased is None
+    assert "at most 4096 are possible" in both.refused("completions", kv_transfer_params=params)["message"]
 
 
 def test_each_server_has_its_role(tmp_path: Path) -> None:
