@@ -68,7 +68,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     with ExitStack() as stack:
         servers = []
         for role, flags in (
-            ("kv_producer", ("--kv-transfer-port", str(port))),
+            ("kv_producer", ("--kv-transfer-port", str(port), "--kv-offload-memory", "16M")),
             ("kv_consumer", ("--kv-transfer-peers", f"127.0.0.1:{port}")),
         ):
             transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": role})

@@ -25,6 +25,8 @@ __all__ = ["LeaseServer", "cache_properties"]
 _POLL_MS = 2
 _STOP_S = 5.0
 _QUESTION_BYTES = 64
+_UNREAD_ANSWERS = 8
+"""Most answers of one connection that it does not read."""
 _BIND_AGAIN_S = 1.0
 _MOST_RELEASED = 4096
 
@@ -72,6 +74,7 @@ class LeaseServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, _UNREAD_ANSWERS)
         self._endpoint = endpoint
         self._bind_at = 0.0
         """When to try to bind the socket again."""
