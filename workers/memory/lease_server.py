@@ -134,8 +134,9 @@ class LeaseServer:
                     "this host in --kv-transfer-host"
                 ) from None
             self._warning.log(
-                f"{self._endpoint} is in use, so that other servers cannot read this one's KV blocks yet: unless "
-                "this server replaces the one that has it, stop that, or choose another --kv-transfer-port"
+                f"{self._endpoint} is in use, so that other servers cannot read this one's KV blocks yet: "
+                "unless this server replaces the one that has it, stop that, or give another "
+                "--kv-transfer-port"
             )
             self._bind_at = time.monotonic() + _BIND_AGAIN_S
             return False

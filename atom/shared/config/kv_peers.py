@@ -1,7 +1,7 @@
 """Servers that hand over prompts with NixlConnector: what this one does, and who the others are."""
 
 from dataclasses import dataclass
-from ipaddress import AddressValueError, IPv4Address, IPv4Network, NetmaskValueError
+from ipaddress import AddressValueError, IPv4Address, IPv4Network
 
 from atom.shared.config.cache import DEFAULT_TRANSFER_PORT, CacheConfig
 from atom.shared.config.fields import ConfigError
@@ -116,7 +116,7 @@ def _peers(text: str) -> PeerServers:
         if not 0 < number <= _LAST_PORT:
             raise ValueError("no port")
         return PeerServers(IPv4Network(network), number)
-    except (AddressValueError, NetmaskValueError, ValueError):
+    except ValueError:
         raise ConfigError(
             f"{_PEERS}: {text!r:.80} is neither ADDRESS[:PORT] nor NETWORK/BITS[:PORT] of IPv4, such as "
             "10.0.0.7:5600 or 10.0.0.0/16"

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from atom.shared.config.kv_peers import PromptTransfer
 from atom.shared.messages.engine import pack_ids, unpack_ids
@@ -10,16 +9,12 @@ from atom.shared.messages.kv_peers import Lease, LeasedBlocks
 from frontend.api.schemas.generation import GenerationRequest
 from frontend.api.schemas.kv_transfer import KVTransferParams, RemoteLease
 from frontend.errors import RequestError
+from frontend.text.output_processor import SequenceOutput
 
 __all__ = ["HandOver", "TransferRules", "response_params"]
 
 _FIELD = "kv_transfer_params"
 _NEEDED = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_lease")
-
-
-class _HasLease(Protocol):
-    @property
-    def leased(self) -> LeasedBlocks | None: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,13 @@ class TransferRules:
     def hand_over(self, fields: GenerationRequest, num_prompts: int, warnings: list[str]) -> HandOver:
         """What a request asks for; may append to `warnings`. Raises RequestError."""
         params = fields.kv_transfer_params
-        if params is None or not (params.do_remote_decode or params.do_remote_prefill):
+        if params is None:
+            return HandOver()
+        if not (params.do_remote_decode or params.do_remote_prefill):
+            if any(getattr(params, name) is not None for name in _NEEDED):
+                raise _refusal(
+                    "says where blocks are, without do_remote_prefill: set it, or leave the rest out"
+                )
             return HandOver()
         if params.do_remote_decode and params.do_remote_prefill:
             raise _refusal("has do_remote_decode and do_remote_prefill: a server does one of them")
@@ -94,7 +95,7 @@ class TransferRules:
         return LeasedBlocks(own, lease.length, lease.content, [pack_ids(blocks) for blocks in groups])
 
 
-def response_params(results: Sequence[_HasLease], tp_size: int) -> KVTransferParams | None:
+def response_params(results: Sequence[SequenceOutput], tp_size: int) -> KVTransferParams | None:
     """What a response says of the blocks that are kept for its one choice; None if there are none."""
     leased = results[0].leased
     if leased is None:

@@ -103,6 +103,8 @@ def test_of_a_short_prompt_nothing_is_kept(both: Rig) -> None:
         ({"prompt": ["a", "b"], "kv_transfer_params": FIRST_LEG}, "", "send a request for each"),
         ({"prompt": ["a", "b"], "kv_transfer_params": PARAMS}, "", "send a request for each"),
         ({"kv_transfer_params": changed(do_remote_decode=True)}, "", "a server does one of them"),
+        ({"kv_transfer_params": changed(do_remote_prefill=False)}, "", "without do_remote_prefill"),
+        ({"kv_transfer_params": {"remote_host": "127.0.0.1"}}, "", "without do_remote_prefill"),
         ({"kv_transfer_params": {"do_remote_decode": 1}}, ".do_remote_decode", "expected `bool | null`"),
         ({"kv_transfer_params": FIRST_LEG | {"pp_size": 2}}, ".pp_size", "is not a field of this server"),
         ({"kv_transfer_params": [1]}, "", "expected `object | null`"),
