@@ -29,6 +29,7 @@ from atom.shared.messages.kv_peers import EndLeases, LeasesReleased, ReleaseLeas
 from atom.shared.messages.kv_tiers import BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
 from atom.shared.messages.resume import RESUMED_ELSEWHERE, Claim, Claimed
 from atom.shared.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
+from atom.shared.utils.logger import RareWarning
 from engine_core.batch.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.kv_cache.kv_events import KVEvent
@@ -76,6 +77,7 @@ class EngineCore:
         self._max_model_len = max_model_len
         self._clock = clock
         self._log = RequestLog(kv.block_size)
+        self._warning = RareWarning()
         self._num_drafts = limits.num_drafts
         self._frontends: set[bytes] = set()  # all that have unfinished requests, and perhaps others
         self.expert_load = ExpertLoad([], 0)
@@ -113,7 +115,7 @@ class EngineCore:
         self.abort(self._resumable.replaced(message))
         try:
             settings, prompt, output = self._check_request(message, frontend)
-            leased = None if message.leased is None else PeerPrefix(message.leased)
+            leased = self._leased(message, TokenIds(prompt, output))
         except ValueError as error:
             return self._refusal(message.request_ids, str(error))
         self._frontends.add(frontend)
@@ -410,6 +412,18 @@ class EngineCore:
     def unfinished(self) -> Iterator[Request]:
         """The scheduled sequences, then those that wait for their grammar."""
         return chain(self._scheduler.requests.values(), self._grammars.waiting.values())
+
+    def _leased(self, message: AddRequest, tokens: TokenIds) -> PeerPrefix | None:
+        """What another engine keeps for a request. Raises ValueError for what cannot be read."""
+        if message.leased is None:
+            return None
+        prefix = PeerPrefix(message.leased, tokens, self._kv.block_size)
+        if prefix.is_lost:
+            self._warning.log(
+                "the KV blocks that another engine keeps for a request are those of other tokens, or of "
+                "another cache_salt or API key, and are computed: give both servers the same chat template"
+            )
+        return prefix
 
     def _with_lease(self, end: tuple[Request, Finished]) -> tuple[Request, Finished]:
         """Keep the prompt's blocks for another engine if the request goes on there; its end says where."""

@@ -26,6 +26,7 @@ from typing import TypeVar
 import zmq
 
 from atom.shared.config.kv_events import kv_events_config
+from atom.shared.config.kv_peers import prompt_transfer
 from atom.shared.config.kv_transfer import kv_role, reads_peers
 from atom.shared.messages.admin import AbortNamed, Done, GetRequests, ResetPrefixCache, SetLogLevel
 from atom.shared.messages.codec import encode
@@ -62,6 +63,7 @@ from atom.shared.utils import envs
 from atom.shared.utils.errors import one_line, out_of_memory
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.install_check import check_install
+from atom.shared.utils.lease_seal import new_secret
 from atom.shared.utils.liveness import (
     WARNINGS_PER_TIMEOUT,
     HeartbeatSender,
@@ -200,7 +202,7 @@ class CoreProcess:
         seed, disk_unit = self._seed_of_directory()
         model_max_len = self._launch.checkpoint.max_model_len
         plan = plan_cache(config, model_max_len, loaded, self._launch.num_blocks, disk_unit)
-        if reads_peers(config.cache) and self._launch.data_parallel_rank >= config.parallel.prefill_engines:
+        if self._reads_leases():
             plan.tiers.append(TierSlots(PEER, []))
         seed = self._agreed_seed(seed)
         kv = KVCacheManager(
@@ -214,11 +216,12 @@ class CoreProcess:
         )
         if plan.tiers:
             least = config.cache.kv_offload_min_tokens
-            role = kv_role(config.cache)
+            role = "kv_both" if reads_peers(config.cache) else kv_role(config.cache)
             kv.offload_to(plan.tiers, least, self._num_ranks, config.shares_blocks, role)
         address = self._lease_address()
+        secret = new_secret()
         if address:
-            kv.lease_to(address, self._num_ranks)
+            kv.lease_to(address, self._num_ranks, secret)
         grace_s = config.reliability.orphan_grace
         max_queue_s = config.scheduler.max_queue_time
         images = image_registry(loaded, self._launch.checkpoint.images)
@@ -230,7 +233,7 @@ class CoreProcess:
             max_queue_s=max_queue_s,
             images=images,
         )
-        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len, plan.tiers, seed, address))
+        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len, plan.tiers, seed, address, secret))
         ready = self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up")
         if ready is None:
             return None
@@ -242,11 +245,23 @@ class CoreProcess:
     def _lease_address(self) -> str:
         """Where other engines ask this one's workers for its blocks; empty if none reads them.
 
-        Next to the socket of the workers, so that it is another one in each life.
+        Those of this server next to the socket of the workers, so that it is another one in each life.
         """
         config = self._launch.config
-        is_read = self._launch.data_parallel_rank < config.parallel.prefill_engines
+        rank = self._launch.data_parallel_rank
+        transfer = prompt_transfer(config.cache, config.parallel)
+        if transfer.gives:
+            return f"tcp://{transfer.host}:{transfer.port + rank * self._num_ranks}"
+        is_read = rank < config.parallel.prefill_engines
         return f"{self._launch.workers}-kv" if is_read and reads_peers(config.cache) else ""
+
+    def _reads_leases(self) -> bool:
+        """Whether this engine reads blocks of other engines, of this server or others."""
+        config = self._launch.config
+        if config.parallel.prefill_engines:
+            is_reader = self._launch.data_parallel_rank >= config.parallel.prefill_engines
+            return is_reader and reads_peers(config.cache)
+        return prompt_transfer(config.cache, config.parallel).takes
 
     def _seed_of_directory(self) -> tuple[int, int]:
         """The hash seed of the directory that has blocks of earlier starts, and the unit of its files' space.

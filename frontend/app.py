@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from atom.shared.config.images import image_limit, media_domains
+from atom.shared.config.kv_peers import prompt_transfer
 from atom.shared.config.server import ServerConfig
 from atom.shared.messages.admin import ServerState
 from atom.shared.messages.launch import FrontendLaunch
@@ -22,6 +23,7 @@ from frontend.api.chat.formats import GENERIC, ChatFormat, ChatFormats
 from frontend.api.chat.prompts import ChatPrompts
 from frontend.api.completions.endpoint import CompletionEndpoint
 from frontend.api.generation.generation import Generation
+from frontend.api.generation.kv_transfer import TransferRules
 from frontend.api.generation.preparation import RequestPreparer, ServingOptions
 from frontend.api.generation.prompt_images import PromptImages
 from frontend.api.generation.prompts import PromptEncoder
@@ -193,6 +195,11 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         checkpoint.default_sampling,
         has_tokenizer=tokenizer is not None,
         fingerprint=fingerprint(launch.config, checkpoint),
+        transfer=TransferRules(
+            prompt_transfer(launch.config.cache, launch.config.parallel),
+            launch.config.parallel.tensor_parallel_size,
+            server.lenient_fields,
+        ),
     )
     executor = TextExecutor()
     app[keys.CLIENT] = client

@@ -50,6 +50,7 @@ def _of_openai(endpoint: str) -> Proofs:
         {
             "model": "test_fields.py::test_the_model_must_be_the_one_served[{endpoint}]",
             "suffix": "test_fim.py::test_the_route",
+            "kv_transfer_params": "test_kv_transfer.py::test_a_prompt_is_handed_over[{endpoint}]",
         },
     )
 

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from atom.shared.config.engine import EngineConfig
+from atom.shared.config.kv_peers import prompt_transfer
 from atom.shared.config.kv_transfer import reads_peers
 from atom.shared.messages.codec import Decoder, encode
 from atom.shared.messages.launch import WorkerLaunch
@@ -233,8 +234,8 @@ def _set_store_environment(launch: WorkerLaunch) -> None:
 
 
 def _set_transfer_environment(config: EngineConfig) -> None:
-    """Keep UCX, below NIXL, from listening on the interfaces of the network: all readers are on this host."""
-    if reads_peers(config.cache):
+    """Keep UCX, below NIXL, from listening on the network where all readers are on this host."""
+    if reads_peers(config.cache) and prompt_transfer(config.cache, config.parallel).is_local:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 

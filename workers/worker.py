@@ -313,12 +313,18 @@ class Worker:
         if allocate.lease_address:
             endpoint = rank_address(allocate.lease_address, self._tp.rank)
             properties = self._cache_properties(groups)
-            self.leases = LeaseServer(NixlAgent(), endpoint, self._tp.rank, groups, properties)
+            secret = allocate.lease_secret
+            self.leases = LeaseServer(NixlAgent(), endpoint, self._tp.rank, groups, properties, secret)
 
     def _cache_properties(self, groups: Sequence[BlockRows]) -> dict[str, str]:
         config = self._config
+        fingerprint = ""
+        if not config.parallel.prefill_engines:  # else all engines are of this server
+            specs = rank_specs(config, self._model)
+            layouts = [layout for group in groups for layout in group.layouts]
+            fingerprint = cache_fingerprint(config, self._checkpoint, specs, layouts, by_content=True)
         ranks = config.parallel.tensor_parallel_size
-        return cache_properties(config.block_tokens, ranks, str(compute_dtype(config)), groups)
+        return cache_properties(config.block_tokens, ranks, str(compute_dtype(config)), groups, fingerprint)
 
     def _num_files(self) -> int:
         """Files of a tier that are read, and written, at the same time. On a CPU the cores compute."""

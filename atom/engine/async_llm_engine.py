@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import msgspec
 
 from atom.engine.client_parts import Chat
-from atom.engine.engine_host import check_one_node
+from atom.engine.engine_host import check_no_other_servers, check_one_node
 from atom.engine.engine_options import EngineOptions
 from atom.engine.engine_service import EngineService
 from atom.engine.errors import EngineDeadError
@@ -60,6 +60,7 @@ class AsyncLLMEngine:
 
     def _create(self, config: EngineConfig, explicit: set[str]) -> None:
         check_one_node(config)
+        check_no_other_servers(config)
         self._bars = ProgressBars()
         self._log_level = config.observability.log_level
         replays = config.reliability.max_replays

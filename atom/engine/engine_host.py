@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
+from atom.shared.config.kv_peers import prompt_transfer
 from atom.shared.config.model import ModelConfig
 from atom.shared.config.resolve import DeviceCapabilities, resolve
 from atom.shared.config.speculative import SpeculativeConfig
@@ -12,7 +13,7 @@ from atom.shared.utils import envs
 from atom.shared.utils.logger import get_logger
 from atom.supervisor import Prepared, Supervisor
 
-__all__ = ["EngineHost", "Prepare", "check_one_node", "check_same_engines"]
+__all__ = ["EngineHost", "Prepare", "check_no_other_servers", "check_one_node", "check_same_engines"]
 
 Prepare = Callable[[ModelConfig, SpeculativeConfig], Prepared]
 
@@ -65,6 +66,16 @@ def check_one_node(config: EngineConfig) -> None:
     """Raises ValueError for an engine on several nodes: a program starts one on its own node alone."""
     if config.parallel.nnodes > 1:
         raise ValueError(f"nnodes={config.parallel.nnodes}: atom-launch starts engines on several nodes")
+
+
+def check_no_other_servers(config: EngineConfig) -> None:
+    """Raises ValueError for prompts that servers hand over: their requests come over HTTP."""
+    transfer = prompt_transfer(config.cache, config.parallel)
+    if transfer.gives or transfer.takes:
+        raise ValueError(
+            "kv_transfer_config: NixlConnector hands prompts over between servers, by a field of requests: "
+            "use atom-launch, or AsyncLLMEngine with prefill_engines"
+        )
 
 
 def check_same_engines(config: EngineConfig) -> None:

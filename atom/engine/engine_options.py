@@ -39,6 +39,9 @@ class EngineOptions(TypedDict, total=False):
     kv_offload_min_tokens: int
     kv_offload_shared: bool
     kv_transfer_config: str | dict[str, Any] | None
+    kv_transfer_host: str
+    kv_transfer_port: int
+    kv_transfer_peers: str | list[str]
     kv_events_config: str | dict[str, Any] | None
     # SchedulerConfig
     max_num_batched_tokens: int | None

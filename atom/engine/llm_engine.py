@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from atom.engine.client_parts import Chat, ClientParts
-from atom.engine.engine_host import EngineHost, check_one_node, check_same_engines
+from atom.engine.engine_host import EngineHost, check_no_other_servers, check_one_node, check_same_engines
 from atom.engine.engine_options import EngineOptions
 from atom.engine.errors import EngineDeadError
 from atom.engine.mtp_statistics import mtp_statistics, mtp_text
@@ -101,6 +101,7 @@ class LLMEngine:
 
     def _start(self, config: EngineConfig, explicit: set[str]) -> None:
         check_one_node(config)
+        check_no_other_servers(config)
         check_same_engines(config)
         setup_logging("library", config.observability.log_level)
         self._bars = ProgressBars()

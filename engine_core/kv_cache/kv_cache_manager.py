@@ -134,9 +134,11 @@ class KVCacheManager:
             TieredCache(self.specs, self.pools, indexes, policy, self.quota, self._hash, self.events)
         )
 
-    def lease_to(self, address: str, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def lease_to(
+        self, address: str, num_ranks: int, secret: bytes, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Keep blocks of prompts for other engines; the parameters are those of `Leases`."""
-        self.leases = Leases(self.specs, self.pools, address, num_ranks, clock)
+        self.leases = Leases(self.specs, self.pools, address, num_ranks, clock, secret)
 
     @property
     def num_blocks(self) -> int:

@@ -10,8 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from atom.shared.messages.kv_peers import LEASE_SLOTS, EndLeases, Lease, LeasedBlocks, LeasesReleased
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom.shared.utils.lease_seal import engine_name, seal, with_statement
 from atom.shared.utils.logger import RareWarning
 from engine_core.kv_cache.block_pool import BlockPool
 from engine_core.kv_cache.kv_plan import first_visible_block
@@ -48,8 +51,12 @@ class Leases:
         address: str,
         num_ranks: int,
         clock: Callable[[], float],
+        secret: bytes,
     ):
-        """`address`: `Lease.address`; `num_ranks`: workers, each of which has a reader in another engine."""
+        """`address`: `Lease.address`; `num_ranks`: workers, each of which has a reader in another engine.
+
+        The `secret` is for seals.
+        """
         self.num_ended_early = 0
         """Leases that ended before all ranks had released them."""
         self.is_wanted = False
@@ -60,6 +67,8 @@ class Leases:
         self._address = address
         self._num_ranks = num_ranks
         self._clock = clock
+        self._secret = secret
+        self._engine = engine_name(secret)
         self._block_size = next(one.block_size for one in specs if not isinstance(one, RecurrentStateSpec))
         self._full = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
         self._windows = [
@@ -91,7 +100,10 @@ class Leases:
         slot, generation = self._free_slots.popleft()
         self._granted[slot] = _Granted(slot, generation, self._clock(), tables)
         packed = [array("i", table).tobytes() for table in tables]
-        return LeasedBlocks(Lease(self._address, slot, generation), length, digests[-1], packed)
+        content = blocks.tokens.content(length * self._block_size)
+        return self._sealed(
+            LeasedBlocks(Lease(self._address, slot, generation, self._engine), length, content, packed)
+        )
 
     def released(self, message: LeasesReleased) -> list[list[list[int]]]:
         """Readers of a rank need leases no more; returns the tables of leases that have ended with this."""
@@ -160,6 +172,10 @@ class Leases:
         self._free_slots.append((lease.slot, lease.generation + 1))
         self._ended.append(lease.slot)
         return lease.tables
+
+    def _sealed(self, leased: LeasedBlocks) -> LeasedBlocks:
+        own = msgspec.structs.replace(leased.lease, seal=seal(with_statement(leased), self._secret))
+        return msgspec.structs.replace(leased, lease=own)
 
     def _usable(self, blocks: RequestBlocks) -> int:
         """The longest prefix, in blocks of the prompt, of which every group has what a later token needs."""

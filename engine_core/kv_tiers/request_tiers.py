@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from atom.shared.messages.kv_peers import LeasedBlocks
+from atom.shared.utils.lease_seal import with_statement
+from engine_core.requests.token_ids import TokenIds
 
 __all__ = ["PeerPrefix", "PrefixLookup", "SharedStore"]
 
@@ -12,25 +14,27 @@ __all__ = ["PeerPrefix", "PrefixLookup", "SharedStore"]
 class PeerPrefix:
     """The beginning of a prompt that another engine keeps in its cache for this request."""
 
-    def __init__(self, leased: LeasedBlocks):
-        """Raises ValueError for tables that are not made of numbers."""
-        self.lease = leased.lease
+    def __init__(self, leased: LeasedBlocks, tokens: TokenIds, block_size: int):
+        """`tokens` of the request: if the blocks are of others, none is found.
+
+        Raises ValueError for tables that are not made of numbers.
+        """
+        self.lease = with_statement(leased)
         self._length = leased.length
-        self._digest = leased.digest
         self._tables = [array("i", table) for table in leased.tables]
         self._index_of: dict[bytes, int] = {}
-        self._is_lost = False
+        end = leased.length * block_size
+        self._is_lost = end > len(tokens) or tokens.content(end) != leased.content
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether none of its blocks can be used."""
+        return self._is_lost
 
     def note(self, start: int, digests: Sequence[bytes]) -> None:
-        """The request's blocks from `start` on have these digests.
-
-        The last one that is leased must have the lease's: else the tokens are others, and none is found.
-        """
+        """The request's blocks from `start` on have these digests."""
         for index, digest in enumerate(digests[: max(self._length - start, 0)], start):
             self._index_of[digest] = index
-        last = self._length - 1 - start
-        if 0 <= last < len(digests) and digests[last] != self._digest:
-            self.drop()
 
     def find(self, group: int, digest: bytes) -> int | None:
         """The number, in the other engine, of the block with this digest."""

@@ -1,5 +1,6 @@
 """Token ids: the prompt that the sequences of one request share, and the output of each sequence."""
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 
@@ -8,6 +9,7 @@ from atom.shared.messages.images import PromptImage
 
 _SALT_MARK = bytes(8)
 """Precedes every salt, so that a salted root is longer than a digest."""
+_PLACE_BYTES = 8
 
 
 class Prompt:
@@ -111,3 +113,17 @@ class TokenIds:
         if end <= length:
             return prompt[start:end].tobytes()
         return (prompt[start:] + self.output[: end - length]).tobytes()
+
+    def content(self, end: int) -> bytes:
+        """SHA-256 of the salt, the ids before `end` and their images: equal in all servers, unlike digests.
+
+        Servers have seeds of their own for digests, which are short enough to collide where seeds are known.
+        """
+        prompt = self.prompt
+        found = hashlib.sha256(hashlib.sha256(prompt.root).digest())
+        for image in prompt.images:
+            if image.start < end:
+                place = image.start, image.rows, image.columns
+                found.update(image.key + b"".join(each.to_bytes(_PLACE_BYTES, "little") for each in place))
+        found.update(self.packed(0, end))
+        return found.digest()

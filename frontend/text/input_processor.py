@@ -25,7 +25,7 @@ from frontend.text.constraint import Constraint
 from frontend.text.reply_formats.base import ReasoningIds
 from frontend.text.tokenizer import Tokenizer, TooManyTokensError
 
-__all__ = ["MAX_EXCESS_TOKENS", "CheckedParams", "InputProcessor"]
+__all__ = ["MAX_EXCESS_TOKENS", "CheckedParams", "InputProcessor", "check_size"]
 
 # Texts to be truncated or only tokenized may have this many tokens beyond the context length.
 MAX_EXCESS_TOKENS = 1 << 18
@@ -229,20 +229,7 @@ class InputProcessor:
             grammar=checked.grammar,
             images=list(images),
         )
-        size = len(encode(request))
-        pixels = request.pixel_bytes
-        if size > MAX_FRAME_BYTES - _MARGIN_BYTES:
-            raise RequestError(
-                f"the images take {pixels} bytes inside the server, three for each pixel, and the request "
-                f"{size}, of {MAX_FRAME_BYTES - _MARGIN_BYTES} at most: send fewer or smaller images",
-                param="messages",
-            )
-        if (size := size - pixels) > MAX_ADD_REQUEST_BYTES:
-            raise RequestError(
-                f"the prompt and its parameters take {size} bytes inside the server, and at most "
-                f"{MAX_ADD_REQUEST_BYTES} are possible: send a shorter prompt, or fewer parameters",
-                param="prompt",
-            )
+        check_size(request)
         return request
 
     def _too_long_prediction(self) -> RequestError:
@@ -359,3 +346,21 @@ def _sampling(params: SamplingParams, seed: int, processors: LogitsProcessors | 
 
 def _unsigned_seed(seed: int | None) -> int:
     return secrets.randbits(64) if seed is None else seed % SEED_LIMIT
+
+
+def check_size(request: AddRequest) -> None:
+    """Raises RequestError for a request that is too large for a frame."""
+    size = len(encode(request))
+    pixels = request.pixel_bytes
+    if size > MAX_FRAME_BYTES - _MARGIN_BYTES:
+        raise RequestError(
+            f"the images take {pixels} bytes inside the server, three for each pixel, and the request "
+            f"{size}, of {MAX_FRAME_BYTES - _MARGIN_BYTES} at most: send fewer or smaller images",
+            param="messages",
+        )
+    if (size := size - pixels) > MAX_ADD_REQUEST_BYTES:
+        raise RequestError(
+            f"the prompt and its parameters take {size} bytes inside the server, and at most "
+            f"{MAX_ADD_REQUEST_BYTES} are possible: send a shorter prompt, or fewer parameters",
+            param="prompt",
+        )

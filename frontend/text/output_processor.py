@@ -19,6 +19,7 @@ from atom.shared.messages.engine import (
     TokenDeltas,
     unpack_ids,
 )
+from atom.shared.messages.kv_peers import LeasedBlocks
 from atom.shared.messages.resume import EndedSequence
 from atom.shared.utils.logger import get_logger
 from frontend.text.detokenizer import Detokenizer
@@ -111,6 +112,8 @@ class SequenceOutput(msgspec.Struct, gc=False):
     """Draft tokens that were verified."""
     num_accepted: int = 0
     """Those of them that are among `token_ids`."""
+    leased: LeasedBlocks | None = None
+    """Set with the end: what the engine keeps of the prompt for another server."""
 
     def merge(self, later: "SequenceOutput") -> None:
         """Append the following update to this one."""
@@ -132,6 +135,7 @@ class SequenceOutput(msgspec.Struct, gc=False):
         self.stop_reason = later.stop_reason
         self.error = later.error
         self.is_refused = later.is_refused
+        self.leased = later.leased
         if self.logprobs and later.logprobs:
             self.logprobs.extend(later.logprobs)
         else:
@@ -431,6 +435,7 @@ class OutputProcessor:
             update.reason = _raw_reason(end)
             update.error = end.message
             update.is_refused = end.reason is FinishReason.REFUSED
+            update.leased = end.leased
             if end.reason is FinishReason.STOP_TOKEN:
                 update.stop_reason = end.stop_token_id
         update.called = update.finished and state.called

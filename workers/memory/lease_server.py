@@ -4,7 +4,9 @@ A thread answers `AskLayout`, and collects the notifications of readers. It also
 which reads over TCP need on both sides.
 """
 
+import errno
 import threading
+import time
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
@@ -23,6 +25,9 @@ __all__ = ["LeaseServer", "cache_properties"]
 _POLL_MS = 2
 _STOP_S = 5.0
 _QUESTION_BYTES = 64
+_UNREAD_ANSWERS = 8
+"""Most answers of one connection that it does not read."""
+_BIND_AGAIN_S = 1.0
 _MOST_RELEASED = 4096
 
 
@@ -36,8 +41,12 @@ class LeaseServer:
         rank: int,
         groups: Sequence[BlockRows],
         properties: dict[str, str],
+        secret: bytes,
     ):
-        """`groups` by KV group. Raises TransferError, or ZMQError if the endpoint cannot be bound."""
+        """`groups` by KV group; the `secret` is that of its leases. Raises TransferError.
+
+        A port that is in use is waited for: while servers replace one another, the earlier one still has it.
+        """
         self._agent = agent
         self._rank = rank
         self._released: SimpleQueue[tuple[int, int]] = SimpleQueue()
@@ -57,6 +66,7 @@ class LeaseServer:
                 [group.num_blocks for group in groups],
                 [[TensorPlace(*place) for place in group.places] for group in groups],
                 properties,
+                secret,
             )
         )
         self._decoder: Decoder[AskLayout] = Decoder(AskLayout, _QUESTION_BYTES)
@@ -64,7 +74,11 @@ class LeaseServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES)
-        self._socket.bind(endpoint)
+        self._socket.setsockopt(zmq.SNDHWM, _UNREAD_ANSWERS)
+        self._endpoint = endpoint
+        self._bind_at = 0.0
+        """When to try to bind the socket again."""
+        self._is_bound = self._bind()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-leases", daemon=True)
         self._thread.start()
@@ -94,6 +108,8 @@ class LeaseServer:
 
     def _run(self) -> None:
         while not self._closing.is_set():
+            if not self._is_bound and time.monotonic() >= self._bind_at:
+                self._is_bound = self._bind()
             if self._socket.poll(_POLL_MS):
                 self._answer()
             try:
@@ -106,6 +122,26 @@ class LeaseServer:
                 if (lease := decode_release(message)) is not None:
                     self._released.put(lease)
 
+    def _bind(self) -> bool:
+        """Whether the socket is bound; not while its port is in use. Raises TransferError."""
+        try:
+            self._socket.bind(self._endpoint)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE:
+                self._context.destroy(linger=0)
+                raise TransferError(
+                    f"KV blocks cannot be offered at {self._endpoint}: {error.strerror}: give an address of "
+                    "this host in --kv-transfer-host"
+                ) from None
+            self._warning.log(
+                f"{self._endpoint} is in use, so that other servers cannot read this one's KV blocks yet: "
+                "unless this server replaces the one that has it, stop that, or give another "
+                "--kv-transfer-port"
+            )
+            self._bind_at = time.monotonic() + _BIND_AGAIN_S
+            return False
+        return True
+
     def _answer(self) -> None:
         frames = self._socket.recv_multipart()
         try:
@@ -116,9 +152,16 @@ class LeaseServer:
         self._socket.send_multipart([*frames[:-1], self._layout])
 
 
-def cache_properties(block_size: int, ranks: int, dtype: str, groups: Sequence[BlockRows]) -> dict[str, str]:
-    """By name, what must be alike in two engines of which one reads the other's blocks."""
+def cache_properties(
+    block_size: int, ranks: int, dtype: str, groups: Sequence[BlockRows], fingerprint: str
+) -> dict[str, str]:
+    """By name, what must be alike in two engines of which one reads the other's blocks.
+
+    The `fingerprint`, if any, is that of all on which blocks depend.
+    """
     layers = [layout for group in groups for layout in group.layouts]
     found = {"block size": str(block_size), "ranks": str(ranks), "dtype": dtype}
+    if fingerprint:
+        found["fingerprint of version, model and settings"] = fingerprint
     found["tensors"] = str(len(layers))
     return found | {f"tensor {index}": layout for index, layout in enumerate(layers)}

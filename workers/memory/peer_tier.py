@@ -3,8 +3,9 @@
     core   ──CopyBlocks with a lease──▶  library: blocks of the peer ─▶ a buffer ─▶ rows of bytes ─▶ cache
            ──ReleaseLease─────────────▶  notification to the peer
 
-The peer does nothing for a read. So the word of the lease is read after the blocks: as long as it is the
-lease's generation, the peer has not let the blocks be overwritten. What fails, or is late, is missing.
+A lease that clients have carried may be forged, and is used only with the peer's seal. The peer does nothing
+for a read. So the word of the lease is read after the blocks: as long as it is the lease's generation, the
+peer has not let the blocks be overwritten. What fails, or is late, is missing.
 """
 
 import contextlib
@@ -17,10 +18,11 @@ import torch
 import zmq
 from numpy.typing import NDArray
 
-from atom.shared.messages.codec import Decoder, WireError, encode
+from atom.shared.messages.codec import MAX_FRAME_BYTES, Decoder, WireError, encode
 from atom.shared.messages.kv_peers import LEASE_SLOTS, AskLayout, Lease, PeerLayout, TensorPlace
 from atom.shared.messages.kv_tiers import BlockCopy
 from atom.shared.utils.errors import one_line
+from atom.shared.utils.lease_seal import engine_name, is_sealed
 from atom.shared.utils.logger import RareWarning
 from parallel.transfer.nixl_agent import (
     DEVICE_MEMORY,
@@ -39,18 +41,25 @@ _ASK_S = 2.0
 _READ_S = 5.0
 _PAUSE_S = 10.0
 _MOST_PEERS = 64
+_MOST_MET = 4096
 _WORD_BYTES = 8
+_TCP = "tcp://"
 
 
 def rank_address(address: str, rank: int) -> str:
     """Where the worker of a rank responds, of the engine whose leases have this address."""
-    return f"{address}-{rank}"
+    if not address.startswith(_TCP):
+        return f"{address}-{rank}"
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
     name: str
     layout: PeerLayout
+    engine: str
+    """`Lease.engine`."""
 
 
 class PeerTier:
@@ -80,6 +89,10 @@ class PeerTier:
         self._peers: dict[str, _Peer] = {}
         self._paused: dict[str, float] = {}
         """By address, until when an engine is left alone that could not be read."""
+        self._met: dict[str, None] = {}
+        """Addresses of engines that have responded."""
+        self._no_first_until = 0.0
+        """Until when no other engine is asked."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder: Decoder[PeerLayout] = Decoder(PeerLayout)
         self._warning = RareWarning()
@@ -91,7 +104,7 @@ class PeerTier:
         deadline = time.monotonic() + _READ_S
         count = 0
         try:
-            peer = self._peer(lease.address)
+            peer = self._peer(lease)
             most = self._rows_at_once(rows_NS.shape[1])
             for start in range(0, len(copies), most):
                 part = copies[start : start + most]
@@ -99,16 +112,15 @@ class PeerTier:
                 count += len(part)
         except TransferError as error:
             self._warning.log(f"KV blocks of another engine are computed again: {lease.address}: {error}")
-            if not isinstance(error, LeaseEndedError):
-                self._leave_alone(lease.address)
+            self._failed(lease, error)
         return list(range(count, len(copies)))
 
     def release(self, lease: Lease) -> None:
         """Tell the engine of a lease that it is not needed any more; if that fails, its deadline ends it."""
         try:
-            self._agent.notify(self._peer(lease.address).name, encode_release(lease))
-        except TransferError:
-            self._leave_alone(lease.address)
+            self._agent.notify(self._peer(lease).name, encode_release(lease))
+        except TransferError as error:
+            self._failed(lease, error)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -167,27 +179,63 @@ class PeerTier:
 
     # Peers
 
-    def _peer(self, address: str) -> _Peer:
-        """The worker of this rank in another engine. Raises TransferError."""
+    def _peer(self, lease: Lease) -> _Peer:
+        """The worker of this rank in the engine that has granted the lease. Raises TransferError."""
+        address = lease.address
         if time.monotonic() < self._paused.get(address, 0.0):
             raise TransferError("it could not be read a moment ago")
-        if (known := self._peers.get(address)) is not None:
+        peer = self._peers.get(address)
+        if peer is None or peer.engine != lease.engine:
+            peer = self._connect(address)
+        if peer.engine != lease.engine:
+            raise LeaseEndedError("its engine has been started again, or replaced, since it kept them")
+        if not is_sealed(lease, peer.layout.secret):
+            raise LeaseEndedError("its engine has not granted the lease that the request names")
+        return peer
+
+    def _connect(self, address: str) -> _Peer:
+        """Ask the worker of this rank for its layout. Raises TransferError."""
+        if self._late and address in self._peers:
+            raise LeaseEndedError("reads that began earlier have not ended")
+        layout = self._first_layout(address) if address not in self._met else self._layout(address)
+        known = self._peers.get(address)
+        if known is not None and known.layout.secret == layout.secret:
             return known
-        layout = self._ask(rank_address(address, self._rank))
+        self._forget(address)
+        self._met[address] = None
+        if len(self._met) > _MOST_MET:
+            del self._met[next(iter(self._met))]
         for name in sorted(self._own.keys() | layout.properties.keys()):
             own, other = self._own.get(name, "none"), layout.properties.get(name, "none")
             if own != other:
                 raise TransferError(f"its KV cache has another layout: {name} is {other:.80}, here {own:.80}")
         if len(self._peers) >= _MOST_PEERS and not self._late:
             self._forget(next(iter(self._peers)))
-        peer = _Peer(self._agent.connect(layout.agent), layout)
+        peer = _Peer(self._agent.connect(layout.agent), layout, engine_name(layout.secret))
         self._peers[address] = peer
         return peer
+
+    def _layout(self, address: str) -> PeerLayout:
+        return self._ask(rank_address(address, self._rank))
+
+    def _first_layout(self, address: str) -> PeerLayout:
+        """That of an engine that has never responded: clients may name many that are not there.
+
+        Each takes the time of others' reads, so after one that does not respond the next is asked later.
+        """
+        if time.monotonic() < self._no_first_until:
+            raise LeaseEndedError("another engine that was asked for the first time did not respond just now")
+        try:
+            return self._layout(address)
+        except TransferError:
+            self._no_first_until = time.monotonic() + _PAUSE_S
+            raise
 
     def _ask(self, endpoint: str) -> PeerLayout:
         socket = self._context.socket(zmq.REQ)
         try:
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
             socket.connect(endpoint)
             socket.send(encode(AskLayout()))
             if not socket.poll(int(_ASK_S * 1000)):
@@ -202,9 +250,12 @@ class PeerTier:
         if (peer := self._peers.pop(address, None)) is not None:
             self._agent.disconnect(peer.name)
 
-    def _leave_alone(self, address: str) -> None:
-        """Forget an engine, and ask it again only after a while."""
+    def _failed(self, lease: Lease, error: TransferError) -> None:
+        """Forget an engine, and ask it again only after a while, unless only the lease is at fault."""
+        address = lease.address
         now = time.monotonic()
+        if isinstance(error, LeaseEndedError) or now < self._paused.get(address, 0.0):
+            return  # a pause must end, however many requests come meanwhile
         if not self._late:  # else the library may still write to a buffer: it must tell when it does not
             self._forget(address)
         self._paused = {each: until for each, until in self._paused.items() if until > now}
@@ -212,7 +263,7 @@ class PeerTier:
 
 
 class LeaseEndedError(TransferError):
-    """The blocks may have been overwritten while they were read."""
+    """The engine does not hold the blocks: they may have been overwritten while they were read."""
 
 
 def encode_release(lease: Lease) -> bytes:

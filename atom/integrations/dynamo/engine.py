@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from atom.engine.engine_host import check_no_other_servers
 from atom.engine.engine_service import EngineService
 from atom.integrations.dynamo.card import write_card
 from atom.integrations.dynamo.reply import Reply
@@ -28,7 +29,9 @@ class DynamoEngine:
         """`explicit` names the settings that the user gave; `on_death` gets the cause, in the event loop.
 
         Requests whose engine ends fail: Dynamo sends the rest of them to another worker.
+        Raises ValueError for a configuration that needs another program.
         """
+        check_no_other_servers(config)
         self._service = EngineService(config, explicit, with_text=False, on_death=on_death)
 
     @property

@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from atom.shared.config.fields import OBJECT, bytes_from
+from atom.shared.config.fields import NAMES, OBJECT, bytes_from
+
+DEFAULT_TRANSFER_PORT = 5600
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,12 @@ class CacheConfig:
     """Find blocks in --kv-offload-dir that other servers store while this one runs, too."""
     kv_transfer_config: Annotated[str, OBJECT] | None = None
     """JSON object with vLLM's keys kv_connector and kv_role: kv_producer, kv_consumer or kv_both."""
+    kv_transfer_host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    """IPv4 address of this server at which others read the KV blocks of its prompts, with NixlConnector."""
+    kv_transfer_port: Annotated[int, Meta(ge=1, le=65535)] = DEFAULT_TRANSFER_PORT
+    """First of the ports there; each worker of each engine has one."""
+    kv_transfer_peers: Annotated[str, NAMES] = "127.0.0.1"
+    """Servers whose KV blocks requests may name: ADDRESS[/BITS][:PORT],…; PORT is 5600 if omitted."""
     kv_events_config: Annotated[str, OBJECT] | None = None
     """JSON object; '{"enable_kv_cache_events": true}' publishes what the prefix cache gains and loses."""
 

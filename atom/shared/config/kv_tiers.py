@@ -2,7 +2,8 @@
 
 from atom.shared.config.cache import CacheConfig
 from atom.shared.config.fields import ConfigError
-from atom.shared.config.kv_transfer import KVRole, kv_role, nixl_problem, reads_peers
+from atom.shared.config.kv_peers import check_prompt_transfer
+from atom.shared.config.kv_transfer import kv_role, nixl_problem, reads_peers
 from atom.shared.config.parallel import ParallelConfig
 from atom.shared.utils.redis_client import hiredis_problem, parse_redis_url
 
@@ -18,7 +19,7 @@ def check_kv_tiers(cache: CacheConfig, parallel: ParallelConfig) -> None:
             f"--prefill-engines has both roles in one server: omit it, or {role} in --kv-transfer-config"
         )
     if reads_peers(cache):
-        _check_nixl(cache, parallel, role)
+        _check_nixl(cache, parallel)
     _check_prefill_engines(cache, parallel)
 
 
@@ -58,16 +59,13 @@ def _check_remote(cache: CacheConfig) -> None:
         raise ConfigError(f"--kv-offload-remote-url: {problem}")
 
 
-def _check_nixl(cache: CacheConfig, parallel: ParallelConfig, role: KVRole) -> None:
+def _check_nixl(cache: CacheConfig, parallel: ParallelConfig) -> None:
     flag = "--kv-transfer-config: NixlConnector"
-    if role != "kv_both" or not parallel.prefill_engines:
-        raise ConfigError(
-            f"{flag} is for the engines of one server: give --prefill-engines, and the kv_role kv_both"
-        )
     if not cache.enable_prefix_caching:
         raise ConfigError(f"{flag} gives blocks to the prefix cache: omit --no-enable-prefix-caching")
     if parallel.nnodes > 1:
         raise ConfigError(f"{flag} is not supported on several nodes: use --kv-offload-remote-url")
+    check_prompt_transfer(cache, parallel)
     if problem := nixl_problem():
         raise ConfigError(f"{flag}: {problem}")
 

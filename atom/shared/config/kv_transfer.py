@@ -1,8 +1,8 @@
 """What `--kv-transfer-config` says: which server computes prompts, and which goes on with them. vLLM's keys.
 
 The connector names the tier of KV blocks that stands in for it; the tier has flags of its own.
-`NixlConnector` has none: the engines that generate read blocks from the memory of engines with prompts
-(`--prefill-engines`).
+`NixlConnector` has none: the engines that generate read blocks from the memory of those that computed a
+prompt, in the same server (`--prefill-engines`) or in another one (`atom.shared.config.kv_peers`).
 """
 
 from importlib.util import find_spec
@@ -87,7 +87,7 @@ def _tier(connector: Any) -> str:
     if not isinstance(connector, str) or connector not in _TIERS:
         raise ConfigError(
             f"{_FLAG}: kv_connector {connector!r:.80} is not supported: use {', '.join(_TIERS)} for "
-            f"blocks that go through tiers, or {_NIXL} for the engines of one server (--prefill-engines)"
+            f"blocks that go through tiers, or {_NIXL} for those that go from memory to memory"
         )
     return _TIERS[connector]
 

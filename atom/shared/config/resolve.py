@@ -15,6 +15,7 @@ from atom.shared.config.engine import EngineConfig
 from atom.shared.config.fields import ConfigError
 from atom.shared.config.images import image_limit
 from atom.shared.config.kv_events import kv_events_config
+from atom.shared.config.kv_peers import PromptTransfer, prompt_transfer
 from atom.shared.config.kv_quantization import FP8, kv_format
 from atom.shared.config.kv_tiers import check_kv_tiers
 from atom.shared.config.model import ModelConfig
@@ -332,6 +333,17 @@ def _threads(
     return replace(device, cpu_threads=max(1, threads))
 
 
+def _without_other_servers(transfer: PromptTransfer) -> dict[str, str]:
+    """By setting, why it has no effect."""
+    needed = "it needs NixlConnector in --kv-transfer-config, without --prefill-engines and as"
+    reasons = {}
+    if not transfer.gives:
+        reasons = dict.fromkeys(("kv_transfer_host", "kv_transfer_port"), f"{needed} kv_producer or kv_both")
+    if not transfer.takes:
+        reasons["kv_transfer_peers"] = f"{needed} kv_consumer or kv_both"
+    return reasons
+
+
 def _without_effect(
     config: EngineConfig, checkpoint: Checkpoint, explicit: set[str], device: Device
 ) -> list[str]:
@@ -377,6 +389,7 @@ def _without_effect(
         reasons["eplb_config"] = "it needs --enable-eplb"
     if not config.parallel.prefill_engines:
         reasons["prefill_min_tokens"] = "it needs --prefill-engines"
+    reasons |= _without_other_servers(prompt_transfer(cache, config.parallel))
     if not config.parallel.lockstep:
         reasons["all2all_backend"] = (
             "tokens travel between data-parallel ranks that share experts: it acts with "

@@ -1,5 +1,8 @@
 """Messages about KV blocks that one engine reads from the cache of another: NixlConnector.
 
+Both engines are of one server, as drawn here, or of two: then requests carry what `LeasedBlocks` has, through
+clients or a router, which are not trusted. So leases are sealed (`atom.shared.utils.lease_seal`).
+
     engine with the prompt                      engine that generates
     core      ── Finished(LeasedBlocks) ── frontend ── AddRequest(LeasedBlocks) ──▶  core
     worker r  ◀─ AskLayout, PeerLayout: once for each life ────────────────────────  worker r
@@ -39,6 +42,12 @@ class Lease(msgspec.Struct, array_like=True, frozen=True, gc=False):
     slot: int
     generation: int
     """Leases of that slot that have ended before."""
+    engine: str = ""
+    """`engine_name` of the life that has granted it."""
+    statement: bytes = b""
+    """`statement` of the blocks that it is for; whoever reads them fills it in."""
+    seal: bytes = b""
+    """`seal` of all this."""
 
 
 class LeasedBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -47,8 +56,8 @@ class LeasedBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
     lease: Lease
     length: int
     """Blocks of the prompt's beginning."""
-    digest: bytes
-    """Digest of the last one, and so of all tokens before its end."""
+    content: bytes
+    """`TokenIds.content` of these blocks, which is the same in all servers."""
     tables: list[bytes]
     """By KV group: packed int32, the numbers of the last blocks up to `length` that the group needs."""
 
@@ -104,3 +113,5 @@ class PeerLayout(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """By KV group, in the order in which a row of a block has them."""
     properties: dict[str, str]
     """By name, what must be alike in both engines."""
+    secret: bytes = b""
+    """With which the engine seals its leases."""

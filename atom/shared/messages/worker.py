@@ -173,6 +173,8 @@ class AllocateKV(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """That of the blocks' digests, unsigned 64 bit; servers that share a remote tier agree on it."""
     lease_address: str = ""
     """`Lease.address` of this engine's leases; empty: it grants none."""
+    lease_secret: bytes = b""
+    """With which it seals them."""
 
 
 class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):

@@ -8,6 +8,7 @@ import msgspec
 from frontend.api.chat.schema import ChatChoice, ChatLogprobs, ChatResponse, FunctionCall, Reply, ToolCall
 from frontend.api.generation.chunks import ChunkRenderer
 from frontend.api.generation.generate_request import GenerateRequest
+from frontend.api.generation.kv_transfer import response_params
 from frontend.api.generation.logprobs import chat_logprobs, prompt_logprobs
 from frontend.api.generation.reasons import openai_reason
 from frontend.api.schemas.generation import Usage
@@ -46,6 +47,8 @@ class _ChatForm:
             response.prompt_logprobs = prompt_logprobs(
                 options.tokens, first.prompt_logprobs, options.prompt_logprobs
             )
+        if options.hands_over:
+            response.kv_transfer_params = response_params(results, options.hands_over)
         if options.prompt_ids:
             response.prompt_token_ids = request.prompt(0).ids
         return response

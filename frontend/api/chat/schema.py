@@ -15,6 +15,7 @@ from frontend.api.schemas.generation import (
     PromptLogprob,
     Usage,
 )
+from frontend.api.schemas.kv_transfer import KVTransferParams
 from frontend.errors import RequestError
 from frontend.images.image_parts import IMAGE_URL
 
@@ -176,6 +177,8 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     usage: Usage
     prompt_logprobs: list[PromptLogprob | None] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    kv_transfer_params: KVTransferParams | msgspec.UnsetType | None = msgspec.UNSET
+    """With do_remote_decode: what a router sends on to the server that generates; null if nothing is kept."""
     warnings: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -8,6 +8,7 @@ import msgspec
 from frontend.api.completions.schema import CompletionChoice, CompletionLogprobs, CompletionResponse
 from frontend.api.generation.chunks import ChunkRenderer
 from frontend.api.generation.generate_request import GenerateRequest
+from frontend.api.generation.kv_transfer import response_params
 from frontend.api.generation.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from frontend.api.generation.reasons import openai_reason
 from frontend.api.schemas.generation import Usage
@@ -30,6 +31,7 @@ class _CompletionForm:
 
     def response(self, results: list[SequenceOutput], usage: Usage) -> CompletionResponse:
         request = self._request
+        hands_over = request.options.hands_over
         return CompletionResponse(
             id=request.id,
             created=request.created,
@@ -37,6 +39,7 @@ class _CompletionForm:
             system_fingerprint=request.fingerprint,
             choices=[self._choice(index, result) for index, result in enumerate(results)],
             usage=usage,
+            kv_transfer_params=response_params(results, hands_over) if hands_over else msgspec.UNSET,
             warnings=request.warnings or msgspec.UNSET,
         )
 

@@ -14,6 +14,7 @@ from frontend.api.schemas.generation import (
     PromptLogprob,
     Usage,
 )
+from frontend.api.schemas.kv_transfer import KVTransferParams
 
 __all__ = [
     "COMPLETIONS",
@@ -74,6 +75,8 @@ class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
+    kv_transfer_params: KVTransferParams | msgspec.UnsetType | None = msgspec.UNSET
+    """With do_remote_decode: what a router sends on to the server that generates; null if nothing is kept."""
     warnings: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -35,6 +35,8 @@ class ResponseOptions:
     """Whether a stream ends with the usage."""
     continuous_usage: bool = False
     reasoning: bool = True
+    hands_over: int = 0
+    """If the prompt is kept for another server: the workers of each engine here, else 0."""
 
     @property
     def details(self) -> bool:

@@ -23,6 +23,7 @@ from frontend.api.generation.caller import Caller
 from frontend.api.generation.endpoint import Endpoint, ParsedRequest
 from frontend.api.generation.field_checks import check_stream_options, checked_timeout, prompt_logprobs
 from frontend.api.generation.generate_request import TOKEN_BYTES, GenerateRequest, ResponseOptions
+from frontend.api.generation.kv_transfer import HandOver, TransferRules
 from frontend.api.generation.logprobs import TokenFormatter
 from frontend.api.generation.prompt_images import Grids, PromptImages
 from frontend.api.generation.prompts import Prompt, given_id, salt, text_offsets
@@ -42,7 +43,7 @@ from frontend.errors import DeadlineError, RequestError
 from frontend.text.constraint import Constraint
 from frontend.text.detokenizer import decode
 from frontend.text.grammar_compiler import GrammarCompiler
-from frontend.text.input_processor import InputProcessor
+from frontend.text.input_processor import InputProcessor, check_size
 from frontend.text.output_processor import TextOptions
 from frontend.text.text_executor import TextExecutor
 
@@ -59,6 +60,7 @@ class ServingOptions:
     has_tokenizer: bool
     fingerprint: str
     """Equal for two servers that generate the same responses."""
+    transfer: TransferRules = dataclasses.field(default_factory=TransferRules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,7 @@ class _Checked:
     """What the output must be; None: any text."""
     shown_bytes: int
     """As in GenerateRequest."""
+    hand_over: HandOver
 
 
 class RequestPreparer:
@@ -215,6 +218,9 @@ class RequestPreparer:
         name = given_id(fields, caller) or secrets.token_hex(16)
         cache_salt = salt(fields.cache_salt, caller)
         prompts, params = self._prompts(parsed, options)
+        hand_over = self._options.transfer.hand_over(fields, len(prompts), parsed.warnings)
+        if hand_over.stores_prompt:
+            options = dataclasses.replace(options, hands_over=self._options.transfer.tp_size)
         prediction = fields.prediction
         shown = _shown_bytes(parsed, options, prompts, params[0].n)
         memory = self._client.output_memory
@@ -234,6 +240,7 @@ class RequestPreparer:
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
             constraint=None if options.score_only else reply_constraint(fields, prompts[0]),
             shown_bytes=shown,
+            hand_over=hand_over,
         )
 
     def _response_options(self, parsed: ParsedRequest) -> ResponseOptions:
@@ -344,6 +351,12 @@ class RequestPreparer:
                 prediction_ids=checked.prediction_ids,
                 images=prompt.images,
             )
+            hand_over = checked.hand_over
+            if hand_over != HandOver():
+                request = msgspec.structs.replace(
+                    request, stores_prompt=hand_over.stores_prompt, leased=hand_over.leased
+                )
+                check_size(request)
             requests.append(request)
         return requests
 

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from frontend.api.schemas.fields import Schema
+from frontend.api.schemas.kv_transfer import KV_TRANSFER_PARAMS, KVTransferParams
 from frontend.api.schemas.structured_output import (
     RESPONSE_FORMAT,
     STRUCTURED_OUTPUTS,
@@ -120,6 +121,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    kv_transfer_params: KVTransferParams | None = None
+    """Hands a prompt over to another server, or takes one over."""
     request_id: str | None = None
     """Becomes part of the response id; takes precedence over the X-Request-Id header."""
 
@@ -172,6 +175,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 NESTED: dict[str, Schema[Any] | None] = {
     "guided_json": None,
+    "kv_transfer_params": KV_TRANSFER_PARAMS,
     "logit_bias": None,
     "prediction": Schema(Prediction, neutral={}, harmless=frozenset()),
     "response_format": RESPONSE_FORMAT,
@@ -209,7 +213,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "ebnf": (),
     "guided_decoding_backend": (),
-    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),

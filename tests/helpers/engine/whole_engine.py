@@ -13,6 +13,7 @@ from atom.shared.messages.images import LoadImage
 from atom.shared.messages.kv_peers import LeasedBlocks
 from atom.shared.messages.kv_tiers import TierSlots
 from atom.shared.messages.worker import AllocateKV, BatchResult, KVSpec
+from atom.shared.utils.lease_seal import new_secret
 from engine_core.core import EngineCore
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.requests.images import ImageRegistry
@@ -62,7 +63,16 @@ class WholeEngine:
         specs = list(specs) or worker.load().kv_specs
         if isinstance(num_blocks, int):
             num_blocks = [num_blocks] * len(specs)
-        worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN, list(tiers), lease_address=lease_address))
+        secret = new_secret()
+        worker.allocate(
+            AllocateKV(
+                list(num_blocks),
+                MAX_MODEL_LEN,
+                list(tiers),
+                lease_address=lease_address,
+                lease_secret=secret,
+            )
+        )
         speculative = worker._config.speculative
         limits = Limits(
             max_rows,
@@ -75,7 +85,7 @@ class WholeEngine:
         if tiers:
             self.kv.offload_to(tiers, is_shared=any(tier.by_content for tier in tiers))
         if lease_address:
-            self.kv.lease_to(lease_address, 1)
+            self.kv.lease_to(lease_address, 1, secret)
         settings = worker._checkpoint.images
         images = ImageRegistry()
         if settings is not None:

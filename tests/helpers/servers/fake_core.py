@@ -32,6 +32,7 @@ from atom.shared.messages.engine import (
     unpack_ids,
 )
 from atom.shared.messages.grammar import GetGrammar, GrammarBytes
+from atom.shared.messages.kv_peers import LeasedBlocks
 from atom.shared.messages.launch import EngineAddress
 from atom.shared.messages.profile import Profile, ProfileResult
 from atom.shared.messages.resume import Claim, Claimed, ClaimedRequest, ClaimedSequence, EndedSequence
@@ -77,6 +78,8 @@ class Script:
     """Draft tokens that each step verifies."""
     dies_after: int = -1
     """Tokens after which the core dies of the request; -1: never."""
+    leased: LeasedBlocks | None = None
+    """What the core keeps of the prompt."""
 
 
 @dataclass
@@ -292,7 +295,7 @@ class FakeCore:
                     prompts += _prompt_chunks(running.request)
                 running.sent += len(new)
             if running.sent >= len(script.ids) and script.reason is not None:
-                end = Finished(request_id, script.reason, script.stop_token_id, script.message)
+                end = Finished(request_id, script.reason, script.stop_token_id, script.message, script.leased)
                 finished.append(end)
                 del self._running[request_id]
         if not rows and not finished:

@@ -14,6 +14,7 @@ from typing import Any
 
 import uvloop
 
+from atom.shared.config.cache import CacheConfig
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.model import ModelConfig
@@ -97,6 +98,7 @@ def running_frontend(
     model: ModelConfig | None = None,
     max_replays: int = 3,
     port: int = 0,
+    cache: CacheConfig | None = None,
     **fields: Any,
 ) -> Iterator[Client]:
     """The app in front of the engines `core`; ready to serve unless `wait` is false.
@@ -114,6 +116,7 @@ def running_frontend(
         replace(
             CONFIG,
             model=model or CONFIG.model,
+            cache=cache or CONFIG.cache,
             observability=observability or CONFIG.observability,
             parallel=ParallelConfig(data_parallel_size=len(cores)),
             reliability=ReliabilityConfig(max_replays=max_replays),

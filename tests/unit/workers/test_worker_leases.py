@@ -3,6 +3,7 @@
 Blocks that no request and no lease uses hold NaN, so that reading one changes the output.
 """
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,9 +33,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNixl:
 class Pair:
     """An engine for prompts, and one that generates."""
 
-    def __init__(self, checkpoint: Checkpoint, num_groups: int, directory: Path):
+    def __init__(
+        self, checkpoint: Checkpoint, num_groups: int, directory: Path, of_prompts: Checkpoint | None = None
+    ):
         self._workers = [
-            Worker(engine_config(), checkpoint, place(), lambda *progress: None) for _ in range(2)
+            Worker(engine_config(), each, place(), lambda *progress: None)
+            for each in (of_prompts or checkpoint, checkpoint)
         ]
         blocks = [18] * num_groups
         self.prefill = WholeEngine(self._workers[0], blocks, lease_address=f"ipc://{directory}/kv")
@@ -120,6 +124,26 @@ def test_what_the_reader_has_is_not_read(pair: Pair, fake: FakeNixl) -> None:
     pair.until_free()
 
 
+def test_blocks_of_other_weights_are_computed(
+    tmp_path: Path, fake: FakeNixl, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, own = save_tiny(tiny("llama-gqa"), tmp_path / "model")
+    _, other = save_tiny(tiny("llama-gqa"), tmp_path / "other")
+    (weights,) = (tmp_path / "other").glob("*.safetensors")
+    damaged = bytearray(weights.read_bytes())
+    damaged[-3] ^= 1
+    weights.write_bytes(damaged)
+    pair = Pair(own, 1, tmp_path, other)
+    prompt = prompt_of(40, 11)
+    first, leased = pair.leased(prompt)
+    assert leased is not None
+    with caplog.at_level(logging.WARNING):
+        pair.rest(prompt, first, leased)
+    assert pair.loaded() == 0 == fake.num_reads
+    assert "fingerprint of version, model and settings is" in caplog.text
+    pair.close()
+
+
 def test_a_failed_read_is_computed(pair: Pair, fake: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(40, 2)
     ids = expected(pair, prompt)
@@ -145,7 +169,7 @@ def test_an_engine_that_has_ended_is_computed(pair: Pair, monkeypatch: pytest.Mo
     ids = expected(pair, prompt)
     first, leased = pair.leased(prompt)
     assert leased is not None
-    gone = LeasedBlocks(Lease("ipc:///nowhere", 0, 0), leased.length, leased.digest, leased.tables)
+    gone = LeasedBlocks(Lease("ipc:///nowhere", 0, 0), leased.length, leased.content, leased.tables)
     assert pair.rest(prompt, first, gone) == ids and pair.loaded() == 0
 
 

@@ -1,11 +1,14 @@
 """A lease keeps a prompt's blocks until all ranks have released it, or its time is over."""
 
+import msgspec
 import pytest
 
 from atom.shared.messages.engine import pack_ids, unpack_ids
+from atom.shared.messages.images import PromptImage
 from atom.shared.messages.kv_peers import LEASE_SLOTS, EndLeases, LeasedBlocks, LeasesReleased
 from atom.shared.messages.kv_tiers import PEER, CopyBlocks, TierSlots
 from atom.shared.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom.shared.utils.lease_seal import engine_name, is_sealed, with_statement
 from engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from engine_core.kv_cache.request_blocks import RequestBlocks
 from engine_core.kv_tiers.leases import LEASE_S, Leases
@@ -18,15 +21,16 @@ WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=6)
 STATE = RecurrentStateSpec(bytes_per_slot=1)
 PROMPT = list(range(22))
 RANKS = 2
+SECRET = b"of this engine"
 
 
 class Engine:
     """The cache of an engine that computes prompts."""
 
-    def __init__(self, *specs: KVSpec, blocks: int = 12):
+    def __init__(self, *specs: KVSpec, blocks: int = 12, seed: int = 7):
         self.clock = Clock()
-        self.kv = KVCacheManager(specs, [blocks] * len(specs), 32, seed=7)
-        self.kv.lease_to("ipc://kv", RANKS, self.clock)
+        self.kv = KVCacheManager(specs, [blocks] * len(specs), 32, seed=seed)
+        self.kv.lease_to("ipc://kv", RANKS, SECRET, self.clock)
         assert self.kv.leases is not None
         self.leases: Leases = self.kv.leases
         self._step = 0
@@ -82,8 +86,9 @@ def test_a_window_keeps_its_last_blocks() -> None:
     engine = Engine(FULL, WINDOW)
     leased = engine.grant()
     assert [len(unpack_ids(table)) for table in leased.tables] == [5, 2]
-    prefix = PeerPrefix(leased)
-    digests, _ = engine.compute(PROMPT).hashes(0, 5)
+    blocks = engine.compute(PROMPT)
+    prefix = PeerPrefix(leased, blocks.tokens, 4)
+    digests, _ = blocks.hashes(0, 5)
     prefix.note(0, digests)
     assert prefix.find(0, digests[0]) == unpack_ids(leased.tables[0])[0]
     assert prefix.find(1, digests[2]) is None and prefix.find(2, digests[4]) is None
@@ -94,12 +99,47 @@ def test_a_window_keeps_its_last_blocks() -> None:
 
 def test_other_tokens_are_not_found() -> None:
     engine = Engine(FULL, blocks=20)
-    prefix = PeerPrefix(engine.grant())
-    digests, _ = engine.compute([*PROMPT[:17], 99, 98, 97]).hashes(0, 5)
-    prefix.note(0, digests[:2])
-    assert prefix.find(0, digests[0]) is not None
-    prefix.note(2, digests[2:])
-    assert prefix.find(0, digests[0]) is None
+    leased = engine.grant()
+    digests, _ = engine.compute(PROMPT).hashes(0, 5)
+    for prompt, salt, is_found in (
+        (PROMPT, "", True),
+        ([*PROMPT[:20], 98], "", True),
+        ([*PROMPT[:19], 99, 98], "", False),
+        (PROMPT[:19], "", False),
+        (PROMPT, "of a tenant", False),
+    ):
+        prefix = PeerPrefix(leased, TokenIds(Prompt(pack_ids(prompt), salt)), 4)
+        prefix.note(0, digests)
+        assert (prefix.find(0, digests[0]) is not None) is is_found
+
+
+def test_images_are_part_of_the_content() -> None:
+    def content(*images: PromptImage) -> bytes:
+        return TokenIds(Prompt(pack_ids(PROMPT), images=images)).content(20)
+
+    image = PromptImage(b"k" * 16, 4, 2, 4, b"")
+    later = PromptImage(b"k" * 16, 20, 1, 2, b"")
+    other = PromptImage(b"l" * 16, 4, 2, 4, b"")
+    moved = PromptImage(b"k" * 16, 5, 2, 4, b"")
+    turned = PromptImage(b"k" * 16, 4, 4, 2, b"")
+    assert content(image, later) == content(image)
+    assert len({content(), content(image), content(other), content(moved), content(turned)}) == 5
+
+
+def test_a_lease_is_sealed_for_its_blocks_alone() -> None:
+    leased = Engine(FULL).grant()
+    lease = with_statement(leased)
+    assert lease.engine == engine_name(SECRET) and is_sealed(lease, SECRET)
+    assert not is_sealed(lease, b"of another engine")
+    blocks = [*unpack_ids(leased.tables[0])]
+    forged = (
+        msgspec.structs.replace(leased, tables=[pack_ids([*blocks[:-1], 0])]),
+        msgspec.structs.replace(leased, length=4),
+        msgspec.structs.replace(leased, content=bytes(32)),
+        msgspec.structs.replace(leased, lease=msgspec.structs.replace(leased.lease, slot=9)),
+        msgspec.structs.replace(leased, lease=msgspec.structs.replace(leased.lease, generation=1)),
+    )
+    assert not any(is_sealed(with_statement(each), SECRET) for each in forged)
 
 
 def test_without_a_saved_state_nothing_is_kept() -> None:
@@ -183,20 +223,20 @@ def test_a_reset_cache_keeps_what_is_leased() -> None:
 
 
 def test_a_reader_asks_for_the_blocks_that_it_lacks() -> None:
-    engine, reader = Engine(FULL), Engine(FULL)
+    engine, reader = Engine(FULL), Engine(FULL, seed=8)  # as those of another server
     leased = engine.grant()
     reader.kv.offload_to([TierSlots(PEER, [])], num_ranks=RANKS)
     assert reader.kv.offload is not None
     loads = reader.kv.offload.loads
     blocks = reader.kv.new_blocks(TokenIds(Prompt(pack_ids([*PROMPT, 5]))))
-    blocks.lookup.peer = PeerPrefix(leased)
+    blocks.lookup.peer = PeerPrefix(leased, blocks.tokens, 4)
     reader.kv.begin_iteration()
     assert reader.kv.find_prefix(blocks) == 0 and loads.look_up(blocks)
     assert loads.wait_for(blocks, 0, now=0.0) is not None
     (message,) = reader.kv.offload.take_messages()
-    assert isinstance(message, CopyBlocks) and message.lease == leased.lease
+    assert isinstance(message, CopyBlocks) and message.lease == with_statement(leased)
     assert [copy.slot for copy in message.copies] == list(unpack_ids(leased.tables[0]))
     reader.kv.leave_peer(blocks)
     reader.kv.leave_peer(blocks)
     (release,) = reader.kv.offload.take_messages()
-    assert getattr(release, "lease", None) == leased.lease
+    assert getattr(release, "lease", None) == with_statement(leased)

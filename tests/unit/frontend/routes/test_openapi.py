@@ -19,6 +19,7 @@ from tests.helpers.checkpoints import tiny_tokenizer
 from tests.helpers.servers.fake_core import FakeCore, Script
 from tests.helpers.servers.http_server import running_frontend
 from tests.unit.frontend.api import test_api_table
+from tests.unit.frontend.api.generation import test_kv_transfer
 from tests.unit.frontend.api.schemas import test_fields
 from tests.unit.frontend.text import test_fim
 from tools.api_table import PROOFS, rows
@@ -85,6 +86,8 @@ def proven() -> set[str]:
     """The tests of fields that there are, as pytest names them."""
     names = {f"test_fields.py::test_the_model_must_be_the_one_served[{each}]" for each in test_fields.SCHEMAS}
     assert hasattr(test_fim, "test_the_route")
+    assert hasattr(test_kv_transfer, "test_a_prompt_is_handed_over")
+    names |= {f"test_kv_transfer.py::test_a_prompt_is_handed_over[{each}]" for each in test_kv_transfer.PATHS}
     names.add("test_fim.py::test_the_route")
     for endpoint in test_fields.SCHEMAS:
         without_support = {**test_fields.REFUSED, **test_fields.REFUSED_ONLY[endpoint]}

@@ -4,11 +4,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from atom.shared.messages.kv_peers import Lease
 from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, CopyBlocks
+from atom.shared.utils.lease_seal import engine_name, seal
 from parallel.transfer.nixl_agent import NixlAgent
 from tests.helpers.engine.fake_nixl import FakeNixl
 from tests.helpers.engine.until import until
@@ -21,10 +23,16 @@ from workers.memory.tier_copier import TierCopier
 CPU = torch.device("cpu")
 SAME = {"block size": "16"}
 RANK = 1
+SECRET = b"of the engine"
 
 
 def groups(*tensors: torch.Tensor) -> list[BlockRows]:
     return [BlockRows([tensor], len(tensor), tensor[0].nbytes) for tensor in tensors]
+
+
+def sealed(address: str, slot: int = 0, generation: int = 0, secret: bytes = SECRET) -> Lease:
+    lease = Lease(address, slot, generation, engine_name(secret), b"what it is for")
+    return msgspec.structs.replace(lease, seal=seal(lease, secret))
 
 
 class Engines:
@@ -36,10 +44,10 @@ class Engines:
         monkeypatch.setattr(peer_tier, "_PAUSE_S", 0.0)
         self.fake = FakeNixl(monkeypatch)
         self.source = torch.rand(8, 2, 4), torch.rand(5, 3, 4)
-        self.lease = Lease(f"ipc://{directory}/kv", 7, 0)
+        self.lease = sealed(f"ipc://{directory}/kv", 7)
         self.agent = NixlAgent()
         endpoint = rank_address(self.lease.address, RANK)
-        self.server = LeaseServer(self.agent, endpoint, RANK, groups(*self.source), SAME)
+        self.server = LeaseServer(self.agent, endpoint, RANK, groups(*self.source), SAME, SECRET)
         self.tier = PeerTier(NixlAgent(), RANK, [32, 48], CPU, dict(SAME))
 
     def read(self, group: int, slots: Sequence[int], lease: Lease | None = None) -> list[int]:
@@ -85,8 +93,8 @@ def test_a_lease_that_ends_meanwhile_is_a_miss(engines: Engines, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         assert engines.read(0, [1, 2]) == [0, 1]
     assert "did not hold the blocks until they were read" in caplog.text
-    assert engines.read(0, [1, 2], Lease(engines.lease.address, engines.lease.slot, 1)) == []
-    assert engines.read(0, [1], Lease(engines.lease.address, 8, 0)) == []
+    assert engines.read(0, [1, 2], sealed(engines.lease.address, engines.lease.slot, 1)) == []
+    assert engines.read(0, [1], sealed(engines.lease.address, 8)) == []
 
 
 def test_a_late_read_keeps_its_buffer(engines: Engines) -> None:
@@ -121,17 +129,78 @@ def test_an_engine_that_has_ended_is_not_asked_again_at_once(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_tier, "_PAUSE_S", 60.0)
-    gone = Lease(engines.lease.address + "-gone", 0, 0)
+    gone = sealed(engines.lease.address + "-gone")
     assert engines.read(0, [1], gone) == [0]
+    engines.tier._no_first_until = 0.0
     monkeypatch.setattr(PeerTier, "_ask", lambda *_: pytest.fail("it is asked"))
     assert engines.read(0, [1], gone) == [0]
     engines.tier.release(gone)
+
+
+def test_requests_do_not_make_a_pause_longer(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_tier, "_PAUSE_S", 60.0)
+    now = [1000.0]
+    monkeypatch.setattr(peer_tier.time, "monotonic", lambda: now[0])
+    engines.fake.is_cut = True
+    assert engines.read(0, [1]) == [0]
+    engines.fake.is_cut = False
+    for _ in range(2):
+        now[0] += 31.0
+        assert engines.read(0, [1]) == ([0] if now[0] < 1060.0 else [])
+    engines.tier.release(engines.lease)
+
+
+def test_engines_that_are_not_there_do_not_keep_others_waiting(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients choose the addresses, within limits."""
+    monkeypatch.setattr(peer_tier, "_PAUSE_S", 60.0)
+    assert engines.read(0, [1]) == []
+    assert engines.read(0, [1], sealed(engines.lease.address + "-gone")) == [0]
+    with monkeypatch.context() as patch:
+        patch.setattr(PeerTier, "_ask", lambda *_: pytest.fail("it is asked"))
+        for number in range(3):
+            assert engines.read(0, [1], sealed(f"{engines.lease.address}-{number}")) == [0]
+    engines.tier._forget(engines.lease.address)
+    assert engines.read(0, [1]) == []  # it has responded before
 
 
 def test_blocks_that_the_engine_does_not_have(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert engines.read(0, [7, 8]) == [0, 1]
     assert "the engine has no such blocks" in caplog.text
+
+
+def test_a_forged_lease_is_neither_read_nor_released(
+    engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert engines.read(0, [1]) == []
+    reads = engines.fake.num_reads
+    forged = msgspec.structs.replace(engines.lease, statement=b"other blocks")
+    with caplog.at_level(logging.WARNING):
+        assert engines.read(0, [2], forged) == [0]
+    assert "has not granted the lease" in caplog.text
+    engines.tier.release(forged)
+    engines.tier.release(engines.lease)
+    assert engines.fake.num_reads == reads and until(engines.server.next_released).leases == [(7, 0)]
+    assert engines.read(0, [2]) == []  # the engine itself is not at fault
+
+
+def test_an_engine_that_was_started_again_is_asked_again(
+    engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert engines.read(0, [1]) == []
+    peer = engines.tier._peers[engines.lease.address]
+    earlier = sealed(engines.lease.address, secret=b"of an earlier life")
+    with caplog.at_level(logging.WARNING):
+        assert engines.read(0, [1], earlier) == [0]
+    assert "has been started again" in caplog.text
+    assert engines.tier._peers[engines.lease.address] is peer  # it is the same life
+    engines.server.close()
+    endpoint = rank_address(engines.lease.address, RANK)
+    engines.server = LeaseServer(NixlAgent(), endpoint, RANK, groups(*engines.source), SAME, b"later")
+    later = sealed(engines.lease.address, secret=b"later")
+    assert engines.read(0, [1], later) == [] and engines.read(0, [1]) == [0]
 
 
 def test_another_layout_is_a_miss_by_name(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,9 +225,14 @@ def test_no_more_engines_are_known_than_there_is_room_for(
     monkeypatch.setattr(peer_tier, "_MOST_PEERS", 1)
     assert engines.read(0, [1]) == []
     other = f"{engines.lease.address}-other"
-    server = LeaseServer(NixlAgent(), rank_address(other, RANK), RANK, groups(*engines.source), SAME)
-    assert engines.read(0, [1], Lease(other, 0, 0)) == [] and list(engines.tier._peers) == [other]
+    server = LeaseServer(NixlAgent(), rank_address(other, RANK), RANK, groups(*engines.source), SAME, SECRET)
+    assert engines.read(0, [1], sealed(other)) == [] and list(engines.tier._peers) == [other]
     server.close()
+
+
+def test_ranks_of_an_address() -> None:
+    assert rank_address("ipc://run/kv", 2) == "ipc://run/kv-2"
+    assert rank_address("tcp://10.0.0.7:5600", 2) == "tcp://10.0.0.7:5602"
 
 
 def test_releases_are_numbers() -> None:

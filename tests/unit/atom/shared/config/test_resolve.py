@@ -321,6 +321,9 @@ def test_default_capture_sizes_go_up_to_512() -> None:
         (FAST_CPU, {"cudagraph_capture_sizes": "[1]", "level": 1}, "--cudagraph-capture-sizes"),
         (FAST_CPU, {"port": 8006}, "--port"),
         (FAST_CPU, {"num_kv_blocks": 9, "kv_cache_memory_bytes": 9}, "--kv-cache-memory-bytes"),
+        (FAST_CPU, {"kv_transfer_host": "10.0.0.7"}, "--kv-transfer-host"),
+        (FAST_CPU, {"kv_transfer_port": 7000}, "--kv-transfer-port"),
+        (FAST_CPU, {"kv_transfer_peers": "10.0.0.7"}, "--kv-transfer-peers"),
     ],
 )
 def test_explicit_settings_without_effect_get_one_line(
