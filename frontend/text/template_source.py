@@ -81,7 +81,7 @@ class TemplateSource:
             name = node.name if isinstance(node, nodes.Filter) else node.attr  # type: ignore[attr-defined]
             if name in ("items", "keys", "dictsort") and self._is_arguments(node.node):  # type: ignore[attr-defined]
                 return True
-        return False
+        return any(self._is_arguments(loop.iter) for loop in self._tree.find_all(nodes.For))
 
     def _is_arguments(self, node: nodes.Node | None) -> bool:
         """Whether `node` is the arguments of a tool call, or a variable with them."""

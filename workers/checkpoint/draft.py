@@ -13,6 +13,7 @@ from workers.checkpoint.draft_configs import (
     Target,
     check_embedding,
     check_fit,
+    check_vocabulary,
     with_layer_fields,
 )
 from workers.checkpoint.families import architectures, has_aux_hidden_states, keeps_states
@@ -58,8 +59,11 @@ def draft_checkpoint(
         if not load_dummy:
             check_weights(Path(draft.directory))
             files = tensors_by_file(Path(draft.directory))
-        if method == "eagle3":
-            check_embedding(draft.hf_config, target.hf_config, {*chain.from_iterable(files.values())})
+        names = {*chain.from_iterable(files.values())}
+        if method in ("eagle3", "dflash"):
+            check_embedding(draft.hf_config, target.hf_config, names, uses_head=method == "dflash")
+        if method == "dflash" and not load_dummy:
+            check_vocabulary(draft.hf_config, names)
     except ValueError as error:
         raise ValueError(f"--draft-model {path}: {error}") from None
     return draft

@@ -25,7 +25,7 @@ LATENT_EAGLE3 = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 """Architectures of EAGLE-3 heads with multi-head latent attention."""
 SPECULATORS_EAGLE3 = ("Eagle3Speculator", "Eagle3DraftModel")
 """Architectures that the speculators library writes."""
-_BLOCK_DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False}
+_BLOCK_DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "max_window_layers": 28}
 _EAGLE3_VALUES = {
     "use_aux_hidden_state": True,
     "parallel_drafting": False,
@@ -36,15 +36,15 @@ _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_he
 _DFLASH_VALUES = {
     "input_embedding_scale": 1.0,
     "fc_layernorm": False,
-    "is_causal": False,
     "use_target_layer_norm": False,
     "markov_rank": 0,
     "enable_confidence_head": False,
-    "causal": False,
-    "use_swa": False,
     "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "is_neox_style": True,
 }
 """Fields by which drafters of another structure differ, with their values in this one."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _DSPARK_VALUES = {
     "model_type": "qwen3",
     "speculators_model_type": None,
@@ -93,6 +93,64 @@ def block_layers(fields: Mapping[str, Any]) -> list[int]:
 
 
 @dataclass(frozen=True)
+class BlockAttention:
+    """What the tokens of a block see in one layer."""
+
+    window: int | None
+    """A sliding window of so many tokens, which ends at the token itself; None: all tokens before."""
+    causal: bool
+    """Whether they see only the block's tokens before them; else all of the block."""
+
+
+def block_attention(fields: Mapping[str, Any]) -> list[BlockAttention]:
+    """Each layer's, of `block_fields`. Raises ValueError for inconsistent ones.
+
+    `layer_types` names the layers with a window, or max_window_layers with use_sliding_window the first of
+    them, or else `use_swa` gives all layers one. If neither `is_causal` nor `causal` says it, the layers that
+    are sliding by their type are causal.
+    """
+    layers = fields["num_hidden_layers"]
+    types = _layer_types(fields, layers)
+    is_causal = next(
+        (found for name in ("is_causal", "causal") if (found := fields.get(name)) is not None), None
+    )
+    slides = [kind == _SLIDING for kind in types]
+    windowed = [True] * layers if fields.get("use_swa") and not any(slides) else slides
+    window = _window(fields) if any(windowed) else None
+    return [
+        BlockAttention(
+            window if has_window else None, bool(is_causal) if is_causal is not None else slides_too
+        )
+        for has_window, slides_too in zip(windowed, slides, strict=True)
+    ]
+
+
+def _layer_types(fields: Mapping[str, Any], layers: int) -> list[str]:
+    types = fields.get("layer_types")
+    if types is None:
+        first = fields["max_window_layers"] if fields.get("use_sliding_window") else layers
+        types = [_FULL if layer < first else _SLIDING for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not {*types} <= {_FULL, _SLIDING}:
+        raise ValueError(
+            f"layer_types {types!r} are not {_FULL} or {_SLIDING} for each of its {layers} layers"
+        )
+    return types
+
+
+def _window(fields: Mapping[str, Any]) -> int:
+    """That of the layers with one."""
+    name = "swa_window_size"
+    if fields.get(name) is None:
+        name = "sliding_window"
+        if fields.get("use_sliding_window") is False:
+            raise ValueError("layers have a sliding window, but use_sliding_window is false")
+    window = fields.get(name)
+    if type(window) is not int or window < 1:
+        raise ValueError(f"layers have a sliding window, and {name} {window!r} is no whole number from 1")
+    return window
+
+
+@dataclass(frozen=True)
 class Target:
     """What a drafter must fit: the model's sizes, and --num-speculative-tokens."""
 
@@ -109,13 +167,31 @@ def check_fit(method: str, config: Mapping[str, Any], target: Target) -> None:
         raise ValueError(f"its config.json lacks {error}") from None
 
 
-def check_embedding(config: Mapping[str, Any], target: Mapping[str, Any], names: Set[str]) -> None:
-    """Raise ValueError for a head, with tensors of these names, that cannot use the target's embedding."""
+def check_embedding(
+    config: Mapping[str, Any], target: Mapping[str, Any], names: Set[str], uses_head: bool = False
+) -> None:
+    """Raise ValueError for a drafter, with tensors of these names, that cannot use the target's embedding.
+
+    `uses_head`: whether it uses the target's LM head too, unless it has one.
+    """
     hidden, of_target = config["hidden_size"], target["hidden_size"]
-    if hidden != of_target and "embed_tokens.weight" not in names:
+    parts = {"embed_tokens.weight": "embedding", **({"lm_head.weight": "LM head"} if uses_head else {})}
+    for name, part in parts.items():
+        if hidden != of_target and name not in names:
+            raise ValueError(
+                f"it has hidden size {hidden} and no {name}, so it needs the model's {part}, "
+                f"whose size is {of_target}: use a drafter with {name} of its own"
+            )
+
+
+def check_vocabulary(config: Mapping[str, Any], names: Set[str]) -> None:
+    """Raise ValueError for a block drafter of a smaller vocabulary that lacks tensors, by their `names`."""
+    own = config.get("draft_vocab_size") or config["vocab_size"]
+    missing = sorted({"d2t", "lm_head.weight"} - names) if own != config["vocab_size"] else []
+    if missing:
         raise ValueError(
-            f"it has hidden size {hidden} and no embed_tokens.weight, so it needs the model's embedding, "
-            f"whose size is {of_target}: use a head with an embedding of its own"
+            f"it drafts {own} of the {config['vocab_size']} tokens (draft_vocab_size) and lacks the tensors "
+            f"{', '.join(missing)}: use a drafter that has them"
         )
 
 
@@ -145,13 +221,31 @@ def _check_eagle3(config: Mapping[str, Any], target: Target) -> None:
 def _check_dflash(config: Mapping[str, Any], target: Target) -> None:
     fields = block_fields(config)
     _check_values(fields, _DFLASH_VALUES)
+    if fields.get("speculators_model_type"):
+        raise ValueError("it is in the format of the speculators library, which is not supported for dflash")
+    name = "target_hidden_size" if fields.get("target_hidden_size") else "hidden_size"
+    _check_hidden_size(name, fields, target)
+    own = fields.get("draft_vocab_size")
+    if own is not None and (type(own) is not int or not 1 <= own <= fields["vocab_size"]):
+        raise ValueError(f"draft_vocab_size {own!r} is no whole number from 1 to {fields['vocab_size']}")
     _check_block(fields, target, first_draft=1)
+    for layer, seen in enumerate(block_attention(fields)):
+        if seen.window is not None and not seen.causal and seen.window < fields["block_size"]:
+            raise ValueError(
+                f"layer {layer} has a window of {seen.window} tokens, less than a block (block_size "
+                f"{fields['block_size']}), all of which it sees; this is not supported"
+            )
 
 
 def _check_dspark(config: Mapping[str, Any], target: Target) -> None:
     fields = block_fields(config)
     _check_values(fields, _DSPARK_VALUES)
+    _check_layer_types(fields)
+    _check_hidden_size("hidden_size", fields, target)
     _check_count("markov_rank", fields)
+    vocabulary, own = fields["vocab_size"], fields.get("draft_vocab_size")
+    if (own or vocabulary) != vocabulary:
+        raise ValueError(f"a vocabulary of its own, of draft_vocab_size {own}, is not supported")
     _check_block(fields, target, first_draft=0)
 
 
@@ -164,11 +258,7 @@ _CHECKS: Mapping[str, Callable[[Mapping[str, Any], Target], None]] = {
 
 def _check_block(fields: Mapping[str, Any], target: Target, first_draft: int) -> None:
     """`first_draft`: its place in a block."""
-    _check_layer_types(fields)
-    _check_hidden_size("hidden_size", fields, target)
-    vocabulary, own = fields["vocab_size"], fields.get("draft_vocab_size")
-    if (own or vocabulary) != vocabulary:
-        raise ValueError(f"a vocabulary of its own, of draft_vocab_size {own}, is not supported")
+    vocabulary = fields["vocab_size"]
     mask = fields["mask_token_id"]
     if type(mask) is not int or not 0 <= mask < vocabulary:
         raise ValueError(f"mask_token_id {mask!r} is outside the vocabulary of {vocabulary}")

@@ -102,11 +102,11 @@ def _compile_schema(
 
 def _compile_tag(tag: PreparedTag, compiler: "xgrammar.GrammarCompiler") -> "xgrammar.CompiledGrammar":
     try:
-        return compiler.compile_structural_tag(written(tag.tag))
+        return compiler.compile_structural_tag(written(tag.for_xgrammar()))
     except RuntimeError:
         if not tag.relax(_check_schema):
             raise
-    return compiler.compile_structural_tag(written(tag.tag))
+    return compiler.compile_structural_tag(written(tag.for_xgrammar()))
 
 
 def _check_schema(schema: Schema) -> None:

@@ -6,20 +6,21 @@ from typing import Any
 
 from workers.grammar.json_schema import prepared
 from workers.grammar.patterns import PatternError, full_match
+from workers.grammar.python_arguments import MAX_WHITESPACE, python_arguments
 from workers.grammar.schema_parts import Schema, SchemaError
 from workers.grammar.vocabulary import SPECIAL_SIGN
 
 __all__ = ["ANY_OBJECT", "MAX_WHITESPACE", "PreparedTag", "prepared_tag"]
 
-MAX_WHITESPACE = 16
-"""Most white space between two tokens of JSON: a line break, and an indentation of seven levels."""
+PYTHON = "python"
+"""The style of arguments that xgrammar does not know."""
 
 ANY_OBJECT: Schema = {"type": "object", "additionalProperties": True}
 
 
 @dataclass
 class PreparedTag:
-    """A structural tag for xgrammar."""
+    """A structural tag, prepared for xgrammar."""
 
     tag: Any
     warnings: list[str] = field(default_factory=list)
@@ -27,10 +28,18 @@ class PreparedTag:
     _lenient: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """The JSON schemas that may become any object: the name of the tool, and the part of the tag."""
 
+    _python: list[dict[str, Any]] = field(default_factory=list)
+    """The parts that are arguments as in Python."""
+
     def add(self, tool: str, part: dict[str, Any], is_lenient: bool) -> None:
         """Prepare a part that has the parameters of `tool`. Raises SchemaError unless it `is_lenient`."""
+        is_python = part.get("style") == PYTHON
+        if is_python:
+            self._python.append(part)
         try:
             part["json_schema"] = prepared(part.get("json_schema"))
+            if is_python:
+                python_arguments(part["json_schema"])
         except SchemaError as error:
             if not is_lenient:
                 raise SchemaError(
@@ -40,6 +49,22 @@ class PreparedTag:
         else:
             if is_lenient:
                 self._lenient.append((tool, part))
+
+    def for_xgrammar(self) -> Any:
+        """The tag in the styles that xgrammar knows."""
+        return self._known(self.tag, {id(part) for part in self._python})
+
+    def _known(self, part: Any, python: set[int]) -> Any:
+        if isinstance(part, list):
+            return [self._known(each, python) for each in part]
+        if not isinstance(part, dict):
+            return part
+        if id(part) in python:
+            return python_arguments(part["json_schema"])
+        return {
+            name: value if name == "json_schema" else self._known(value, python)
+            for name, value in part.items()
+        }
 
     def relax(self, check: Callable[[Any], None]) -> bool:
         """Replace lenient schemas for which `check` raises RuntimeError; returns whether there are any."""

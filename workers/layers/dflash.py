@@ -3,20 +3,22 @@
     hidden states of tokens 0 … s - 1 ─ fc ─ hidden_norm ─ k_proj, v_proj of each layer ► its KV cache
     last id, mask, mask, …  at s, s + 1, … ─ embedding ─ layers ─ norm ─ LM head ► drafts for s + 1, s + 2, …
 
-In its layers the tokens of a block see one another, in both directions, and all tokens before. Embedding and
-LM head are the model's, or copies in the drafter's checkpoint.
+In its layers the tokens of a block see one another, in both directions, and all tokens before; or only those
+before them, or those of a sliding window. Embedding and LM head are the model's, or the drafter's own, whose
+vocabulary may be smaller (d2t maps it to the model's).
 
 T tokens, R rows of K drafts, F features of the hidden states side by side, D hidden size.
 """
 
 from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from atom_ops import SamplingBatch
-from workers.checkpoint.draft_configs import block_fields, block_layers
+from workers.checkpoint.draft_configs import BlockAttention, block_attention, block_fields, block_layers
 from workers.layers.attention.rotary import RotaryEmbedding
 from workers.layers.attention.self_attention import SelfAttention, kv_groups
 from workers.layers.context import BuildContext, ForwardContext
@@ -28,6 +30,7 @@ from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.hidden_states_reader import HiddenStatesReader
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
+from workers.layers.vocabulary_map import VocabularyMap
 
 
 class BlockDraftModel(HiddenStatesReader):
@@ -42,12 +45,23 @@ class BlockDraftModel(HiddenStatesReader):
         config = block_fields(config)
         self.mask_id: int = config["mask_token_id"]
         self.aux_layers = block_layers(config)
+        self.renamed_on_disk = {"vocabulary": ""}  # type: ignore[misc]
+        build = replace(build, renamed=self.renamed_on_disk)
         bias = config["attention_bias"]
-        args = DecoderArgs(**common_fields(config), qkv_bias=bias, o_bias=bias, qk_norm=True)
+        seen = block_attention(config)
+        args = DecoderArgs(
+            **common_fields(config),
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm=True,
+            windows=tuple(layer.window for layer in seen),
+            sees_ahead=any(layer.window is not None and not layer.causal for layer in seen),
+        )
         hidden = args.hidden_size
         groups = kv_groups(args, build)
         self.kv_groups = [*groups]
-        self.fc = ReplicatedLinear(len(self.aux_layers) * hidden, hidden, build)
+        self.seen_in_groups: list[BlockAttention] = [seen[group.layers[0]] for group in groups]
+        self.fc = ReplicatedLinear(len(self.aux_layers) * target.model.hidden_size, hidden, build)
         self.hidden_norm = RMSNorm(hidden, args.rms_norm_eps, build)
         layers = []
         for layer in range(args.num_hidden_layers):
@@ -57,7 +71,9 @@ class BlockDraftModel(HiddenStatesReader):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(hidden, args.rms_norm_eps, build)
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)
-        self.unused_on_disk = ("*.rotary_emb.inv_freq",)
+        own = config.get("draft_vocab_size") or args.vocab_size
+        self.vocabulary = VocabularyMap(own, build) if own != args.vocab_size else None
+        self.unused_on_disk = ("t2d", *(() if self.vocabulary else ("d2t",)), "*.rotary_emb.inv_freq")
         self._embed = [target.model.embed_tokens]  # not a module of this model
         self.embed_tokens: VocabEmbedding | None = None
         if "embed_tokens.weight" in names:
@@ -66,8 +82,8 @@ class BlockDraftModel(HiddenStatesReader):
         self._logits: Callable[[torch.Tensor], torch.Tensor] = target.compute_logits
         self._sample = target.sample
         self.lm_head: LMHead | None = None
-        if "lm_head.weight" in names:
-            self.lm_head = LMHead(args.vocab_size, hidden, build.at("lm_head"), None)
+        if "lm_head.weight" in names or self.vocabulary is not None:
+            self.lm_head = LMHead(own, hidden, build.at("lm_head"), None)
             self._logits = self.lm_head.forward
             self._sample = self.lm_head.sample
 
@@ -106,4 +122,6 @@ class BlockDraftModel(HiddenStatesReader):
         rows, drafts = positions_RK.shape
         repeated = settings.repeated(drafts)
         ids_S = self._sample(hidden_RKD.flatten(0, 1), repeated, positions_RK.flatten())
+        if self.vocabulary is not None:
+            ids_S = self.vocabulary(ids_S)
         return ids_S.view(rows, drafts)

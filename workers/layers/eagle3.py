@@ -35,8 +35,7 @@ from workers.layers.linear import ReplicatedLinear
 from workers.layers.mla.latent_decoder import decoder_args, latent_args, latent_token_mixers
 from workers.layers.mla.mla import LATENT_MODULES, LatentAttention
 from workers.layers.norm import RMSNorm
-from workers.layers.quantization.scheme import StoredTensor
-from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
+from workers.layers.vocabulary_map import VocabularyMap
 
 _LAYER = "midlayer"
 _NUMBERED_LAYER = "layers.0"
@@ -70,25 +69,6 @@ class Eagle3Layer(nn.Module):
         residual_TD = normed_TD if self._norm_before_residual else hidden_TD
         out_TD = self.self_attn(both_T2D, rotation, ctx)
         return self.mlp.after_norm(self.post_attention_layernorm, out_TD, residual_TD)
-
-
-def _no_difference(d2t: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    d2t.zero_()
-
-
-class VocabularyMap(WeightedLayer):
-    """d2t: how much larger the model's id is than the head's id of the same token."""
-
-    d2t: torch.Tensor
-
-    def __init__(self, draft_vocab_size: int, build: BuildContext):
-        super().__init__()
-        stored = StoredTensor("", (1, 1), (torch.int64, torch.int32), _no_difference)
-        shard = ShardSpec((draft_vocab_size,), 0, ShardRange.whole(draft_vocab_size), stored=stored)
-        self.add_weight("d2t", [shard], build, torch.int64)
-
-    def forward(self, ids_R: torch.Tensor) -> torch.Tensor:
-        return ids_R + self.d2t.index_select(0, ids_R)
 
 
 _Attention = tuple[DecoderArgs, list[CacheGroup], SelfAttention | LatentAttention]

@@ -19,8 +19,9 @@ from atom_ops import NO_DRAFT, RowState, SamplingBatch, draft_inputs
 from workers.batch.block_table import BatchLimits
 from workers.batch.group_rows import GroupRows
 from workers.layers.context import ForwardContext, GroupContext
+from workers.spec_decode.block_attention import Blocks
 from workers.spec_decode.draft_rows import Computed, Sampled
-from workers.spec_decode.drafter import BlockDrafter, one_token_plan, rooms
+from workers.spec_decode.drafter import BlockDrafter, rooms
 from workers.spec_decode.proposer import Proposer
 
 
@@ -105,17 +106,13 @@ class BlockProposer(Proposer):
     def _block(
         self, rows_R: torch.Tensor, blocks: RowState, step: ForwardContext, max_context: int
     ) -> tuple[torch.Tensor, torch.Tensor, ForwardContext]:
-        """Ids, positions and context of the tokens of all blocks.
-
-        In the plan each token is a row of its own with the context of its whole block, so that it sees the
-        tokens after it as well.
-        """
+        """Ids, positions and context of the tokens of all blocks."""
         width = self._drafter.first_draft + self._limits.num_drafts
         longest = min(max_context, self._limits.max_context)
         all_R = torch.arange(len(rows_R), device=rows_R.device)
         groups = list(step.groups)
         ids_T = positions_T = rows_R
-        for group, table_NW in self._tables.items():
+        for (group, table_NW), view in zip(self._tables.items(), self._drafter.views, strict=True):
             of_step = groups[group]
             assert isinstance(of_step, GroupContext), "states have no drafts"
             table_RW = table_NW.index_select(0, rows_R)
@@ -124,12 +121,9 @@ class BlockProposer(Proposer):
             positions_T = inputs.positions_T
             # What comes after a row's limit has no slot, and is in no context.
             contexts_R = torch.minimum(inputs.contexts_R, (blocks.limits_N - 1).clamp(min=0).int())
-            contexts_T = contexts_R.repeat_interleave(width)
-            table_TW = inputs.table_RW.repeat_interleave(width, 0)[
-                :, : -(-longest // self._limits.block_size)
-            ]
-            plan = one_token_plan(
-                contexts_T, table_TW.contiguous(), longest, of_step.plan.split_tokens, self._exact
+            table_RW = inputs.table_RW[:, : -(-longest // self._limits.block_size)]
+            found = Blocks(
+                width, blocks.positions_N, contexts_R, table_RW, longest, of_step.plan.split_tokens
             )
-            groups[group] = GroupContext(inputs.slots_T, plan)
+            groups[group] = GroupContext(inputs.slots_T, found.plan(view, self._exact))
         return ids_T, positions_T, replace(step, groups=groups, splitter=None)

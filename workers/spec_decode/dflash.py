@@ -3,13 +3,14 @@
 import torch
 
 from atom_ops import SamplingBatch
+from workers.checkpoint.draft_configs import BlockAttention
 from workers.layers.causal_lm import CausalLM, DraftModel
 from workers.layers.context import ForwardContext
 from workers.layers.decoder.decoder_lm import DecoderLM
 from workers.layers.dflash import BlockDraftModel
 from workers.spec_decode.draft_model import own_context
 from workers.spec_decode.draft_rows import Computed
-from workers.spec_decode.drafter import BlockDrafter, relative_cost
+from workers.spec_decode.drafter import BlockDrafter, BlockView, relative_cost
 
 
 def block_drafter(model: CausalLM) -> BlockDrafter:
@@ -31,6 +32,7 @@ class HiddenStatesBlockDrafter(BlockDrafter):
         self.mask_id = model.mask_id
         self.first_draft = model.first_draft
         self.groups = range(draft.first_group, draft.first_group + len(model.kv_groups))
+        self.views = [*map(_view, model.seen_in_groups)]
         self.draft_cost = relative_cost(model.read_for_each_draft, [target])
         head = [] if model.lm_head is not None else [target.lm_head]
         self.block_cost = relative_cost([model, *head], [target]) - self.draft_cost
@@ -52,3 +54,9 @@ class HiddenStatesBlockDrafter(BlockDrafter):
         positions_RK: torch.Tensor,
     ) -> torch.Tensor:
         return self._model.sample(hidden_RKD, last_ids_R, settings, positions_RK)
+
+
+def _view(seen: BlockAttention) -> BlockView:
+    if seen.causal:
+        return BlockView.CAUSAL
+    return BlockView.WHOLE if seen.window is None else BlockView.AHEAD

@@ -22,6 +22,7 @@ the target's tokens wherever both models have nearly the same logits, with any t
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 import numpy as np
 import torch
@@ -81,11 +82,24 @@ class Drafter(ABC):
         """Ids of the target's vocabulary, int64 [R], sampled at these positions."""
 
 
+class BlockView(Enum):
+    """What the tokens of a block see: the tokens before it, or those in a window, and tokens of the block."""
+
+    WHOLE = auto()
+    """All tokens before the block, and all of it."""
+    CAUSAL = auto()
+    """The block's tokens before them alone."""
+    AHEAD = auto()
+    """All of the block, and a window before it."""
+
+
 class BlockDrafter(ABC):
     """A model that drafts a whole block in one pass. T tokens, R rows of K drafts, D hidden."""
 
     groups: Sequence[int]
     """Numbers of the KV groups, among all of the step's, that it caches in."""
+    views: Sequence[BlockView]
+    """What the tokens of a block see in the layers of each of `groups`."""
     mask_id: int
     """The id in place of the drafts."""
     first_draft: int

@@ -164,6 +164,9 @@ def _paged_case(
         _paged_case([1, 70, 1, 5], [200, 90, 17, 65], images=[(4, 20), (21, 60), (73, 77)]),
         _paged_case([150, 1, 33], [170, 17, 33], (8, 4), 256, window=24, images=[(0, 140), (152, 180)]),
         _paged_case([1, 9], [64, 30], window=12, fp8=True, images=[(2, 9)]),
+        _paged_case(
+            [5, 5, 2], [40, 700, 2], (8, 2), 64, window=24, decode_query_len=5, images=[(0, 5), (5, 10)]
+        ),
     ],
     REDUCTION,
 )

@@ -135,7 +135,12 @@ def optional_calls(
 
 
 def _any_content(functions: Sequence[Function], text: CallText, is_single: bool) -> Format:
-    """Text, and after each trigger the rest of a call or of a section."""
+    """Text, and after each trigger the rest of a call or of a section; without triggers one or the other."""
+    if not text.trigger:
+        content = {"type": "any_text", "excludes": text.no_content}
+        other = sequence({"type": "regex", "pattern": text.other_begin}, content)
+        calls = _calls(_any_call(functions, text), text, is_single)
+        return {"type": "optional", "content": any_of(calls, other)}
     if text.section[0]:
         begin = text.section[0].removeprefix(text.trigger)
         rest = _calls(_any_call(functions, text), replace(text, section=(begin, text.section[1])), is_single)

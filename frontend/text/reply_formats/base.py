@@ -84,15 +84,17 @@ class CallText:
     separator: str
     """Between two calls."""
     trigger: str
-    """The beginning of all calls, or of each, that stands in no other text."""
+    """The beginning of all calls, or of each, that stands in no other text; empty: there is none."""
     section: tuple[str, str] = ("", "")
     """Around all calls."""
     number: str = ""
     """A regular expression."""
     style: str = "json"
-    """How arguments are written, by xgrammar's name."""
+    """How arguments are written, by xgrammar's name, or "python"."""
     no_content: tuple[str, ...] = ()
     """Markers besides `trigger` with which a call could begin in other text."""
+    other_begin: str = ""
+    """How a reply without calls begins, where there is no trigger: a regular expression."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """The ids of the markers that are special tokens, which have no text for a grammar."""
 

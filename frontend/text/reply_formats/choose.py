@@ -16,6 +16,7 @@ from frontend.text.reply_formats.llama3_json import Llama3Json
 from frontend.text.reply_formats.minimax_m2 import MiniMaxM2
 from frontend.text.reply_formats.mistral import ARGUMENTS, Mistral, MistralLists
 from frontend.text.reply_formats.olmo3 import Olmo3
+from frontend.text.reply_formats.pythonic import Pythonic
 from frontend.text.reply_formats.qwen3_coder import Qwen3Coder
 from frontend.text.reply_formats.text import TextParser, Think
 from frontend.text.tokenizer import Tokenizer
@@ -40,10 +41,13 @@ TOOL_CALLS: dict[str, type[TextParser]] = {
     "hermes": Hermes,
     "kimi_k2": KimiK2,
     "llama3_json": Llama3Json,
+    "llama4_json": Llama3Json,
+    "llama4_pythonic": Pythonic,
     "minimax_m2": MiniMaxM2,
     "mistral": Mistral,
     "olmo3": Olmo3,
     "phi4_mini_json": Phi4Mini,
+    "pythonic": Pythonic,
     "qwen3_coder": Qwen3Coder,
     "qwen3_xml": Qwen3Coder,
 }
@@ -80,6 +84,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], type[TextParser]], ...] = (
     (("<|tool_call|>",), Granite),
     (("<function=",), Qwen3Coder),
     (("<tool_call>",), Hermes),
+    (("[func_name1(",), Pythonic),
     (("<|python_tag|>",), Llama3Json),
     (('"parameters": ',), Llama3Json),
 )
@@ -119,9 +124,10 @@ class TextFormat:
         if text is None or self._calls is None:
             return None
         markers = self._calls.MARKERS
-        written = [marker for marker in markers if text.style != "json" or marker in text.markup]
+        has_tags = text.style not in ("json", "python")
+        written = [marker for marker in markers if has_tags or marker in text.markup]
         tokens = {marker: i for i, marker in self._special.items() if marker in written}
-        if tokens and (text.style != "json" or len(tokens) < len(written)):
+        if tokens and (has_tags or len(tokens) < len(written)):
             return None  # tags of parameters must be text, and other markers all of one kind
         return replace(text, tokens=tokens)
 

@@ -25,7 +25,7 @@ from atom.shared.messages.worker import AllocateKV, RecurrentStateSpec
 from atom_ops import AttentionPlan
 from atom_ops.ops.attention.attention_plan import HostRows
 from parallel.mesh import Mesh
-from tests.helpers.checkpoints.dflash_models import save_dflash_model
+from tests.helpers.checkpoints.dflash_models import VARIANTS, DflashModel, save_dflash_model
 from tests.helpers.checkpoints.dspark_models import save_dspark_model
 from tests.helpers.checkpoints.eagle3_models import save_eagle3_model
 from tests.helpers.checkpoints.mtp_models import save_mtp_model_of
@@ -54,6 +54,7 @@ PAIRS = (
     *("eagle3 llama-gqa", "eagle3 deepseek-v3"),
     *("draft_model llama-gqa", "draft_model gpt-oss"),
     *("dflash llama-gqa", "dspark llama-gqa"),
+    *("dflash-sliding llama-gqa", "dflash-ahead llama-gqa"),
 )
 """A method, and the family of the model."""
 SIMULATED = (
@@ -61,6 +62,8 @@ SIMULATED = (
     "eagle3 llama-gqa",
     "draft_model llama-gqa",
     "dflash llama-gqa",
+    "dflash-sliding llama-gqa",
+    "dflash-ahead llama-gqa",
     "dspark llama-gqa",
 )
 """Those that run with `simulate_gpu`."""
@@ -80,7 +83,8 @@ class Pair:
 
 def save_pair(name: str, directory: Path) -> Pair:
     """One of `PAIRS`, saved in new folders of `directory`."""
-    method, family = name.split()
+    kind, family = name.split()
+    method, _, variant = kind.partition("-")
     own, other = directory / "model", directory / "draft"
     other.mkdir(parents=True)
     if method == "mtp":
@@ -90,8 +94,10 @@ def save_pair(name: str, directory: Path) -> Pair:
         saved = save_eagle3_model(tiny(family), own, other, draft_vocab=vocabulary)
         return Pair(saved.checkpoint, SpeculativeConfig("eagle3", draft_model=str(other)))
     if method in ("dflash", "dspark"):
-        save_blocks = save_dflash_model if method == "dflash" else save_dspark_model
-        drafting = save_blocks(tiny(family), own, other)
+        if method == "dspark":
+            drafting: DflashModel = save_dspark_model(tiny(family), own, other)
+        else:
+            drafting = save_dflash_model(tiny(family), own, other, VARIANTS.get(variant))
         return Pair(drafting.checkpoint, dataclasses.replace(PLAIN, method=method, draft_model=str(other)))
     _, checkpoint = save_tiny(tiny(family), own)
     generator = torch.Generator().manual_seed(1)
@@ -223,6 +229,7 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         query_lens = plan.query_starts_R1.diff().int().numpy()
         contexts = np.maximum(plan.context_lens_R.numpy(), query_lens)
         table = plan.block_table_RW.numpy()
-        return made(dataclasses.replace(plan, host=HostRows(query_lens, contexts, table)), key)
+        ahead = None if plan.ahead_T is None else plan.ahead_T.numpy()
+        return made(dataclasses.replace(plan, host=HostRows(query_lens, contexts, table, ahead=ahead)), key)
 
     monkeypatch.setattr(AttentionPlan, "_made", made_from_tensors)

@@ -198,6 +198,18 @@ def olmo3(shape: Shape, value: Callable[[Any], str]) -> str:
     return shape.text + (f"<function_calls>{inner}</function_calls>" if calls else "")
 
 
+def pythonic(shape: Shape, value: Callable[[Any], str], begin: str = "", end: str = "") -> str:
+    """Without tags a list is calls at the beginning alone."""
+    calls = [
+        f"{name}({', '.join(f'{key}={value(given)}' for key, given in values.items())})"
+        for name, values in shape.calls
+    ]
+    if not calls:
+        return shape.text
+    begin = begin or ("<|python_start|>" if shape.text else "")
+    return f"{shape.text}{begin}[{', '.join(calls)}]{end}"
+
+
 WRITERS: dict[str, tuple[str, Callable[[Shape], str]]] = {
     "hermes": ("hermes", hermes),
     "llama3_json": ("llama3_json", llama),
@@ -217,6 +229,12 @@ WRITERS: dict[str, tuple[str, Callable[[Shape], str]]] = {
     "mistral, list": ("mistral", lambda shape: json_list(shape, "[TOOL_CALLS] ", ids=True)),
     "olmo3": ("olmo3", lambda shape: olmo3(shape, plain_json)),
     "olmo3, python": ("olmo3", lambda shape: olmo3(shape, repr)),
+    "llama4_pythonic": (
+        "llama4_pythonic",
+        lambda shape: pythonic(shape, repr, "<|python_start|>", "<|python_end|>"),
+    ),
+    "pythonic": ("pythonic", lambda shape: pythonic(shape, repr)),
+    "pythonic, json": ("pythonic", lambda shape: pythonic(shape, plain_json)),
     "phi4_mini_json": ("phi4_mini_json", lambda shape: json_list(shape, "functools")),
     "phi4_mini_json, tags": ("phi4_mini_json", phi4_mini),
     "qwen3_coder": ("qwen3_coder", qwen3_coder),
@@ -298,6 +316,7 @@ FRAGMENTS = [
     ),
     *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "functools", "<|/tool_call|>", "123456789"),
     *("<function_calls>", "</function_calls>", "f(", "days=", "'", ")", "True", "</tool_call>"),
+    *("<|python_start|>", "<|python_end|>", "[f(", ")]", "),", "(", "=", '"""'),
     *("<|python_tag|>", "{", "}", "[", "]", '"', "\\", ";", ",", J, '{"name": "f", "arguments": ', "f"),
     *('"name"', ": ", "function", "functions.f:0", "text", "你", "🦊", "<", "</", "days", "1", " "),
 ]

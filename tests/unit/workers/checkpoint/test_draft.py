@@ -17,6 +17,7 @@ from atom.shared.messages.launch import PrepareLaunch
 from atom.shared.utils.exit_status import ExitStatus
 from atom.shared.utils.process import spawn
 from workers.checkpoint.draft import draft_checkpoint
+from workers.checkpoint.draft_configs import block_attention, block_fields
 
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,6 +45,8 @@ DSPARK = DFLASH | {
     "block_size": 2,
     "dflash_config": {"markov_rank": 8, "markov_head_type": "vanilla"},
 }
+SLIDING, FULL = ["sliding_attention"] * 4, ["full_attention"] * 4
+MIXED = [*SLIDING[:1], *FULL[1:]]
 READERS = {"eagle3": HEAD, "dflash": DFLASH, "dspark": DSPARK}
 DEADLINE_S = 60
 
@@ -126,8 +129,31 @@ def test_methods_without_a_draft_model_read_none(method: str | None) -> None:
         ("eagle3", HEAD | {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ("eagle3", HEAD | {"use_sliding_window": True}, "use_sliding_window True"),
         ("eagle3", HEAD | {"parallel_drafting": True}, "parallel_drafting True"),
-        ("dflash", DFLASH | {"dflash_config": {"causal": True}}, "causal True"),
-        ("dflash", DFLASH | {"dflash_config": {"use_swa": True}}, "use_swa True"),
+        ("dflash", DFLASH | {"dflash_config": {"use_swa": True}}, "sliding_window None is no whole number"),
+        (
+            "dflash",
+            DFLASH | {"dflash_config": {"use_swa": True, "swa_window_size": 0}},
+            "swa_window_size 0 is",
+        ),
+        (
+            "dflash",
+            DFLASH | {"dflash_config": {"use_swa": True}, "sliding_window": 2},
+            r"layer 0 has a window of 2 tokens, less than a block \(block_size 3\)",
+        ),
+        (
+            "dflash",
+            DFLASH | {"layer_types": SLIDING, "use_sliding_window": False},
+            "use_sliding_window is false",
+        ),
+        ("dflash", DFLASH | {"layer_types": SLIDING[:3]}, "for each of its 4 layers"),
+        ("dflash", DFLASH | {"layer_types": ["odd"] * 4}, "are not full_attention or sliding_attention"),
+        ("dflash", DFLASH | {"use_sliding_window": True, "max_window_layers": 3}, "sliding_window None"),
+        ("dflash", DFLASH | {"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias True"),
+        ("dflash", DFLASH | {"is_neox_style": False}, "is_neox_style False"),
+        ("dflash", DFLASH | {"speculators_model_type": "dflash"}, "format of the speculators library"),
+        ("dspark", DSPARK | {"dflash_config": {"causal": True, "markov_rank": 8}}, "causal True"),
+        ("dspark", DSPARK | {"layer_types": SLIDING}, "sliding_attention"),
+        ("dspark", DSPARK | {"draft_vocab_size": 100}, "draft_vocab_size 100"),
         ("eagle3", HEAD | {"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ("eagle3", HEAD | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "lacks q_lora_rank, kv_lora"),
         (
@@ -146,8 +172,12 @@ def test_methods_without_a_draft_model_read_none(method: str | None) -> None:
         ("dflash", DFLASH | {"target_layer_ids": ["0"]}, "are not distinct layers"),
         ("dflash", DFLASH | {"dflash_config": {"mask_token_id": 300}}, "300 is outside the vocabulary"),
         ("dflash", DFLASH | {"dflash_config": {"fc_layernorm": True}}, "fc_layernorm True"),
-        ("dflash", DFLASH | {"layer_types": ["sliding_attention"]}, "sliding_attention"),
-        ("dflash", DFLASH | {"draft_vocab_size": 100}, "draft_vocab_size 100"),
+        (
+            "dflash",
+            DFLASH | {"draft_vocab_size": 301},
+            "draft_vocab_size 301 is no whole number from 1 to 300",
+        ),
+        ("dflash", DFLASH | {"target_hidden_size": 32}, r"of size 32 \(target_hidden_size\)"),
         (
             "dflash",
             {name: value for name, value in DFLASH.items() if name != "mask_token_id"},
@@ -176,6 +206,46 @@ def test_a_head_of_another_size_has_its_own_embedding(tmp_path: Path) -> None:
         draft_checkpoint(drafted("eagle3", bare), target())
     whole = saved(tmp_path / "whole", "embed_tokens.weight", **HEAD, **sizes)
     assert draft_checkpoint(drafted("eagle3", whole), target()) is not None
+
+
+def test_a_block_drafter_of_another_size_or_vocabulary_has_the_tensors_for_it(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "target_hidden_size": 64}
+    bare = saved(tmp_path / "bare", "embed_tokens.weight", **DFLASH, **sizes)
+    with pytest.raises(
+        ValueError, match=r"hidden size 32 and no lm_head\.weight.* LM head, whose size is 64"
+    ):
+        draft_checkpoint(drafted("dflash", bare), target())
+    some = saved(tmp_path / "some", "d2t", **DFLASH, draft_vocab_size=100)
+    with pytest.raises(
+        ValueError, match=r"drafts 100 of the 300 tokens .* lacks the tensors lm_head\.weight"
+    ):
+        draft_checkpoint(drafted("dflash", some), target())
+    assert draft_checkpoint(drafted("dflash", some), target(), load_dummy=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "causal"),
+    [
+        ({}, [0, 0, 0, 0], ""),
+        ({"layer_types": MIXED, "sliding_window": 9}, [9, 0, 0, 0], "0"),
+        ({"layer_types": SLIDING, "sliding_window": 9, "is_causal": False}, [9, 9, 9, 9], ""),
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}, [0, 0, 0, 9], "3"),
+        ({"use_sliding_window": True, "sliding_window": 9}, [0, 0, 0, 0], ""),
+        ({"use_sliding_window": False, "sliding_window": 9}, [0, 0, 0, 0], ""),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 7}, "sliding_window": 9}, [7, 7, 7, 7], ""),
+        ({"use_swa": True, "layer_types": FULL, "sliding_window": 9}, [9, 9, 9, 9], ""),
+        ({"use_swa": True, "layer_types": MIXED, "sliding_window": 9}, [9, 0, 0, 0], "0"),
+        ({"dflash_config": {"causal": True}}, [0, 0, 0, 0], "0123"),
+        ({"dflash_config": {"causal": True}, "is_causal": False}, [0, 0, 0, 0], ""),
+    ],
+)
+def test_what_the_layers_of_block_drafters_see(
+    changes: dict[str, Any], windows: list[int], causal: str
+) -> None:
+    """As the reference of DFlash's authors reads the fields, and vLLM those that others have added."""
+    found = block_attention(block_fields(TARGET | DFLASH | changes))
+    assert [layer.window or 0 for layer in found] == windows
+    assert [layer.causal for layer in found] == [str(layer) in causal for layer in range(4)]
 
 
 def test_a_model_that_hands_out_no_hidden_states(tmp_path: Path) -> None:

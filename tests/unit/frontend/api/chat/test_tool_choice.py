@@ -50,7 +50,7 @@ FUNCTIONS = [
 ]
 CLOSED = {"additionalProperties": False}
 SCHEMAS = {function.name: function.parameters or {} for function in FUNCTIONS}
-CLOSING = ('"', "}", "]", ",")
+CLOSING = ('"', "}", "]", ",", ")", "=")
 SPACES = (" ", "\n", "\r", "\t")
 STEPS = 150
 """After them the random model closes what it has opened."""
@@ -65,10 +65,10 @@ ENFORCED = (
         "qwen3_coder",
         "glm45",
     ),
-    *("minimax_m2", "mistral", "granite", "phi4_mini_json"),
+    *("minimax_m2", "mistral", "granite", "phi4_mini_json", "olmo3", "pythonic"),
 )
 HARMONY = "openai"
-WITH_SPECIAL = (HARMONY, "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "mistral", "granite")
+WITH_SPECIAL = (HARMONY, "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "mistral", "granite", "olmo3")
 
 
 def is_text(value: Any) -> bool:
@@ -126,6 +126,9 @@ class Model:
         )
         self.eos = checkpoint.eos_token_ids[0]
         self.markers = [i for text in [*tags, *texts] if (i := tokenizer.added_id(text)) is not None]
+        # Calls without a marker begin with these, of which a random reply would write none.
+        names = sorted({function.name[0] for function in FUNCTIONS})
+        self.begin = [[*map(self.token, each)] for each in ("[", names)] if family == "pythonic" else []
         self.closing = [*self.markers, *map(self.token, CLOSING)]
         self.spaces = [*map(self.token, SPACES)]
         self.fragments = [i for i in range(self.vocab_size) if not is_utf8(tokenizer.token_bytes(i))]
@@ -147,6 +150,7 @@ class Model:
         matcher, choose = xgrammar.GrammarMatcher(grammar), random.Random(seed)
         mask = xgrammar.allocate_token_bitmask(1, self.vocab_size)
         ids: list[int] = []
+        begin = self.begin if seed % 2 else []
         while True:
             matcher.fill_next_token_bitmask(mask)
             bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[: self.vocab_size]
@@ -155,7 +159,9 @@ class Model:
                     bits[avoided] = 0
             allowed = np.flatnonzero(bits).tolist()
             favoured = [i for i in (self.closing if len(ids) > STEPS else self.markers) if bits[i]]
-            if len(ids) > STEPS and bits[self.eos]:
+            if len(ids) < len(begin) and (calls := [i for i in begin[len(ids)] if bits[i]]):
+                chosen = choose.choice(calls)
+            elif len(ids) > STEPS and bits[self.eos]:
                 chosen = self.eos
             elif favoured and (len(ids) > STEPS or choose.random() < 0.1):
                 chosen = choose.choice(favoured)

@@ -76,6 +76,12 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
         "{{- '<|tool_call|>' + (c.function | tojson) + '<|/tool_call|>' -}}",
         "object",
     ),
+    "pythonic": (
+        "pythonic",
+        "Respond in the format [func_name1(a=b), func_name2(a)]"
+        "{{ c.name + '(' }}{% for k in c.arguments %}{{ k + '=' }}{{ c.arguments[k] }}{% endfor %})",
+        "fields",
+    ),
     "llama": ("llama3_json", "{{ '\"parameters\": ' }}{{ c.arguments | tojson }}", "object"),
 }
 

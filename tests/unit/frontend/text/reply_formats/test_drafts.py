@@ -11,7 +11,7 @@ from tests.helpers.text.replies import FRAGMENTS, SHAPES, WRITERS, Shape, everyw
 from tests.helpers.text.tool_calls import K_CALL, K_SECTION
 
 # A call in the reasoning begins with a marker, which Llama's calls need not have.
-FAMILIES = sorted(set(WRITERS) - {"llama3_json"})
+FAMILIES = sorted(set(WRITERS) - {"llama3_json", "pythonic", "pythonic, json"})
 DRAFT = Shape("", [("get_weather", {"city": "DRAFT"})])
 REAL = Shape("", [("get_weather", {"city": "Paris"}), ("run", {"code": "x < 2"})])
 

@@ -6,6 +6,7 @@ place, character by character, and by the tokens of a tokenizer.
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -195,12 +196,28 @@ def test_what_is_held_back_is_bounded() -> None:
         ("olmo3", "<function_calls>f(deep=["),
         ("olmo3", "<function_calls>"),
         ("olmo3", "<function_calls>f("),
+        ("pythonic", "[f(deep=["),
+        ("pythonic", "[f(deep=('"),
+        ("pythonic", "[f("),
+        ("pythonic", "[" + " " * 2000),
+        ("llama4_pythonic", "<|python_start|>["),
     ]:
         parser = TextFormat(TOOL_CALLS[family], None, None).parser(ReplyOptions(TOOLS))
         out = parser.feed(0, begin).characters
         for _ in range(2 * MAX_HELD // 100):
             out += parser.feed(0, "x" * 100).characters
         assert out > MAX_HELD - 1000, family
+
+
+@pytest.mark.parametrize(
+    "value", ["['" + "\\'" * 30_000, "[" * 60_000, "[" + "(),'\"'," * 9_000, "{'a':" * 10_000]
+)
+def test_values_in_python_take_linear_time(value: str) -> None:
+    """The longest that is held takes some 40 ms; what would search for an end again and again, a minute."""
+    begun = time.process_time()
+    _, _, calls = parse("pythonic", [f"[f(deep={value}"])
+    assert time.process_time() - begun < 2
+    assert calls == [("f", json.dumps({"deep": value}))]
 
 
 @pytest.mark.parametrize("writer", WRITERS)
