@@ -40,7 +40,7 @@ class Engines:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path):
         monkeypatch.setattr(peer_tier, "_READ_S", 0.05)
-        monkeypatch.setattr(peer_tier, "_ASK_S", 0.5)
+        monkeypatch.setattr(peer_tier, "_ASK_S", 3.0)
         monkeypatch.setattr(peer_tier, "_PAUSE_S", 0.0)
         self.fake = FakeNixl(monkeypatch)
         self.source = torch.rand(8, 2, 4), torch.rand(5, 3, 4)
