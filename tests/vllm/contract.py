@@ -78,7 +78,13 @@ _METHODS = {
     "model_executor/layers/attention/attention.py": {
         "Attention.__init__": (
             *("num_heads", "head_size", "scale", "num_kv_heads", "cache_config"),
-            *("per_layer_sliding_window", "prefix"),
+            *("logits_soft_cap", "per_layer_sliding_window", "prefix"),
+        ),
+    },
+    "model_executor/layers/attention/chunked_local_attention.py": {
+        "ChunkedLocalAttention.__init__": (
+            *("num_heads", "head_size", "scale", "num_kv_heads", "cache_config"),
+            *("attention_chunk_size", "prefix"),
         ),
     },
     "v1/attention/backend.py": {

@@ -3,7 +3,7 @@
 Nothing of vLLM is imported before they are called, and no torch: a model class is registered by its name.
 """
 
-from atom.plugin.families import replaced
+from atom.plugin.families import VLLM
 from atom.plugin.vllm.host_version import misfit
 from atom.shared.utils import envs
 
@@ -40,7 +40,7 @@ def register_models() -> None:
     own_attention = not envs.ATOM_DISABLE_VLLM_PLUGIN_ATTENTION
     if own_attention:
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
-    names = sorted(set(replaced(own_attention)))
+    names = sorted(set(VLLM.replaced(own_attention)))
     for name in names:
         ModelRegistry.register_model(name, MODEL)
     kind = "ATOM's" if own_attention else "vLLM's"
