@@ -16,6 +16,10 @@ FUNCTIONS = {
     "logger.py": {"init_logger": ("name",)},
     "forward_context.py": {"get_forward_context": ()},
     "distributed/parallel_state.py": {"get_tp_group": ()},
+    "model_executor/model_loader/utils.py": {
+        "get_model_architecture": ("model_config",),
+        "configure_quant_config": ("quant_config", "model_class"),
+    },
     "v1/attention/backends/registry.py": {"register_backend": ("backend", "class_path")},
 }
 """File -> functions or variables, with parameters."""
@@ -31,6 +35,10 @@ _CLASSES = {
     },
     "model_executor/layers/attention/attention.py": {
         "Attention": ("num_heads", "num_kv_heads", "head_size", "forward")
+    },
+    "model_executor/models/registry.py": {
+        "_ModelRegistry": ("models",),
+        "_LazyRegisteredModel": ("load_model_cls",),
     },
     "v1/kv_cache_interface.py": {
         "KVCacheSpec": ("block_size",),

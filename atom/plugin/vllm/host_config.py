@@ -19,11 +19,8 @@ def layer_name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
 
 
-def check_supported(vllm_config: Any, prefix: str) -> None:
-    """Raise ValueError, in one line, for a setting that ATOM's models do not honour.
-
-    `prefix`: the name of this model within a larger one.
-    """
+def check_supported(vllm_config: Any) -> None:
+    """Raise ValueError, in one line, for a setting that ATOM's models do not honour."""
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     speculative = vllm_config.speculative_config
@@ -38,7 +35,6 @@ def check_supported(vllm_config: Any, prefix: str) -> None:
         "--enable-lora": vllm_config.lora_config is not None,
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         f"--speculative-config with method {method}": method not in (None, "ngram"),
-        f"a text model within another one ({prefix})": prefix != "",
         f"--runner {model.runner_type}": model.runner_type != "generate",
     }
     if found := [flag for flag, given in refused.items() if given]:

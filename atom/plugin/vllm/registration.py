@@ -3,6 +3,8 @@
 Nothing of vLLM is imported before they are called, and no torch: a model class is registered by its name.
 """
 
+from typing import Any
+
 from atom.plugin.families import VLLM
 from atom.plugin.vllm.host_version import misfit
 from atom.shared.utils import envs
@@ -10,6 +12,8 @@ from atom.shared.utils import envs
 PLATFORM = "atom.plugin.vllm.platform.AtomPlatform"
 MODEL = "atom.plugin.vllm.model:AtomForCausalLM"
 ATTENTION_BACKEND = "atom.plugin.vllm.own_attention.AtomAttentionBackend"
+REPLACED: dict[str, Any] = {}
+"""vLLM's own entry of each architecture that is registered, if it has one."""
 
 
 def register_platform() -> str | None:
@@ -42,6 +46,7 @@ def register_models() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
     names = sorted(set(VLLM.replaced(own_attention)))
     for name in names:
+        REPLACED.setdefault(name, ModelRegistry.models.get(name))
         ModelRegistry.register_model(name, MODEL)
     kind = "ATOM's" if own_attention else "vLLM's"
     logger.info("ATOM runs these architectures, with %s attention: %s", kind, ", ".join(names))

@@ -55,9 +55,9 @@ def vllm_config(**changes: Any) -> Any:
 
 
 def test_the_defaults_are_supported(host_config: Any) -> None:
-    host_config.check_supported(vllm_config(), "")
+    host_config.check_supported(vllm_config())
     ngram = SimpleNamespace(method="ngram", num_speculative_tokens=3)
-    host_config.check_supported(vllm_config(speculative_config=ngram), "")
+    host_config.check_supported(vllm_config(speculative_config=ngram))
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,8 @@ def test_a_setting_without_effect_is_refused_by_its_name(
     host_config: Any, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named) as refused:
-        host_config.check_supported(vllm_config(**changes), "")
+        host_config.check_supported(vllm_config(**changes))
     assert "ATOM_DISABLE_VLLM_PLUGIN=1" in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_part_of_a_larger_model_is_refused(host_config: Any) -> None:
-    with pytest.raises(ValueError, match="within another one \\(language_model\\)"):
-        host_config.check_supported(vllm_config(), "language_model")
 
 
 def test_additional_config_is_online_quantization_alone(host_config: Any) -> None:

@@ -63,6 +63,17 @@ def test_both_entry_points_register_and_can_be_called_again(monkeypatch: pytest.
     assert set(host.backends) == {("CUSTOM", registration.ATTENTION_BACKEND)}
 
 
+def test_vllm_s_own_entries_are_kept_for_larger_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch, "0.32.0")
+    monkeypatch.setattr(registration, "REPLACED", {})
+    host.models["Gemma3ForCausalLM"] = "vLLM's own"
+    for _ in range(2):
+        registration.register_models()
+    assert host.models["Gemma3ForCausalLM"] == registration.MODEL
+    assert registration.REPLACED["Gemma3ForCausalLM"] == "vLLM's own"
+    assert registration.REPLACED["MinistralForCausalLM"] is None
+
+
 def test_the_plugin_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(monkeypatch, "0.32.0")
     monkeypatch.setenv("ATOM_DISABLE_VLLM_PLUGIN", "1")
