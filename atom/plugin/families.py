@@ -11,6 +11,8 @@ from workers.checkpoint.families import architectures
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "mistral4")
 """Families with latent attention, which only ATOM's own attention runs."""
+_SPARSE = ("deepseek_v32", "glm_moe_dsa")
+"""Families with latent attention to the tokens that an indexer chooses."""
 _DENSE = (
     *("gemma3_text", "granite", "llama", "ministral", "ministral3", "mistral", "phi3", "qwen2", "qwen3"),
     "smollm3",
@@ -34,7 +36,7 @@ class HostFamilies:
             yield from (name for name in architectures()[model_type] if not name.endswith(_OF_IMAGES))
 
 
-VLLM = HostFamilies((*_DENSE, *_EXPERTS, "gemma2", "llama4_text", "olmo2", "olmo3"), LATENT)
+VLLM = HostFamilies((*_DENSE, *_EXPERTS, "gemma2", "llama4_text", "olmo2", "olmo3"), (*LATENT, *_SPARSE))
 # SGLang's attention on a CPU neither caps scores (gemma2) nor has chunks (llama4_text). SGLang gives mistral4
 # no cache of latents, and its OLMo 2 is OLMo 3 too, whose RoPE parameters by type of layer it drops.
 SGLANG = HostFamilies(

@@ -59,12 +59,15 @@ FAMILIES = [
 ]
 """Their results are a table of docs/use/plugins.md."""
 FEATURES = [
-    Case("fused norms, RoPE and write", tiny("qwen3-moe"), environment=_FUSED, saves=False),
+    *(
+        Case("fused norms, RoPE and write", tiny(name), environment=_FUSED, saves=False)
+        for name in ("qwen3-moe", "gemma2")
+    ),
     Case("pages of 16 tokens", tiny("llama-gqa"), engine={"page_size": 16}),
     Case("pages of 16 tokens", tiny("deepseek-v3"), engine={"page_size": 16}),
     *(
         Case("chunked prefill", tiny(name), engine={"chunked_prefill_size": 16})
-        for name in ("qwen3", "gpt-oss", "deepseek-v3")
+        for name in ("qwen3", "gpt-oss", "llama4", "deepseek-v3")
     ),
 ]
 # SGLang has these formats in bfloat16 and float16 alone, and the reference computes in float32.

@@ -52,8 +52,8 @@ FAMILIES = [
         for name in (
             *("llama-gqa", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe", "gpt-oss"),
             *("gemma2", "gemma3", "granite", "llama4", "minimax-m2", "ministral", "ministral3", "olmo2"),
-            *("olmo3", "phi3", "smollm3"),
-            *("deepseek-v2-lite", "deepseek-v3", "glm-4.7-flash", "mistral-small-4"),
+            *("olmo3", "phi3", "smollm3", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3.2"),
+            *("glm-4.7-flash", "glm-5", "mistral-small-4"),
         )
     ),
     *(
@@ -70,16 +70,19 @@ FAMILIES = [
 ]
 """Their results are the table of docs/use/plugins.md."""
 FEATURES = [
-    case
-    for name in ("llama-gqa", "deepseek-v3", "gpt-oss")
-    for case in (
-        Case("chunked prefill", tiny(name), llm={"max_num_batched_tokens": 24, "block_size": 16}),
-        Case("speculation", tiny(name), llm={"speculative_config": _NGRAM}, proof="accepted"),
-    )
-] + [
+    *(
+        Case("chunked prefill", tiny(name), llm={"max_num_batched_tokens": 24, "block_size": 16})
+        for name in ("llama-gqa", "deepseek-v3", "gpt-oss", "gemma3", "llama4", "deepseek-v3.2")
+    ),
+    *(
+        Case("speculation", tiny(name), llm={"speculative_config": _NGRAM}, proof="accepted")
+        for name in ("llama-gqa", "deepseek-v3", "gpt-oss")
+    ),
     # On a CPU vLLM turns the cache off for latents.
-    Case("prefix cache", tiny(name), llm={"block_size": 16}, rounds=2, proof="cached")
-    for name in ("llama-gqa", "gpt-oss")
+    *(
+        Case("prefix cache", tiny(name), llm={"block_size": 16}, rounds=2, proof="cached")
+        for name in ("llama-gqa", "gpt-oss", "llama4")
+    ),
 ]
 QUANTIZED = [
     Case("compressed-tensors, INT8", _quantized("qwen3-moe"), format="compressed-tensors, INT8"),
@@ -88,6 +91,8 @@ QUANTIZED = [
 RANKS = [
     Case("two ranks", tiny("llama-gqa"), llm={"tensor_parallel_size": 2}),
     Case("two ranks", tiny("deepseek-v3"), llm={"tensor_parallel_size": 2}),
+    # Norms of queries and keys over the heads of both.
+    Case("two ranks", tiny("minimax-m2"), llm={"tensor_parallel_size": 2}),
     Case(
         "experts on two ranks",
         tiny("qwen3-moe"),

@@ -70,7 +70,10 @@ _CLASSES = {
     "config/cache.py": {"CacheConfig": ("block_size", "cache_dtype")},
     "config/load.py": {"LoadConfig": ("load_format",)},
     "config/speculative.py": {"SpeculativeConfig": ("method", "num_speculative_tokens")},
-    "config/compilation.py": {"CompilationConfig": ("static_forward_context",)},
+    "config/compilation.py": {
+        "CompilationConfig": ("static_forward_context", "cudagraph_mode"),
+        "CUDAGraphMode": ("has_piecewise_cudagraphs",),
+    },
     "config/vllm.py": {
         "VllmConfig": ("additional_config", "lora_config", "speculative_config", "load_config")
     },
@@ -107,7 +110,10 @@ _METHODS = {
     },
 }
 """File -> methods, with parameters."""
-_TEXTS = {"plugins/__init__.py": ("vllm.general_plugins", "vllm.platform_plugins")}
+_TEXTS = {
+    "plugins/__init__.py": ("vllm.general_plugins", "vllm.platform_plugins"),
+    "envs.py": ("VLLM_USE_BREAKABLE_CUDAGRAPH",),
+}
 _BACKEND_METHODS = {"get_name", "get_impl_cls", "get_builder_cls", "get_kv_cache_shape"}
 """The abstract methods of a backend that ATOM's has."""
 _SHAPE = ("num_blocks", "block_size", "num_kv_heads", "head_size", "cache_dtype_str")

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from vllm import envs as host_envs
 from vllm.distributed.parallel_state import get_tp_group
 
 from atom.plugin import host_checkpoint
@@ -17,6 +18,11 @@ from workers.layers.context import BuildContext
 def layer_name(layer: int) -> str:
     """The name of an attention layer, by which vLLM gives it a cache."""
     return f"model.layers.{layer}.self_attn.attn"
+
+
+def index_name(layer: int) -> str:
+    """The name of the cache of a layer's index keys."""
+    return f"model.layers.{layer}.self_attn.indexer.k_cache"
 
 
 def check_supported(vllm_config: Any) -> None:
@@ -41,6 +47,19 @@ def check_supported(vllm_config: Any) -> None:
         raise ValueError(
             f"ATOM's models in vLLM do not support {', '.join(found)}: omit it, or set "
             "ATOM_DISABLE_VLLM_PLUGIN=1 to use vLLM's"
+        )
+
+
+def check_graphs(vllm_config: Any) -> None:
+    """Raise ValueError where vLLM would capture ATOM's attention of prompts in its graphs.
+
+    Such graphs are interrupted at vLLM's own attention alone. vLLM chooses them for some architectures.
+    """
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if host_envs.VLLM_USE_BREAKABLE_CUDAGRAPH and mode is not None and mode.has_piecewise_cudagraphs():
+        raise ValueError(
+            "VLLM_USE_BREAKABLE_CUDAGRAPH=1 (vLLM's default for this architecture): its graphs would contain "
+            "ATOM's attention of prompts: set it to 0, or ATOM_DISABLE_VLLM_PLUGIN=1 to use vLLM's model"
         )
 
 

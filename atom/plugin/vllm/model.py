@@ -12,6 +12,7 @@ from atom.plugin.hosted_model import HostedModel
 from atom.plugin.vllm.host_attention import HostAttentionContext, use_host_attention
 from atom.plugin.vllm.host_config import (
     build_context,
+    check_graphs,
     check_supported,
     checkpoint_of,
     online_quantization_of,
@@ -41,6 +42,8 @@ class AtomForCausalLM(nn.Module):
         # vLLM builds models with their device as torch's default.
         device = torch.empty(0).device
         own_attention = not envs.ATOM_DISABLE_VLLM_PLUGIN_ATTENTION
+        if own_attention:
+            check_graphs(vllm_config)
         hosted = HostedModel(
             checkpoint_of(vllm_config.model_config),
             build_context(vllm_config, device),

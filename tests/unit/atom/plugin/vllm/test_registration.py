@@ -111,10 +111,12 @@ def test_families_that_are_left_to_vllm() -> None:
     ours = {name for names in architectures().values() for name in names}
     own = set(VLLM.replaced(own_attention=True))
     assert own < ours
-    assert ours - own >= {"Qwen3NextForCausalLM", "DeepseekV32ForCausalLM", "Gemma3ForConditionalGeneration"}
+    assert ours - own >= {"Qwen3NextForCausalLM", "DeepseekV4ForCausalLM", "Gemma3ForConditionalGeneration"}
     assert own - set(VLLM.replaced(own_attention=False)) == {
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "GlmMoeDsaForCausalLM",
         "Glm4MoeLiteForCausalLM",
         "Mistral4ForCausalLM",
     }
