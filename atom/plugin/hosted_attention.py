@@ -6,8 +6,10 @@ import torch
 
 from atom_ops import AttentionBackend, AttentionConfig, AttentionPlan, register_attention_backend
 from atom_ops.attention_backend import ATTENTION_BACKENDS
+from workers.layers.attention.self_attention import SelfAttention
+from workers.layers.causal_lm import CausalLM
 
-__all__ = ["HostedBackend", "use_backend"]
+__all__ = ["HostedBackend", "self_attentions", "use_backend"]
 
 
 class HostedBackend(AttentionBackend):
@@ -45,3 +47,9 @@ def use_backend(backend: AttentionBackend) -> str:
     if backend.name not in ATTENTION_BACKENDS:
         register_attention_backend(backend)
     return backend.name
+
+
+def self_attentions(model: CausalLM) -> dict[int, SelfAttention]:
+    """The modules that attend over keys and values, by the number of their layer."""
+    found = (module for module in model.modules() if isinstance(module, SelfAttention))
+    return {module.attention.layer: module for module in found}

@@ -47,24 +47,27 @@ def _quantized(model: str) -> Tiny:
 
 
 _FUSED = {"ATOM_ROPE_FUSED_QKNORM": "1"}
-_DENSE = ("llama-gqa", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe", "gpt-oss")
-_LATENT = ("deepseek-v2-lite", "deepseek-v3")
+_BOTH = (
+    *("llama-gqa", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe", "gemma3"),
+    *("granite", "minimax-m2", "ministral", "ministral3", "phi3", "smollm3"),
+)
+_OWN = ("gpt-oss", "gemma2", "llama4", "deepseek-v2-lite", "deepseek-v3", "glm-4.7-flash")
 
 FAMILIES = [
-    *(Case("family", tiny(name)) for name in (*_DENSE, *_LATENT)),
-    *(
-        Case("family", tiny(name), HOST)
-        for name in ("llama-gqa", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "mixtral", "glm4-moe")
-    ),
+    *(Case("family", tiny(name)) for name in (*_BOTH, *_OWN)),
+    *(Case("family", tiny(name), HOST) for name in _BOTH),
 ]
 """Their results are a table of docs/use/plugins.md."""
 FEATURES = [
-    Case("fused norms, RoPE and write", tiny("qwen3-moe"), environment=_FUSED, saves=False),
+    *(
+        Case("fused norms, RoPE and write", tiny(name), environment=_FUSED, saves=False)
+        for name in ("qwen3-moe", "gemma2")
+    ),
     Case("pages of 16 tokens", tiny("llama-gqa"), engine={"page_size": 16}),
     Case("pages of 16 tokens", tiny("deepseek-v3"), engine={"page_size": 16}),
     *(
         Case("chunked prefill", tiny(name), engine={"chunked_prefill_size": 16})
-        for name in ("qwen3", "gpt-oss", "deepseek-v3")
+        for name in ("qwen3", "gpt-oss", "llama4", "deepseek-v3")
     ),
 ]
 # SGLang has these formats in bfloat16 and float16 alone, and the reference computes in float32.

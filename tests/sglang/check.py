@@ -24,6 +24,7 @@ from tests.helpers.checkpoints.reference import NEW_TOKENS, PROMPTS
 from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN
 from tests.helpers.plugins.host_runs import (
     PAGE,
+    STAND_INS,
     Found,
     check_groups,
     run_process,
@@ -43,14 +44,14 @@ GROUPS = {
     "ranks": RANKS,
     "servers": SERVERS,
 }
-STAND_INS = ROOT / "tests/sglang/stand_ins"
+NATIVE_STAND_INS = ROOT / "tests/sglang/stand_ins"
 PROBE = {"sglang.srt.plugins": {"atom_test_probe": "tests.sglang.probe:register"}}
 
 
 def environment(attention: str, place: Path) -> dict[str, str]:
     """The variables of SGLang's processes, which find ATOM as if it were installed."""
     own = {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, STAND_INS, place))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, NATIVE_STAND_INS, STAND_INS, place))),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "SGLANG_USE_CPU_ENGINE": "1",

@@ -4,6 +4,7 @@
     features    chunked prefill, prefix cache and speculation of vLLM
     quantized   quantized checkpoints
     ranks       tensor and expert parallelism on two ranks
+    larger      a model for images, which stays vLLM's own
     evaluation  lm-eval's metrics of a small real model in `vllm serve`, and vLLM's without ATOM
     command     the published command line in `vllm serve`: served, or refused by name
     contract    the interfaces of vLLM that the plugin uses, in the wheels of its other versions
@@ -37,6 +38,7 @@ from tests.vllm.cases import FAMILIES, FEATURES, HOST, OWN, QUANTIZED, RANKS, Ca
 from tests.vllm.command_line import check_command_line
 from tests.vllm.contract import check_contracts
 from tests.vllm.evaluation import check_evaluation
+from tests.vllm.larger_model import check_larger_model
 
 GROUPS = {"families": FAMILIES, "features": FEATURES, "quantized": QUANTIZED, "ranks": RANKS}
 
@@ -115,8 +117,10 @@ def run_group(python: str, cases: list[Case]) -> Found:
         }
 
 
-def _serving(check: Callable[[str, Mapping[str, str], Path], Found]) -> Callable[[argparse.Namespace], Found]:
-    """A group that runs `vllm serve` with ATOM in a directory on its path."""
+def _installed(
+    check: Callable[[str, Mapping[str, str], Path], Found],
+) -> Callable[[argparse.Namespace], Found]:
+    """A group that runs vLLM with ATOM in a directory on its path."""
 
     def group(arguments: argparse.Namespace) -> Found:
         with tempfile.TemporaryDirectory() as folder:
@@ -137,8 +141,9 @@ def main() -> None:
         __doc__,
         {
             **groups,
-            "evaluation": _serving(check_evaluation),
-            "command": _serving(check_command_line),
+            "larger": _installed(check_larger_model),
+            "evaluation": _installed(check_evaluation),
+            "command": _installed(check_command_line),
             "contract": lambda arguments: check_contracts(arguments.wheels),
         },
         lambda found: write_table(PAGE, "vLLM", FAMILIES, found, (OWN, HOST)),

@@ -16,6 +16,10 @@ FUNCTIONS = {
     "logger.py": {"init_logger": ("name",)},
     "forward_context.py": {"get_forward_context": ()},
     "distributed/parallel_state.py": {"get_tp_group": ()},
+    "model_executor/model_loader/utils.py": {
+        "get_model_architecture": ("model_config",),
+        "configure_quant_config": ("quant_config", "model_class"),
+    },
     "v1/attention/backends/registry.py": {"register_backend": ("backend", "class_path")},
 }
 """File -> functions or variables, with parameters."""
@@ -31,6 +35,10 @@ _CLASSES = {
     },
     "model_executor/layers/attention/attention.py": {
         "Attention": ("num_heads", "num_kv_heads", "head_size", "forward")
+    },
+    "model_executor/models/registry.py": {
+        "_ModelRegistry": ("models",),
+        "_LazyRegisteredModel": ("load_model_cls",),
     },
     "v1/kv_cache_interface.py": {
         "KVCacheSpec": ("block_size",),
@@ -62,7 +70,10 @@ _CLASSES = {
     "config/cache.py": {"CacheConfig": ("block_size", "cache_dtype")},
     "config/load.py": {"LoadConfig": ("load_format",)},
     "config/speculative.py": {"SpeculativeConfig": ("method", "num_speculative_tokens")},
-    "config/compilation.py": {"CompilationConfig": ("static_forward_context",)},
+    "config/compilation.py": {
+        "CompilationConfig": ("static_forward_context", "cudagraph_mode"),
+        "CUDAGraphMode": ("has_piecewise_cudagraphs",),
+    },
     "config/vllm.py": {
         "VllmConfig": ("additional_config", "lora_config", "speculative_config", "load_config")
     },
@@ -78,7 +89,13 @@ _METHODS = {
     "model_executor/layers/attention/attention.py": {
         "Attention.__init__": (
             *("num_heads", "head_size", "scale", "num_kv_heads", "cache_config"),
-            *("per_layer_sliding_window", "prefix"),
+            *("logits_soft_cap", "per_layer_sliding_window", "prefix"),
+        ),
+    },
+    "model_executor/layers/attention/chunked_local_attention.py": {
+        "ChunkedLocalAttention.__init__": (
+            *("num_heads", "head_size", "scale", "num_kv_heads", "cache_config"),
+            *("attention_chunk_size", "prefix"),
         ),
     },
     "v1/attention/backend.py": {
@@ -93,7 +110,10 @@ _METHODS = {
     },
 }
 """File -> methods, with parameters."""
-_TEXTS = {"plugins/__init__.py": ("vllm.general_plugins", "vllm.platform_plugins")}
+_TEXTS = {
+    "plugins/__init__.py": ("vllm.general_plugins", "vllm.platform_plugins"),
+    "envs.py": ("VLLM_USE_BREAKABLE_CUDAGRAPH",),
+}
 _BACKEND_METHODS = {"get_name", "get_impl_cls", "get_builder_cls", "get_kv_cache_shape"}
 """The abstract methods of a backend that ATOM's has."""
 _SHAPE = ("num_blocks", "block_size", "num_kv_heads", "head_size", "cache_dtype_str")

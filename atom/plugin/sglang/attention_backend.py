@@ -50,7 +50,7 @@ class AtomAttentionBackend(AttentionBackend):
         **more: Any,
     ) -> torch.Tensor:
         """Attention [T, H * E] of the queries [T, H * E]; keys and values are written if `save_kv_cache`."""
-        sinks = more.pop("sinks", None)
+        sinks, chunked = more.pop("sinks", None), more.pop("chunked", False)
         _check(layer, more)
         windowed = layer.sliding_window_size >= 0
         group = self.plans(windowed)
@@ -59,7 +59,8 @@ class AtomAttentionBackend(AttentionBackend):
             heads = (-1, layer.tp_k_head_num, layer.head_dim)
             write_kv(k.view(heads), v.view(heads), cache, group.slots_T)
         # SGLang counts the tokens before the current one.
-        rule = AttentionRule(layer.scaling, layer.sliding_window_size + 1 if windowed else 0, sinks)
+        window = layer.sliding_window_size + 1 if windowed else 0
+        rule = AttentionRule(layer.scaling, window, sinks, layer.logit_cap or 0.0, chunked)
         q_THE = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         return paged_attention(q_THE, cache, group.plan, rule).flatten(1)
 
@@ -73,7 +74,6 @@ class AtomAttentionBackend(AttentionBackend):
 def _check(layer: Any, more: dict[str, Any]) -> None:
     """Raise ValueError for attention that the ops do not have."""
     refused = {
-        "a soft cap of the logits": bool(layer.logit_cap),
         "cross attention": layer.is_cross_attention,
         f"{layer.attn_type.value} attention": layer.attn_type is not AttentionType.DECODER,
         "keys and values of different sizes, as in SGLang's own MLA models": layer.v_head_dim

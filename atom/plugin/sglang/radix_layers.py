@@ -8,6 +8,7 @@ A layer with keys and values calls RadixAttention, which calls the server's atte
 Layers with latents read ATOM's plan of the step and SGLang's pool themselves.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
-from atom.plugin.hosted_attention import HostedBackend, use_backend
+from atom.plugin.hosted_attention import HostedBackend, self_attentions, use_backend
 from atom.plugin.sglang.attention_backend import AtomAttentionBackend
 from atom.plugin.sglang.host_config import uses_own_attention
 from atom.plugin.sglang.kv_pool import kv_layer, latent_layer
@@ -66,14 +67,16 @@ class RadixBackend(HostedBackend):
     ) -> Tensor:
         """Attention [T, H, E]; the plan is SGLang's, which its backend finds itself."""
         radix = cache.radix
-        sinks = {} if rule.sinks_H is None else {"sinks": rule.sinks_H}
+        more: dict[str, Any] = {} if rule.sinks_H is None else {"sinks": rule.sinks_H}
+        if rule.chunked:  # only ATOM's attention is asked
+            more["chunked"] = True
         if cache.cache is None:
             heads = rotated_heads(qkv_TO, cos_T1R, sin_T1R, radix.tp_k_head_num, radix.head_dim, norms)
             q_TQ, k_TK, v_TK = (each.flatten(1).contiguous() for each in heads)
-            out_TO = radix(q_TQ, k_TK, v_TK, cache.batch, save_kv_cache=True, **sinks)
+            out_TO = radix(q_TQ, k_TK, v_TK, cache.batch, save_kv_cache=True, **more)
         else:
             q_THE = rotate_and_write_kv(qkv_TO, cos_T1R, sin_T1R, cache.cache, slots_T, norms)
-            out_TO = radix(q_THE.flatten(1), None, None, cache.batch, save_kv_cache=False, **sinks)
+            out_TO = radix(q_THE.flatten(1), None, None, cache.batch, save_kv_cache=False, **more)
         out_THE: Tensor = out_TO.view(-1, radix.tp_q_head_num, radix.head_dim)
         return out_THE
 
@@ -96,14 +99,14 @@ class RadixLayers:
             )
         self._groups = model.kv_groups
         self._empty = empty_attention(device)
+        modules = self_attentions(model)
+        if not self._own:
+            _check_host_attention(model, [module.attention.rule for module in modules.values()])
         made: dict[int, nn.Module] = {}
         for group in self._groups:
-            if isinstance(group, LatentGroup) and not self._own:
-                raise ValueError(
-                    "ATOM's models with latent attention need --attention-backend atom in SGLang"
-                )
             if isinstance(group, KVGroup):
-                made |= {layer: _radix(group, layer, heads) for layer in group.layers}
+                rules = {layer: modules[layer].attention.rule for layer in group.layers}
+                made |= {layer: _radix(group, rule, layer, heads) for layer, rule in rules.items()}
         self.layers = nn.ModuleDict({str(layer): made[layer] for layer in sorted(made)})
 
     def step(self, batch: Any) -> ForwardContext:
@@ -138,14 +141,26 @@ def _own_backend() -> AtomAttentionBackend:
     return backend
 
 
-def _radix(group: KVGroup, layer: int, heads: int) -> RadixAttention:
+def _check_host_attention(model: CausalLM, rules: Sequence[AttentionRule]) -> None:
+    """Raise ValueError for attention that SGLang's own does not have, or not with each of its backends."""
+    refused = {
+        "latent attention": any(isinstance(group, LatentGroup) for group in model.kv_groups),
+        "chunks of attention": any(rule.chunked for rule in rules),
+        "a soft cap of the scores": any(rule.soft_cap for rule in rules),
+    }
+    if found := [what for what, given in refused.items() if given]:
+        raise ValueError(f"ATOM's models with {', '.join(found)} need --attention-backend atom in SGLang")
+
+
+def _radix(group: KVGroup, rule: AttentionRule, layer: int, heads: int) -> RadixAttention:
     return RadixAttention(
         heads,
         group.head_dim,
-        group.head_dim**-0.5,
+        rule.scale,
         num_kv_heads=group.kv_heads,
         layer_id=layer,
+        logit_cap=rule.soft_cap,
         # SGLang counts the tokens before the current one.
-        sliding_window_size=group.window - 1 if group.window else -1,
+        sliding_window_size=rule.window - 1 if rule.window else -1,
         prefix=f"model.layers.{layer}.self_attn.attn",
     )

@@ -9,7 +9,7 @@ import importlib
 import logging
 from typing import Any
 
-from atom.plugin.families import replaced
+from atom.plugin.families import SGLANG
 from atom.plugin.sglang.host_version import misfit
 from atom.shared.utils import envs
 
@@ -33,7 +33,7 @@ def register() -> None:
     own_attention = not envs.ATOM_DISABLE_SGLANG_PLUGIN_ATTENTION
     if own_attention:
         _register_attention()
-    names = sorted(set(replaced(own_attention)))
+    names = sorted(set(SGLANG.replaced(own_attention)))
     _register_models(names)
     logger.info("ATOM runs these architectures: %s", ", ".join(names))
 

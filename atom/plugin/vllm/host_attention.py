@@ -5,13 +5,14 @@ A layer's cache is vLLM's `Attention` module, which finds the step's metadata an
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 
-from atom.plugin.hosted_attention import HostedBackend, use_backend
+from atom.plugin.hosted_attention import HostedBackend, self_attentions, use_backend
 from atom.plugin.vllm.host_config import layer_name
 from atom_ops import (
     AttentionRule,
@@ -20,7 +21,6 @@ from atom_ops import (
     rotated_heads,
 )
 from workers.layers.attention.attention import KVGroup
-from workers.layers.attention.self_attention import SelfAttention
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext, GroupContext
 
@@ -77,19 +77,34 @@ def _attention_layers(model: CausalLM, vllm_config: Any) -> list[Attention]:
     # Its window would apply to all layers; each layer states its own.
     cache_config = copy.copy(vllm_config.cache_config)
     cache_config.sliding_window = None
-    sinks = [module.sinks for module in model.modules() if isinstance(module, SelfAttention)]
+    heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    modules = self_attentions(model)
     made = {}
     for group in model.kv_groups:
         assert isinstance(group, KVGroup), "other families are not registered with vLLM's attention"
         for layer in group.layers:
-            made[layer] = Attention(
-                vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
-                group.head_dim,
-                group.head_dim**-0.5,
-                group.kv_heads,
-                cache_config=cache_config,
-                per_layer_sliding_window=group.window or None,
-                prefix=layer_name(layer),
-                **({} if sinks[layer] is None else {"sinks": sinks[layer]}),
-            )
+            rule = replace(modules[layer].attention.rule, sinks_H=modules[layer].sinks)
+            made[layer] = _attention_layer(group, rule, heads, cache_config, layer_name(layer))
     return [made[layer] for layer in sorted(made)]
+
+
+def _attention_layer(
+    group: KVGroup, rule: AttentionRule, heads: int, cache_config: Any, name: str
+) -> Attention:
+    """vLLM's layer for one of the group's, with `heads` query heads."""
+    common: dict[str, Any] = {
+        "num_heads": heads,
+        "head_size": group.head_dim,
+        "scale": rule.scale,
+        "num_kv_heads": group.kv_heads,
+        "cache_config": cache_config,
+        "prefix": name,
+    }
+    if rule.chunked:
+        return ChunkedLocalAttention(**common, attention_chunk_size=rule.window)
+    return Attention(
+        **common,
+        logits_soft_cap=rule.soft_cap or None,
+        per_layer_sliding_window=rule.window or None,
+        **({} if rule.sinks_H is None else {"sinks": rule.sinks_H}),
+    )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from vllm import envs as host_envs
 from vllm.distributed.parallel_state import get_tp_group
 
 from atom.plugin import host_checkpoint
@@ -19,11 +20,13 @@ def layer_name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
 
 
-def check_supported(vllm_config: Any, prefix: str) -> None:
-    """Raise ValueError, in one line, for a setting that ATOM's models do not honour.
+def index_name(layer: int) -> str:
+    """The name of the cache of a layer's index keys."""
+    return f"model.layers.{layer}.self_attn.indexer.k_cache"
 
-    `prefix`: the name of this model within a larger one.
-    """
+
+def check_supported(vllm_config: Any) -> None:
+    """Raise ValueError, in one line, for a setting that ATOM's models do not honour."""
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     speculative = vllm_config.speculative_config
@@ -38,13 +41,25 @@ def check_supported(vllm_config: Any, prefix: str) -> None:
         "--enable-lora": vllm_config.lora_config is not None,
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         f"--speculative-config with method {method}": method not in (None, "ngram"),
-        f"a text model within another one ({prefix})": prefix != "",
         f"--runner {model.runner_type}": model.runner_type != "generate",
     }
     if found := [flag for flag, given in refused.items() if given]:
         raise ValueError(
             f"ATOM's models in vLLM do not support {', '.join(found)}: omit it, or set "
             "ATOM_DISABLE_VLLM_PLUGIN=1 to use vLLM's"
+        )
+
+
+def check_graphs(vllm_config: Any) -> None:
+    """Raise ValueError where vLLM would capture ATOM's attention of prompts in its graphs.
+
+    Such graphs are interrupted at vLLM's own attention alone. vLLM chooses them for some architectures.
+    """
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if host_envs.VLLM_USE_BREAKABLE_CUDAGRAPH and mode is not None and mode.has_piecewise_cudagraphs():
+        raise ValueError(
+            "VLLM_USE_BREAKABLE_CUDAGRAPH=1 (vLLM's default for this architecture): its graphs would contain "
+            "ATOM's attention of prompts: set it to 0, or ATOM_DISABLE_VLLM_PLUGIN=1 to use vLLM's model"
         )
 
 

@@ -12,10 +12,12 @@ from atom.plugin.hosted_model import HostedModel
 from atom.plugin.vllm.host_attention import HostAttentionContext, use_host_attention
 from atom.plugin.vllm.host_config import (
     build_context,
+    check_graphs,
     check_supported,
     checkpoint_of,
     online_quantization_of,
 )
+from atom.plugin.vllm.inner_model import inner_model
 from atom.plugin.vllm.step_context import OwnAttentionContext
 from atom.shared.utils import envs
 from atom_ops.attention_backend import ATTENTION_BACKENDS
@@ -24,15 +26,24 @@ logger = init_logger("vllm.plugins.atom")
 
 
 class AtomForCausalLM(nn.Module):
-    """Any of ATOM's model families, as vLLM's runner and weight loader call it."""
+    """Any of ATOM's model families, as vLLM's runner and weight loader call it.
+
+    The text model of a larger one, for images as an example, is vLLM's own.
+    """
+
+    def __new__(cls, *, vllm_config: Any, prefix: str = "") -> Any:
+        """ATOM's model, or vLLM's if `prefix` is its name within a larger one."""
+        return inner_model(vllm_config, prefix) if prefix else super().__new__(cls)
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         """Build this rank's model without its weights. Raises ValueError for what is not supported."""
         super().__init__()
-        check_supported(vllm_config, prefix)
+        check_supported(vllm_config)
         # vLLM builds models with their device as torch's default.
         device = torch.empty(0).device
         own_attention = not envs.ATOM_DISABLE_VLLM_PLUGIN_ATTENTION
+        if own_attention:
+            check_graphs(vllm_config)
         hosted = HostedModel(
             checkpoint_of(vllm_config.model_config),
             build_context(vllm_config, device),

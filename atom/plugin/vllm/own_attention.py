@@ -255,7 +255,6 @@ class _LayerArguments:
         """Raise ValueError for attention that the ops do not have."""
         refused = {
             "ALiBi": self.alibi_slopes is not None,
-            "a soft cap of the logits": bool(self.logits_soft_cap),
             f"{self.attn_type} attention": self.attn_type != "decoder",
             "layers that share a cache": self.kv_sharing_target_layer_name is not None,
             f"a KV cache in {self.kv_cache_dtype}": self.kv_cache_dtype not in _PLAIN_CACHES,
@@ -277,7 +276,9 @@ class AtomAttentionImpl(AttentionImpl):
         self.head_size = asked.head_size
         self.num_kv_heads = asked.num_kv_heads
         self.sliding_window = asked.sliding_window
-        self._rule = AttentionRule(float(asked.scale), asked.sliding_window or 0, asked.sinks)
+        self._rule = AttentionRule(
+            float(asked.scale), asked.sliding_window or 0, asked.sinks, asked.logits_soft_cap or 0.0
+        )
 
     def forward(
         self,

@@ -3,13 +3,17 @@
 Nothing of vLLM is imported before they are called, and no torch: a model class is registered by its name.
 """
 
-from atom.plugin.families import replaced
+from typing import Any
+
+from atom.plugin.families import VLLM
 from atom.plugin.vllm.host_version import misfit
 from atom.shared.utils import envs
 
 PLATFORM = "atom.plugin.vllm.platform.AtomPlatform"
 MODEL = "atom.plugin.vllm.model:AtomForCausalLM"
 ATTENTION_BACKEND = "atom.plugin.vllm.own_attention.AtomAttentionBackend"
+REPLACED: dict[str, Any] = {}
+"""vLLM's own entry of each architecture that is registered, if it has one."""
 
 
 def register_platform() -> str | None:
@@ -40,8 +44,9 @@ def register_models() -> None:
     own_attention = not envs.ATOM_DISABLE_VLLM_PLUGIN_ATTENTION
     if own_attention:
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
-    names = sorted(set(replaced(own_attention)))
+    names = sorted(set(VLLM.replaced(own_attention)))
     for name in names:
+        REPLACED.setdefault(name, ModelRegistry.models.get(name))
         ModelRegistry.register_model(name, MODEL)
     kind = "ATOM's" if own_attention else "vLLM's"
     logger.info("ATOM runs these architectures, with %s attention: %s", kind, ", ".join(names))

@@ -21,6 +21,8 @@ MIN_MARGIN = 1e-3
 DEADLINE_S = 1800
 """Limit of all runs of a group together, on a busy machine."""
 PAGE = ROOT / "docs/use/plugins.md"
+STAND_INS = ROOT / "tests/helpers/plugins/stand_ins"
+"""Modules for hosts on a CPU, whose own fail there: torchvision's wheel does not fit torch's build for it."""
 
 
 def save_and_generate(

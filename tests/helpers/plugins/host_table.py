@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from atom.plugin.families import LATENT
+from atom.plugin.families import HOSTS
 from tests.helpers.checkpoints.tiny_models import Tiny
 
 
@@ -38,7 +38,7 @@ def _cell(
     host: str, runs: Sequence[Run], problems: Mapping[str, list[str]], family: str, attention: str
 ) -> str:
     of_cell = [run for run in runs if run.row.model_type == family and run.attention == attention]
-    if not of_cell and family in LATENT:
+    if not of_cell and family in HOSTS[host].own_attention:
         return f"{host}'s own model"
     if not of_cell or any(run.name not in problems for run in of_cell):
         return "not run"

@@ -96,13 +96,18 @@ class Attention(nn.Module):
         `scale` is the softmax scale, by default 1 / sqrt(head_dim); `soft_cap` that of `AttentionRule`.
         """
         super().__init__()
-        self._layer = layer
+        self.layer = layer
         self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
         group = groups[self._group]
         scale = group.head_dim**-0.5 if scale is None else scale
         self._rule = AttentionRule(scale, group.window, soft_cap=soft_cap, chunked=group.chunked)
         self._plan = group.backend.plan
         self._attend = group.backend.attend
+
+    @property
+    def rule(self) -> AttentionRule:
+        """The layer's attention parameters; a call adds the sinks that it is given."""
+        return self._rule
 
     def forward(
         self,
@@ -127,7 +132,7 @@ class Attention(nn.Module):
         rotation: Rotation,
         qkv_TO: torch.Tensor,
     ) -> torch.Tensor:
-        cache = ctx.kv_layers[self._layer]
+        cache = ctx.kv_layers[self.layer]
         group = ctx.groups[self._group]
         assert isinstance(group, GroupContext)
         if sinks_H is not self._rule.sinks_H:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from tests.helpers.plugins.sglang_host import PLUGIN, AttentionType, Host, Mode, batch_of, install, make_pool
 
@@ -28,21 +27,28 @@ def layer(**changes: Any) -> Any:
     return radix
 
 
-@pytest.mark.parametrize("window", [-1, 2])
-def test_attention_of_a_prompt_and_of_a_decode(backend: Any, window: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "cap", "chunked"), [(-1, 0.0, False), (2, 0.0, False), (-1, 0.3, False), (2, 0.0, True)]
+)
+def test_attention_of_a_prompt_and_of_a_decode(backend: Any, window: int, cap: float, chunked: bool) -> None:
     q, k, v = torch.rand(7, 64), torch.rand(7, 32), torch.rand(7, 32)
     found = []
     for mode, start, end in ((Mode.EXTEND, 0, 6), (Mode.DECODE, 6, 7)):
         batch = batch_of(mode, SLOTS, [end], [end - start])
         backend.init_forward_metadata(batch)
         run = backend.forward_decode if mode is Mode.DECODE else backend.forward_extend
-        found.append(run(q[start:end], k[start:end], v[start:end], layer(sliding_window_size=window), batch))
-    heads = [each.view(7, -1, 16).transpose(0, 1)[None] for each in (q, k, v)]
-    distance = torch.arange(7)[:, None] - torch.arange(7)
+        radix = layer(sliding_window_size=window, logit_cap=cap)
+        more = {"chunked": True} if chunked else {}
+        found.append(run(q[start:end], k[start:end], v[start:end], radix, batch, **more))
+    q_HTE, k_HTE, v_HTE = (each.view(7, -1, 16).transpose(0, 1) for each in (q, k, v))
+    scores = 0.25 * q_HTE @ k_HTE.repeat_interleave(2, 0).mT
+    scores = cap * (scores / cap).tanh() if cap else scores
+    at = torch.arange(7)
     # SGLang's window counts the tokens before the current one.
-    seen = (distance >= 0) & (distance <= (window if window >= 0 else 7))
-    wanted = scaled_dot_product_attention(*heads, attn_mask=seen, scale=0.25, enable_gqa=True)
-    torch.testing.assert_close(torch.cat(found), wanted[0].transpose(0, 1).flatten(1))
+    first = (at // (window + 1) * (window + 1) if chunked else at - window) if window >= 0 else 0 * at
+    seen = (at <= at[:, None]) & (at >= first[:, None])
+    wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v_HTE.repeat_interleave(2, 0)
+    torch.testing.assert_close(torch.cat(found), wanted.transpose(0, 1).flatten(1))
 
 
 def test_keys_are_written_if_the_layer_says_so(backend: Any) -> None:
@@ -57,7 +63,6 @@ def test_keys_are_written_if_the_layer_says_so(backend: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "more", "named"),
     [
-        ({"logit_cap": 30.0}, {}, "a soft cap of the logits"),
         ({"is_cross_attention": True}, {}, "cross attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, {}, "encoder_only attention"),
         ({"v_head_dim": 8}, {}, "different sizes, as in SGLang's own MLA models"),

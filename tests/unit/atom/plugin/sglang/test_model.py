@@ -9,6 +9,7 @@ import torch
 from atom_ops.attention_backend import ATTENTION_BACKENDS
 from tests.helpers.checkpoints.tiny_models import tiny, tiny_config
 from tests.helpers.plugins.sglang_host import PLUGIN, Host, Mode, batch_of, install, make_pool
+from workers.checkpoint.families import architectures
 
 SLOTS = torch.tensor([[4, 5, 6, 7, 20, 21, 22, 23], [12, 13, 14, 15, 8, 9, 10, 11]], dtype=torch.int32)
 IDS = torch.arange(3, 19).view(2, 8)
@@ -17,16 +18,24 @@ IDS = torch.arange(3, 19).view(2, 8)
 class Rig:
     """The model with its pool and its backend."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        dtype: torch.dtype = torch.float32,
+        name: str = "qwen3-moe",
+        attention: str = "atom",
+    ):
         self.host = Host()
         self.host.args.load_format = "dummy"
+        self.host.args.attention_backend = attention
         install(monkeypatch, self.host)
-        row = tiny("qwen3-moe")
+        row = tiny(name)
         settings = tiny_config(row).to_dict()
+        architecture = architectures()[row.model_type][0]
         radix_layers = import_module(f"{PLUGIN}.radix_layers")
         monkeypatch.setitem(ATTENTION_BACKENDS, radix_layers.NAME, radix_layers.RadixBackend())
         names = import_module(f"{PLUGIN}.models.atom_models").EntryClass
-        kind = next(each for each in names if each.__name__ == "Qwen3MoeForCausalLM")
+        kind = next(each for each in names if each.__name__ == architecture)
         self.model = kind(SimpleNamespace(to_dict=lambda: dict(settings), vocab_size=settings["vocab_size"]))
         group = self.model._hosted.model.kv_groups[0]
         self.pool = make_pool(
@@ -82,6 +91,21 @@ def test_the_fused_write_needs_a_cache_of_atom(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ATOM_DISABLE_SGLANG_PLUGIN_ATTENTION", "1")
     with pytest.raises(ValueError, match="ATOM_ROPE_FUSED_QKNORM=1 needs --attention-backend atom"):
         Rig(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("gemma2", "a soft cap of the scores"),
+        ("llama4", "chunks of attention"),
+        ("deepseek-v3", "latent attention"),
+    ],
+)
+def test_attention_that_not_all_of_sglang_s_backends_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, what: str
+) -> None:
+    with pytest.raises(ValueError, match=f"models with {what} need --attention-backend atom"):
+        Rig(monkeypatch, name=name, attention="torch_native")
 
 
 def test_without_weights_nothing_runs(rig: Rig) -> None:

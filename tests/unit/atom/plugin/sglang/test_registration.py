@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atom.plugin.families import replaced
+from atom.plugin.families import SGLANG
 from atom.plugin.sglang import registration
 from tests.helpers.plugins.sglang_host import HOOKED, Host, install
 
@@ -32,7 +32,7 @@ def test_models_backends_and_hooks_are_registered_once(host: Host) -> None:
 
 def test_sglang_does_not_import_its_own_models_if_it_imports_ours(host: Host) -> None:
     model = SimpleNamespace(__module__=f"{registration.MODELS}.atom_models")
-    host.models |= dict.fromkeys(replaced(own_attention=True), model)
+    host.models |= dict.fromkeys(SGLANG.replaced(own_attention=True), model)
     registration.register()
     from sglang.srt.environ import envs
 

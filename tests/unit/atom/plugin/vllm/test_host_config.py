@@ -16,7 +16,9 @@ def host_config(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, with a stand-in for the one that it imports from vLLM."""
     groups = ModuleType("vllm.distributed.parallel_state")
     vars(groups)["get_tp_group"] = lambda: SimpleNamespace(rank_in_group=0, world_size=1, device_group=None)
-    for name, module in (("vllm", ModuleType("vllm")), ("vllm.distributed.parallel_state", groups)):
+    host = ModuleType("vllm")
+    vars(host)["envs"] = SimpleNamespace(VLLM_USE_BREAKABLE_CUDAGRAPH=False)
+    for name, module in (("vllm", host), ("vllm.distributed.parallel_state", groups)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     loaded = import_module(MODULE)
@@ -55,9 +57,9 @@ def vllm_config(**changes: Any) -> Any:
 
 
 def test_the_defaults_are_supported(host_config: Any) -> None:
-    host_config.check_supported(vllm_config(), "")
+    host_config.check_supported(vllm_config())
     ngram = SimpleNamespace(method="ngram", num_speculative_tokens=3)
-    host_config.check_supported(vllm_config(speculative_config=ngram), "")
+    host_config.check_supported(vllm_config(speculative_config=ngram))
 
 
 @pytest.mark.parametrize(
@@ -81,13 +83,20 @@ def test_a_setting_without_effect_is_refused_by_its_name(
     host_config: Any, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named) as refused:
-        host_config.check_supported(vllm_config(**changes), "")
+        host_config.check_supported(vllm_config(**changes))
     assert "ATOM_DISABLE_VLLM_PLUGIN=1" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_part_of_a_larger_model_is_refused(host_config: Any) -> None:
-    with pytest.raises(ValueError, match="within another one \\(language_model\\)"):
-        host_config.check_supported(vllm_config(), "language_model")
+def test_graphs_that_would_contain_attention_of_prompts_are_refused(host_config: Any) -> None:
+    def config(piecewise: bool) -> Any:
+        mode = SimpleNamespace(has_piecewise_cudagraphs=lambda: piecewise)
+        return SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+
+    host_config.check_graphs(config(piecewise=True))
+    host_config.host_envs.VLLM_USE_BREAKABLE_CUDAGRAPH = True
+    host_config.check_graphs(config(piecewise=False))
+    with pytest.raises(ValueError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=1.*set it to 0"):
+        host_config.check_graphs(config(piecewise=True))
 
 
 def test_additional_config_is_online_quantization_alone(host_config: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from atom.plugin.families import VLLM
 from atom.plugin.vllm import registration
 from workers.checkpoint.families import architectures
 
@@ -58,8 +59,19 @@ def test_both_entry_points_register_and_can_be_called_again(monkeypatch: pytest.
         assert registration.register_platform() == registration.PLATFORM
         registration.register_models()
     assert host.models["LlamaForCausalLM"] == registration.MODEL
-    assert set(host.models) == set(registration.replaced(own_attention=True))
+    assert set(host.models) == set(VLLM.replaced(own_attention=True))
     assert set(host.backends) == {("CUSTOM", registration.ATTENTION_BACKEND)}
+
+
+def test_vllm_s_own_entries_are_kept_for_larger_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch, "0.32.0")
+    monkeypatch.setattr(registration, "REPLACED", {})
+    host.models["Gemma3ForCausalLM"] = "vLLM's own"
+    for _ in range(2):
+        registration.register_models()
+    assert host.models["Gemma3ForCausalLM"] == registration.MODEL
+    assert registration.REPLACED["Gemma3ForCausalLM"] == "vLLM's own"
+    assert registration.REPLACED["MinistralForCausalLM"] is None
 
 
 def test_the_plugin_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,12 +109,16 @@ def test_without_one_platform_vllm_keeps_its_own(
 
 def test_families_that_are_left_to_vllm() -> None:
     ours = {name for names in architectures().values() for name in names}
-    own = set(registration.replaced(own_attention=True))
+    own = set(VLLM.replaced(own_attention=True))
     assert own < ours
-    assert ours - own >= {"Qwen3NextForCausalLM", "DeepseekV32ForCausalLM", "Gemma3ForConditionalGeneration"}
-    assert own - set(registration.replaced(own_attention=False)) == {
+    assert ours - own >= {"Qwen3NextForCausalLM", "DeepseekV4ForCausalLM", "Gemma3ForConditionalGeneration"}
+    assert own - set(VLLM.replaced(own_attention=False)) == {
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "Mistral4ForCausalLM",
     }
 
 
