@@ -49,7 +49,7 @@ def calibrate(model: nn.Module, block: int = 128) -> None:
 
 
 def calibrate_groups(module: nn.Module, weight: torch.Tensor, args: Any) -> None:
-    """Of NVFP4: a scale for each group, and one for the whole matrix."""
+    """Set the scales of groups, and the one of the whole matrix, as NVFP4 has them."""
     factor = quantization.utils.generate_gparam(weight.amin(), weight.amax())
     largest = weight.unflatten(1, (-1, args.group_size)).abs().amax(2)
     scale, _ = quantization.utils.calculate_qparams(-largest, largest, args, factor)

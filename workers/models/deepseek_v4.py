@@ -169,7 +169,7 @@ class DeepseekV4Model(nn.Module):
 
 
 class DeepseekV4ForCausalLM(PredictingModel):
-    """Of the layers for multi-token prediction (mtp.*) the first is loaded on request."""
+    """The first layer for multi-token prediction (mtp.0.*) is loaded on request, others never."""
 
     model: DeepseekV4Model
     lm_head: LMHead
@@ -283,7 +283,7 @@ def _attention_args(config: Mapping[str, Any], predicts: bool) -> CompressedArgs
 
 
 def _compressions(config: Mapping[str, Any], layers: int) -> list[Compression | None]:
-    """Of all layers: one for multi-token prediction may be left out of the lists, and has no compression.
+    """The compression of each layer: lists may leave out one for multi-token prediction, which has none.
 
     Raises ValueError for unknown kinds of layers, or too few.
     """
