@@ -62,6 +62,24 @@ class _Peer:
     """`Lease.engine`."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """Memory to which one read at a time writes: rows of blocks, and then the word of their lease."""
+
+    buffer: torch.Tensor
+    word: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Late:
+    """A read that has not ended: the library may still write to its target."""
+
+    address: str
+    """Of the engine that is read."""
+    read: PendingRead
+    target: _Target
+
+
 class PeerTier:
     """Reads for one rank. Only the thread of the tier uses it."""
 
@@ -81,11 +99,14 @@ class PeerTier:
         self._memory = HOST_MEMORY if device.type == "cpu" else DEVICE_MEMORY
         self._device = device.index or 0
         size = max(_BUFFER_BYTES, *sizes)
-        self._free = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
-        self._late: list[tuple[PendingRead, torch.Tensor | None]] = []
-        self._word = np.zeros(1, np.uint64)
-        agent.register([(buffer.data_ptr(), size) for buffer in self._free], self._memory, self._device)
-        agent.register([(self._word.ctypes.data, _WORD_BYTES)], HOST_MEMORY)
+        self._free = [
+            _Target(torch.empty(size, dtype=torch.uint8, device=device), np.zeros(1, np.uint64))
+            for _ in range(_BUFFERS)
+        ]
+        self._late: list[_Late] = []
+        buffers = [(target.buffer.data_ptr(), size) for target in self._free]
+        agent.register(buffers, self._memory, self._device)
+        agent.register([(target.word.ctypes.data, _WORD_BYTES) for target in self._free], HOST_MEMORY)
         self._peers: dict[str, _Peer] = {}
         self._paused: dict[str, float] = {}
         """By address, until when an engine is left alone that could not be read."""
@@ -105,6 +126,7 @@ class PeerTier:
         count = 0
         try:
             peer = self._peer(lease)
+            self._check_late(lease.address)
             most = self._rows_at_once(rows_NS.shape[1])
             for start in range(0, len(copies), most):
                 part = copies[start : start + most]
@@ -129,20 +151,24 @@ class PeerTier:
     # Reading
 
     def _rows_at_once(self, size: int) -> int:
-        self._late = [each for each in self._late if not self._is_over(*each)]
-        if not self._free or self._word_is_late():
-            raise TransferError("reads that began earlier have not ended")
-        return max(1, len(self._free[0]) // size)
+        return max(1, len(self._free[0].buffer) // size)
 
-    def _word_is_late(self) -> bool:
-        return any(buffer is None for _, buffer in self._late)
+    def _check_late(self, address: str) -> None:
+        """Raises _LateError where nothing can be read now.
 
-    def _is_over(self, read: PendingRead, buffer: torch.Tensor | None) -> bool:
-        if not read.is_over():
-            return False
-        if buffer is not None:
-            self._free.append(buffer)
-        return True
+        An engine that does not respond keeps the target of one read, so that others can be read meanwhile.
+        """
+        if self._is_late(address) or not self._free:
+            raise _LateError("reads that began earlier have not ended")
+
+    def _is_late(self, address: str) -> bool:
+        return any(late.address == address for late in self._late)
+
+    def _take_back(self) -> None:
+        """Use the targets again of late reads that have ended."""
+        ended = [late for late in self._late if late.read.is_over()]
+        self._late = [late for late in self._late if late not in ended]
+        self._free += [late.target for late in ended]
 
     def _read(
         self,
@@ -153,35 +179,36 @@ class PeerTier:
         rows_NS: torch.Tensor,
         deadline: float,
     ) -> None:
-        buffer = self._free[-1]
+        target = self._free[-1]
+        buffer = target.buffer
         sources = _sources(peer.layout, group, [copy.slot for copy in copies])
         targets = _targets(sources, buffer.data_ptr(), self._device)
         if int(sources[:, 1].sum()) != rows_NS.numel():
             raise TransferError("the engine has blocks of another size")
         pair = (targets, self._memory), (sources, peer.layout.memory)
-        self._finish(self._agent.read(peer.name, *pair, deadline), self._free.pop())
+        self._finish(lease.address, self._agent.read(peer.name, *pair, deadline))
         word = np.array([[peer.layout.words + lease.slot * _WORD_BYTES, _WORD_BYTES, 0]], np.uint64)
-        own = np.array([[self._word.ctypes.data, _WORD_BYTES, 0]], np.uint64)
-        self._finish(self._agent.read(peer.name, (own, HOST_MEMORY), (word, HOST_MEMORY), deadline), None)
-        if int(self._word[0]) != lease.generation:
+        own = np.array([[target.word.ctypes.data, _WORD_BYTES, 0]], np.uint64)
+        pair = (own, HOST_MEMORY), (word, HOST_MEMORY)
+        self._finish(lease.address, self._agent.read(peer.name, *pair, deadline))
+        if int(target.word[0]) != lease.generation:
             raise LeaseEndedError("its engine did not hold the blocks until they were read")
         rows_NS.copy_(buffer[: rows_NS.numel()].view(rows_NS.shape))
         if rows_NS.is_cuda:
             torch.cuda.current_stream().synchronize()  # the next read writes to the buffer
 
-    def _finish(self, late: PendingRead | None, buffer: torch.Tensor | None) -> None:
-        """Use the buffer again, unless the library may still write to it."""
+    def _finish(self, address: str, late: PendingRead | None) -> None:
+        """Keep the target of a late read from being used. Raises TransferError for one."""
         if late is not None:
-            self._late.append((late, buffer))
+            self._late.append(_Late(address, late, self._free.pop()))
             raise TransferError(f"a read took longer than {_READ_S:.0f} s")
-        if buffer is not None:
-            self._free.append(buffer)
 
     # Peers
 
     def _peer(self, lease: Lease) -> _Peer:
         """The worker of this rank in the engine that has granted the lease. Raises TransferError."""
         address = lease.address
+        self._take_back()
         if time.monotonic() < self._paused.get(address, 0.0):
             raise TransferError("it could not be read a moment ago")
         peer = self._peers.get(address)
@@ -195,8 +222,8 @@ class PeerTier:
 
     def _connect(self, address: str) -> _Peer:
         """Ask the worker of this rank for its layout. Raises TransferError."""
-        if self._late and address in self._peers:
-            raise LeaseEndedError("reads that began earlier have not ended")
+        if self._is_late(address):
+            raise _LateError("reads that began earlier have not ended")
         layout = self._first_layout(address) if address not in self._met else self._layout(address)
         known = self._peers.get(address)
         if known is not None and known.layout.secret == layout.secret:
@@ -209,8 +236,8 @@ class PeerTier:
             own, other = self._own.get(name, "none"), layout.properties.get(name, "none")
             if own != other:
                 raise TransferError(f"its KV cache has another layout: {name} is {other:.80}, here {own:.80}")
-        if len(self._peers) >= _MOST_PEERS and not self._late:
-            self._forget(next(iter(self._peers)))
+        if len(self._peers) >= _MOST_PEERS:
+            self._forget(next((each for each in self._peers if not self._is_late(each)), ""))
         peer = _Peer(self._agent.connect(layout.agent), layout, engine_name(layout.secret))
         self._peers[address] = peer
         return peer
@@ -254,9 +281,11 @@ class PeerTier:
         """Forget an engine, and ask it again only after a while, unless only the lease is at fault."""
         address = lease.address
         now = time.monotonic()
-        if isinstance(error, LeaseEndedError) or now < self._paused.get(address, 0.0):
+        if isinstance(error, LeaseEndedError | _LateError) or now < self._paused.get(address, 0.0):
             return  # a pause must end, however many requests come meanwhile
-        if not self._late:  # else the library may still write to a buffer: it must tell when it does not
+        if not self._is_late(
+            address
+        ):  # else the library may still write to a buffer: it must tell when it does not
             self._forget(address)
         self._paused = {each: until for each, until in self._paused.items() if until > now}
         self._paused[address] = now + _PAUSE_S
@@ -264,6 +293,10 @@ class PeerTier:
 
 class LeaseEndedError(TransferError):
     """The engine does not hold the blocks: they may have been overwritten while they were read."""
+
+
+class _LateError(TransferError):
+    """An earlier read has to end first: no fault of the lease, and not always of the engine."""
 
 
 def encode_release(lease: Lease) -> bytes:
