@@ -23,8 +23,10 @@ class PeerPrefix:
         self._length = leased.length
         self._tables = [array("i", table) for table in leased.tables]
         self._index_of: dict[bytes, int] = {}
+        self._is_lost = False
         end = leased.length * block_size
-        self._is_lost = end > len(tokens) or tokens.content(end) != leased.content
+        if end > len(tokens) or tokens.content(end) != leased.content:
+            self.drop()
 
     @property
     def is_lost(self) -> bool:
@@ -48,6 +50,7 @@ class PeerPrefix:
     def drop(self) -> None:
         """Find nothing any more: the blocks could not be read."""
         self._is_lost = True
+        self._tables = []  # the request may wait for long
 
 
 @dataclass(slots=True)
