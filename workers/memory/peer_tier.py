@@ -42,6 +42,8 @@ _READ_S = 5.0
 _PAUSE_S = 10.0
 _MOST_PEERS = 64
 _MOST_MET = 4096
+_MOST_ASKED = 64
+_RECONNECT_MS = 5000
 _WORD_BYTES = 8
 _TCP = "tcp://"
 
@@ -113,7 +115,9 @@ class PeerTier:
         self._met: dict[str, None] = {}
         """Addresses of engines that have responded."""
         self._no_first_until = 0.0
-        """Until when no other engine is asked."""
+        """Until when no other engine is waited for that has never responded."""
+        self._asked: dict[str, zmq.Socket[bytes]] = {}
+        """By address, questions to such engines, the oldest first."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder: Decoder[PeerLayout] = Decoder(PeerLayout)
         self._warning = RareWarning()
@@ -154,12 +158,12 @@ class PeerTier:
         return max(1, len(self._free[0].buffer) // size)
 
     def _check_late(self, address: str) -> None:
-        """Raises _LateError where nothing can be read now.
+        """Raises _NotNowError where nothing can be read now.
 
         An engine that does not respond keeps the target of one read, so that others can be read meanwhile.
         """
         if self._is_late(address) or not self._free:
-            raise _LateError("reads that began earlier have not ended")
+            raise _NotNowError("reads that began earlier have not ended")
 
     def _is_late(self, address: str) -> bool:
         return any(late.address == address for late in self._late)
@@ -223,7 +227,7 @@ class PeerTier:
     def _connect(self, address: str) -> _Peer:
         """Ask the worker of this rank for its layout. Raises TransferError."""
         if self._is_late(address):
-            raise _LateError("reads that began earlier have not ended")
+            raise _NotNowError("reads that began earlier have not ended")
         layout = self._first_layout(address) if address not in self._met else self._layout(address)
         known = self._peers.get(address)
         if known is not None and known.layout.secret == layout.secret:
@@ -248,25 +252,52 @@ class PeerTier:
     def _first_layout(self, address: str) -> PeerLayout:
         """That of an engine that has never responded: clients may name many that are not there.
 
-        Each takes the time of others' reads, so after one that does not respond the next is asked later.
+        A wait takes the time of others' reads. So after one that does not respond others are asked without a
+        wait for some time, and a later lease finds their answers.
         """
-        if time.monotonic() < self._no_first_until:
-            raise LeaseEndedError("another engine that was asked for the first time did not respond just now")
-        try:
-            return self._layout(address)
-        except TransferError:
-            self._no_first_until = time.monotonic() + _PAUSE_S
-            raise
+        asked = self._asked.pop(address, None)
+        if asked is not None and asked.poll(0):
+            return self._answer(asked)
+        if time.monotonic() >= self._no_first_until:
+            if asked is not None:
+                asked.close()
+            try:
+                return self._layout(address)
+            except TransferError:
+                self._no_first_until = time.monotonic() + _PAUSE_S
+                raise
+        if len(self._asked) >= _MOST_ASKED:
+            unanswered = (each for each, socket in self._asked.items() if not socket.poll(0))
+            self._asked.pop(next(unanswered, next(iter(self._asked)))).close()
+        self._asked[address] = asked or self._question(rank_address(address, self._rank))
+        raise _NotNowError("it was asked for the first time, without a wait, as another one did not respond")
 
     def _ask(self, endpoint: str) -> PeerLayout:
-        socket = self._context.socket(zmq.REQ)
+        socket = self._question(endpoint)
+        if not socket.poll(int(_ASK_S * 1000)):
+            socket.close()
+            raise TransferError(f"it did not respond within {_ASK_S:.0f} s")
+        return self._answer(socket)
+
+    def _question(self, endpoint: str) -> "zmq.Socket[bytes]":
+        """A socket with a question to a worker. Raises TransferError."""
+        socket = None
         try:
+            socket = self._context.socket(zmq.REQ)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
             socket.connect(endpoint)
             socket.send(encode(AskLayout()))
-            if not socket.poll(int(_ASK_S * 1000)):
-                raise TransferError(f"it did not respond within {_ASK_S:.0f} s")
+        except zmq.ZMQError as error:
+            if socket is not None:
+                socket.close()
+            raise TransferError(one_line(error)) from None
+        return socket
+
+    def _answer(self, socket: "zmq.Socket[bytes]") -> PeerLayout:
+        """The answer that has come, after which the socket is closed. Raises TransferError."""
+        try:
             return self._decoder.decode(socket.recv())
         except (zmq.ZMQError, WireError) as error:
             raise TransferError(one_line(error, WireError)) from None
@@ -281,7 +312,7 @@ class PeerTier:
         """Forget an engine, and ask it again only after a while, unless only the lease is at fault."""
         address = lease.address
         now = time.monotonic()
-        if isinstance(error, LeaseEndedError | _LateError) or now < self._paused.get(address, 0.0):
+        if isinstance(error, LeaseEndedError | _NotNowError) or now < self._paused.get(address, 0.0):
             return  # a pause must end, however many requests come meanwhile
         if not self._is_late(
             address
@@ -295,8 +326,8 @@ class LeaseEndedError(TransferError):
     """The engine does not hold the blocks: they may have been overwritten while they were read."""
 
 
-class _LateError(TransferError):
-    """An earlier read has to end first: no fault of the lease, and not always of the engine."""
+class _NotNowError(TransferError):
+    """Something else has to end first: no fault of the lease, and not always of the engine."""
 
 
 def encode_release(lease: Lease) -> bytes:

@@ -192,10 +192,21 @@ def test_engines_that_are_not_there_do_not_keep_others_waiting(
     monkeypatch.setattr(peer_tier, "_PAUSE_S", 60.0)
     assert engines.read(0, [1]) == []
     assert engines.read(0, [1], sealed(engines.lease.address + "-gone")) == [0]
+    monkeypatch.setattr(peer_tier, "_MOST_ASKED", 4)
+    other = sealed(f"{engines.lease.address}-other", 7)
+    endpoint = rank_address(other.address, RANK)
+    server = LeaseServer(NixlAgent(), endpoint, RANK, groups(*engines.source), SAME, SECRET)
     with monkeypatch.context() as patch:
-        patch.setattr(PeerTier, "_ask", lambda *_: pytest.fail("it is asked"))
-        for number in range(3):
+        patch.setattr(PeerTier, "_ask", lambda *_: pytest.fail("it is waited for"))
+        assert engines.read(0, [1], other) == [0]
+        asked = engines.tier._asked[other.address]
+        assert until(lambda: asked.poll(0) or None)
+        for number in range(9):
             assert engines.read(0, [1], sealed(f"{engines.lease.address}-{number}")) == [0]
+            assert len(engines.tier._asked) <= 4
+        assert engines.read(0, [1], other) == []  # its answer has come meanwhile
+    assert asked.closed and other.address not in engines.tier._asked
+    server.close()
     engines.tier._forget(engines.lease.address)
     assert engines.read(0, [1]) == []  # it has responded before
 
