@@ -78,11 +78,7 @@ class LeaseServer:
         self._endpoint = endpoint
         self._bind_at = 0.0
         """When to try to bind the socket again."""
-        try:
-            self._is_bound = self._bind()
-        except TransferError:
-            self._context.destroy(linger=0)
-            raise
+        self._is_bound = self._bind_at_start()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-leases", daemon=True)
         self._thread.start()
@@ -125,6 +121,13 @@ class LeaseServer:
             for message in messages:
                 if (lease := decode_release(message)) is not None:
                     self._released.put(lease)
+
+    def _bind_at_start(self) -> bool:
+        try:
+            return self._bind()
+        except TransferError:
+            self._context.destroy(linger=0)
+            raise
 
     def _bind(self) -> bool:
         """Whether the socket is bound; not while its port is in use. Raises TransferError."""

@@ -77,7 +77,7 @@ class _Late:
     """A read that has not ended: the library may still write to its target."""
 
     address: str
-    """Of the engine that is read."""
+    """That of the engine that is read."""
     read: PendingRead
     target: _Target
 
