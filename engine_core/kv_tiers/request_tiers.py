@@ -20,11 +20,15 @@ class PeerPrefix:
         Raises ValueError for tables that are not made of numbers.
         """
         self.lease = with_statement(leased)
+        self.num_noted = 0
+        """Leading blocks of the request whose digests are noted."""
         self._length = leased.length
         self._tables = [array("i", table) for table in leased.tables]
         self._index_of: dict[bytes, int] = {}
+        self._is_lost = False
         end = leased.length * block_size
-        self._is_lost = end > len(tokens) or tokens.content(end) != leased.content
+        if end > len(tokens) or tokens.content(end) != leased.content:
+            self.drop()
 
     @property
     def is_lost(self) -> bool:
@@ -35,6 +39,7 @@ class PeerPrefix:
         """The request's blocks from `start` on have these digests."""
         for index, digest in enumerate(digests[: max(self._length - start, 0)], start):
             self._index_of[digest] = index
+        self.num_noted = max(self.num_noted, start + len(digests))
 
     def find(self, group: int, digest: bytes) -> int | None:
         """The number, in the other engine, of the block with this digest."""
@@ -48,6 +53,7 @@ class PeerPrefix:
     def drop(self) -> None:
         """Find nothing any more: the blocks could not be read."""
         self._is_lost = True
+        self._tables = []  # the request may wait for long
 
 
 @dataclass(slots=True)

@@ -70,6 +70,9 @@ class TierLoads:
         """
         lookup = blocks.lookup
         lookup.num_present = max(lookup.num_present, blocks.num_found)
+        peer = lookup.peer
+        if peer is not None and peer.num_noted < lookup.num_present:  # windows and states may lack them
+            peer.note(peer.num_noted, blocks.hashes(peer.num_noted, lookup.num_present)[0])
         limit = self._limit(blocks)
         while (start := lookup.num_present) < limit:
             end = self._cache.hash_blocks(blocks, min(limit, start + _LOOKED_UP_AT_ONCE))
@@ -77,10 +80,10 @@ class TierLoads:
                 return False
             end = min(end, start + _LOOKED_UP_AT_ONCE)
             digests, hash_inputs = blocks.hashes(start, end)
-            if lookup.peer is not None:
-                lookup.peer.note(start, digests)
+            if peer is not None:
+                peer.note(start, digests)
             self._cache.quota.spend(UNITS_PER_LOOKED_UP * len(digests))
-            has = partial(self._has, lookup.peer)
+            has = partial(self._has, peer)
             for digest, hash_input in zip(digests, hash_inputs, strict=True):
                 if not all(has(group, digest, hash_input) for group in self._cache.full_groups):
                     return self._may_ask(blocks, limit)

@@ -78,7 +78,7 @@ class LeaseServer:
         self._endpoint = endpoint
         self._bind_at = 0.0
         """When to try to bind the socket again."""
-        self._is_bound = self._bind()
+        self._is_bound = self._bind_at_start()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-leases", daemon=True)
         self._thread.start()
@@ -108,11 +108,11 @@ class LeaseServer:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            if not self._is_bound and time.monotonic() >= self._bind_at:
-                self._is_bound = self._bind()
             if self._socket.poll(_POLL_MS):
                 self._answer()
             try:
+                if not self._is_bound and time.monotonic() >= self._bind_at:
+                    self._is_bound = self._bind()
                 messages = self._agent.poll()
             except TransferError as error:
                 self._warning.log(f"the readers of KV blocks: {error}")
@@ -122,13 +122,19 @@ class LeaseServer:
                 if (lease := decode_release(message)) is not None:
                     self._released.put(lease)
 
+    def _bind_at_start(self) -> bool:
+        try:
+            return self._bind()
+        except TransferError:
+            self._context.destroy(linger=0)
+            raise
+
     def _bind(self) -> bool:
         """Whether the socket is bound; not while its port is in use. Raises TransferError."""
         try:
             self._socket.bind(self._endpoint)
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE:
-                self._context.destroy(linger=0)
                 raise TransferError(
                     f"KV blocks cannot be offered at {self._endpoint}: {error.strerror}: give an address of "
                     "this host in --kv-transfer-host"

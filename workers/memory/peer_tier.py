@@ -42,6 +42,8 @@ _READ_S = 5.0
 _PAUSE_S = 10.0
 _MOST_PEERS = 64
 _MOST_MET = 4096
+_MOST_ASKED = 64
+_RECONNECT_MS = 5000
 _WORD_BYTES = 8
 _TCP = "tcp://"
 
@@ -60,6 +62,24 @@ class _Peer:
     layout: PeerLayout
     engine: str
     """`Lease.engine`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """Memory to which one read at a time writes: rows of blocks, and then the word of their lease."""
+
+    buffer: torch.Tensor
+    word: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Late:
+    """A read that has not ended: the library may still write to its target."""
+
+    address: str
+    """That of the engine that is read."""
+    read: PendingRead
+    target: _Target
 
 
 class PeerTier:
@@ -81,18 +101,23 @@ class PeerTier:
         self._memory = HOST_MEMORY if device.type == "cpu" else DEVICE_MEMORY
         self._device = device.index or 0
         size = max(_BUFFER_BYTES, *sizes)
-        self._free = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
-        self._late: list[tuple[PendingRead, torch.Tensor | None]] = []
-        self._word = np.zeros(1, np.uint64)
-        agent.register([(buffer.data_ptr(), size) for buffer in self._free], self._memory, self._device)
-        agent.register([(self._word.ctypes.data, _WORD_BYTES)], HOST_MEMORY)
+        self._free = [
+            _Target(torch.empty(size, dtype=torch.uint8, device=device), np.zeros(1, np.uint64))
+            for _ in range(_BUFFERS)
+        ]
+        self._late: list[_Late] = []
+        buffers = [(target.buffer.data_ptr(), size) for target in self._free]
+        agent.register(buffers, self._memory, self._device)
+        agent.register([(target.word.ctypes.data, _WORD_BYTES) for target in self._free], HOST_MEMORY)
         self._peers: dict[str, _Peer] = {}
         self._paused: dict[str, float] = {}
         """By address, until when an engine is left alone that could not be read."""
         self._met: dict[str, None] = {}
         """Addresses of engines that have responded."""
         self._no_first_until = 0.0
-        """Until when no other engine is asked."""
+        """Until when no other engine is waited for that has never responded."""
+        self._asked: dict[str, zmq.Socket[bytes]] = {}
+        """By address, questions to such engines, the oldest first."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder: Decoder[PeerLayout] = Decoder(PeerLayout)
         self._warning = RareWarning()
@@ -105,6 +130,7 @@ class PeerTier:
         count = 0
         try:
             peer = self._peer(lease)
+            self._check_late(lease.address)
             most = self._rows_at_once(rows_NS.shape[1])
             for start in range(0, len(copies), most):
                 part = copies[start : start + most]
@@ -129,20 +155,24 @@ class PeerTier:
     # Reading
 
     def _rows_at_once(self, size: int) -> int:
-        self._late = [each for each in self._late if not self._is_over(*each)]
-        if not self._free or self._word_is_late():
-            raise TransferError("reads that began earlier have not ended")
-        return max(1, len(self._free[0]) // size)
+        return max(1, len(self._free[0].buffer) // size)
 
-    def _word_is_late(self) -> bool:
-        return any(buffer is None for _, buffer in self._late)
+    def _check_late(self, address: str) -> None:
+        """Raises _NotNowError where nothing can be read now.
 
-    def _is_over(self, read: PendingRead, buffer: torch.Tensor | None) -> bool:
-        if not read.is_over():
-            return False
-        if buffer is not None:
-            self._free.append(buffer)
-        return True
+        An engine that does not respond keeps the target of one read, so that others can be read meanwhile.
+        """
+        if self._is_late(address) or not self._free:
+            raise _NotNowError("reads that began earlier have not ended")
+
+    def _is_late(self, address: str) -> bool:
+        return any(late.address == address for late in self._late)
+
+    def _take_back(self) -> None:
+        """Use the targets again of late reads that have ended."""
+        ended = [late for late in self._late if late.read.is_over()]
+        self._late = [late for late in self._late if late not in ended]
+        self._free += [late.target for late in ended]
 
     def _read(
         self,
@@ -153,35 +183,36 @@ class PeerTier:
         rows_NS: torch.Tensor,
         deadline: float,
     ) -> None:
-        buffer = self._free[-1]
+        target = self._free[-1]
+        buffer = target.buffer
         sources = _sources(peer.layout, group, [copy.slot for copy in copies])
         targets = _targets(sources, buffer.data_ptr(), self._device)
         if int(sources[:, 1].sum()) != rows_NS.numel():
             raise TransferError("the engine has blocks of another size")
         pair = (targets, self._memory), (sources, peer.layout.memory)
-        self._finish(self._agent.read(peer.name, *pair, deadline), self._free.pop())
+        self._finish(lease.address, self._agent.read(peer.name, *pair, deadline))
         word = np.array([[peer.layout.words + lease.slot * _WORD_BYTES, _WORD_BYTES, 0]], np.uint64)
-        own = np.array([[self._word.ctypes.data, _WORD_BYTES, 0]], np.uint64)
-        self._finish(self._agent.read(peer.name, (own, HOST_MEMORY), (word, HOST_MEMORY), deadline), None)
-        if int(self._word[0]) != lease.generation:
+        own = np.array([[target.word.ctypes.data, _WORD_BYTES, 0]], np.uint64)
+        pair = (own, HOST_MEMORY), (word, HOST_MEMORY)
+        self._finish(lease.address, self._agent.read(peer.name, *pair, deadline))
+        if int(target.word[0]) != lease.generation:
             raise LeaseEndedError("its engine did not hold the blocks until they were read")
         rows_NS.copy_(buffer[: rows_NS.numel()].view(rows_NS.shape))
         if rows_NS.is_cuda:
             torch.cuda.current_stream().synchronize()  # the next read writes to the buffer
 
-    def _finish(self, late: PendingRead | None, buffer: torch.Tensor | None) -> None:
-        """Use the buffer again, unless the library may still write to it."""
+    def _finish(self, address: str, late: PendingRead | None) -> None:
+        """Keep the target of a late read from being used. Raises TransferError for one."""
         if late is not None:
-            self._late.append((late, buffer))
+            self._late.append(_Late(address, late, self._free.pop()))
             raise TransferError(f"a read took longer than {_READ_S:.0f} s")
-        if buffer is not None:
-            self._free.append(buffer)
 
     # Peers
 
     def _peer(self, lease: Lease) -> _Peer:
         """The worker of this rank in the engine that has granted the lease. Raises TransferError."""
         address = lease.address
+        self._take_back()
         if time.monotonic() < self._paused.get(address, 0.0):
             raise TransferError("it could not be read a moment ago")
         peer = self._peers.get(address)
@@ -195,8 +226,8 @@ class PeerTier:
 
     def _connect(self, address: str) -> _Peer:
         """Ask the worker of this rank for its layout. Raises TransferError."""
-        if self._late and address in self._peers:
-            raise LeaseEndedError("reads that began earlier have not ended")
+        if self._is_late(address):
+            raise _NotNowError("reads that began earlier have not ended")
         layout = self._first_layout(address) if address not in self._met else self._layout(address)
         known = self._peers.get(address)
         if known is not None and known.layout.secret == layout.secret:
@@ -209,8 +240,8 @@ class PeerTier:
             own, other = self._own.get(name, "none"), layout.properties.get(name, "none")
             if own != other:
                 raise TransferError(f"its KV cache has another layout: {name} is {other:.80}, here {own:.80}")
-        if len(self._peers) >= _MOST_PEERS and not self._late:
-            self._forget(next(iter(self._peers)))
+        if len(self._peers) >= _MOST_PEERS:
+            self._forget(next((each for each in self._peers if not self._is_late(each)), ""))
         peer = _Peer(self._agent.connect(layout.agent), layout, engine_name(layout.secret))
         self._peers[address] = peer
         return peer
@@ -221,25 +252,52 @@ class PeerTier:
     def _first_layout(self, address: str) -> PeerLayout:
         """That of an engine that has never responded: clients may name many that are not there.
 
-        Each takes the time of others' reads, so after one that does not respond the next is asked later.
+        A wait takes the time of others' reads. So after one that does not respond others are asked without a
+        wait for some time, and a later lease finds their answers.
         """
-        if time.monotonic() < self._no_first_until:
-            raise LeaseEndedError("another engine that was asked for the first time did not respond just now")
-        try:
-            return self._layout(address)
-        except TransferError:
-            self._no_first_until = time.monotonic() + _PAUSE_S
-            raise
+        asked = self._asked.pop(address, None)
+        if asked is not None and asked.poll(0):
+            return self._answer(asked)
+        if time.monotonic() >= self._no_first_until:
+            if asked is not None:
+                asked.close()
+            try:
+                return self._layout(address)
+            except TransferError:
+                self._no_first_until = time.monotonic() + _PAUSE_S
+                raise
+        if len(self._asked) >= _MOST_ASKED:
+            unanswered = (each for each, socket in self._asked.items() if not socket.poll(0))
+            self._asked.pop(next(unanswered, next(iter(self._asked)))).close()
+        self._asked[address] = asked or self._question(rank_address(address, self._rank))
+        raise _NotNowError("it was asked for the first time, without a wait, as another one did not respond")
 
     def _ask(self, endpoint: str) -> PeerLayout:
-        socket = self._context.socket(zmq.REQ)
+        socket = self._question(endpoint)
+        if not socket.poll(int(_ASK_S * 1000)):
+            socket.close()
+            raise TransferError(f"it did not respond within {_ASK_S:.0f} s")
+        return self._answer(socket)
+
+    def _question(self, endpoint: str) -> "zmq.Socket[bytes]":
+        """A socket with a question to a worker. Raises TransferError."""
+        socket = None
         try:
+            socket = self._context.socket(zmq.REQ)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
             socket.connect(endpoint)
             socket.send(encode(AskLayout()))
-            if not socket.poll(int(_ASK_S * 1000)):
-                raise TransferError(f"it did not respond within {_ASK_S:.0f} s")
+        except zmq.ZMQError as error:
+            if socket is not None:
+                socket.close()
+            raise TransferError(one_line(error)) from None
+        return socket
+
+    def _answer(self, socket: "zmq.Socket[bytes]") -> PeerLayout:
+        """The answer that has come, after which the socket is closed. Raises TransferError."""
+        try:
             return self._decoder.decode(socket.recv())
         except (zmq.ZMQError, WireError) as error:
             raise TransferError(one_line(error, WireError)) from None
@@ -254,9 +312,11 @@ class PeerTier:
         """Forget an engine, and ask it again only after a while, unless only the lease is at fault."""
         address = lease.address
         now = time.monotonic()
-        if isinstance(error, LeaseEndedError) or now < self._paused.get(address, 0.0):
+        if isinstance(error, LeaseEndedError | _NotNowError) or now < self._paused.get(address, 0.0):
             return  # a pause must end, however many requests come meanwhile
-        if not self._late:  # else the library may still write to a buffer: it must tell when it does not
+        if not self._is_late(
+            address
+        ):  # else the library may still write to a buffer: it must tell when it does not
             self._forget(address)
         self._paused = {each: until for each, until in self._paused.items() if until > now}
         self._paused[address] = now + _PAUSE_S
@@ -264,6 +324,10 @@ class PeerTier:
 
 class LeaseEndedError(TransferError):
     """The engine does not hold the blocks: they may have been overwritten while they were read."""
+
+
+class _NotNowError(TransferError):
+    """Something else has to end first: no fault of the lease, and not always of the engine."""
 
 
 def encode_release(lease: Lease) -> bytes:

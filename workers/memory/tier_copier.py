@@ -139,7 +139,8 @@ class TierCopier:
         """Begin a search, or copies, loads after the steps launched so far."""
         event = None
         if isinstance(message, ReleaseLease):  # nothing answers it
-            self._loads[message.tier].queue.put((_STORE, 0, next(self._places), message, None))
+            lane = self._loads[message.tier]  # later loads do not overtake it: the peer may need the room
+            lane.queue.put((_LOAD, lane.turn, next(self._places), message, None))
             return
         self._num_pending += 1
         if isinstance(message, CopyBlocks) and not message.is_load:

@@ -36,7 +36,9 @@ class TransferRules:
     is_lenient: bool = False
     """With --lenient-fields."""
 
-    def hand_over(self, fields: GenerationRequest, num_prompts: int, warnings: list[str]) -> HandOver:
+    def hand_over(
+        self, fields: GenerationRequest, num_prompts: int, max_model_len: int, warnings: list[str]
+    ) -> HandOver:
         """What a request asks for; may append to `warnings`. Raises RequestError."""
         params = fields.kv_transfer_params
         if params is None:
@@ -67,14 +69,14 @@ class TransferRules:
         if num_prompts != 1:
             raise _refusal("is for one prompt: send a request for each")
         if params.do_remote_prefill:
-            return HandOver(leased=self._leased(params))
+            return HandOver(leased=self._leased(params, max_model_len))
         if fields.stream:
             raise _refusal("with do_remote_decode is part of a response in one piece: omit 'stream'")
         if (fields.n or 1) != 1:
             raise _refusal("with do_remote_decode is for one choice: omit 'n'")
         return HandOver(stores_prompt=True)
 
-    def _leased(self, params: KVTransferParams) -> LeasedBlocks:
+    def _leased(self, params: KVTransferParams, max_model_len: int) -> LeasedBlocks:
         for name in _NEEDED:
             if getattr(params, name) is None:
                 raise _refusal(
@@ -91,6 +93,12 @@ class TransferRules:
             )
         if any(len(blocks) > lease.length for blocks in groups):
             raise _refusal(f"has more blocks than the {lease.length} of remote_lease", ".remote_block_ids")
+        if (count := sum(map(len, groups))) > max_model_len:  # so that names cost no more than a prompt
+            raise _refusal(
+                f"has {count} blocks, and no prompt of this server more than {max_model_len}: send what an "
+                "ATOM server has sent with do_remote_decode",
+                ".remote_block_ids",
+            )
         own = Lease(f"tcp://{host}:{port}", lease.slot, lease.generation, engine, seal=lease.seal)
         return LeasedBlocks(own, lease.length, lease.content, [pack_ids(blocks) for blocks in groups])
 

@@ -218,7 +218,9 @@ class RequestPreparer:
         name = given_id(fields, caller) or secrets.token_hex(16)
         cache_salt = salt(fields.cache_salt, caller)
         prompts, params = self._prompts(parsed, options)
-        hand_over = self._options.transfer.hand_over(fields, len(prompts), parsed.warnings)
+        hand_over = self._options.transfer.hand_over(
+            fields, len(prompts), self._inputs.max_model_len, parsed.warnings
+        )
         if hand_over.stores_prompt:
             options = dataclasses.replace(options, hands_over=self._options.transfer.tp_size)
         prediction = fields.prediction

@@ -32,6 +32,8 @@ class FakeNixl:
         self.bytes_read = 0
         self.is_stuck = False
         """Whether reads do not end."""
+        self.stuck: set[str] = set()
+        """Agents of which reads do not end."""
         self.is_cut = False
         """Whether reads fail."""
         self.after_read: list[Any] = []
@@ -104,7 +106,7 @@ class _Agent:
     def check_xfer_state(self, read: _Read) -> str:
         if self._fake.is_cut or read.peer not in self._fake.agents:
             raise RemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
-        if self._fake.is_stuck:
+        if self._fake.is_stuck or read.peer in self._fake.stuck:
             return "PROC"
         for (target, size, _), (source, _, _) in zip(
             read.targets.tolist(), read.sources.tolist(), strict=True

@@ -222,8 +222,9 @@ def test_a_reset_cache_keeps_what_is_leased() -> None:
     engine.check(0)
 
 
-def test_a_reader_asks_for_the_blocks_that_it_lacks() -> None:
-    engine, reader = Engine(FULL), Engine(FULL, seed=8)  # as those of another server
+@pytest.mark.parametrize("spec", [FULL, WINDOW])
+def test_a_reader_asks_for_the_blocks_that_it_lacks(spec: KVSpec) -> None:
+    engine, reader = Engine(spec), Engine(spec, seed=8)  # as those of another server
     leased = engine.grant()
     reader.kv.offload_to([TierSlots(PEER, [])], num_ranks=RANKS)
     assert reader.kv.offload is not None
@@ -240,3 +241,21 @@ def test_a_reader_asks_for_the_blocks_that_it_lacks() -> None:
     reader.kv.leave_peer(blocks)
     (release,) = reader.kv.offload.take_messages()
     assert getattr(release, "lease", None) == with_statement(leased)
+
+
+def test_a_reader_that_has_the_blocks_of_one_group_asks_for_those_of_another() -> None:
+    engine, reader = Engine(FULL, WINDOW), Engine(FULL, WINDOW, seed=8)
+    leased = engine.grant()
+    reader.kv.offload_to([TierSlots(PEER, [])], num_ranks=RANKS)
+    assert reader.kv.offload is not None
+    reader.compute(PROMPT)
+    reader.kv.pools[1].reset()  # as if others had taken them
+    blocks = reader.kv.new_blocks(TokenIds(Prompt(pack_ids([*PROMPT, 5]))))
+    blocks.lookup.peer = PeerPrefix(leased, blocks.tokens, 4)
+    reader.kv.begin_iteration()
+    assert reader.kv.find_prefix(blocks) == 0 and reader.kv.offload.loads.look_up(blocks)
+    assert reader.kv.offload.loads.wait_for(blocks, 0, now=0.0) is not None
+    (message,) = reader.kv.offload.take_messages()
+    assert isinstance(message, CopyBlocks)
+    wanted = [(1, number) for number in unpack_ids(leased.tables[1])]
+    assert [(copy.group, copy.slot) for copy in message.copies] == wanted

@@ -110,6 +110,33 @@ def test_a_port_in_use_is_waited_for(
     server.close()
 
 
+def test_an_address_that_is_gone_for_a_while_does_not_end_the_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A port was in use at the start, and at a later try the host has lost the address."""
+    fake = FakeNixl(monkeypatch)
+    monkeypatch.setattr(lease_server, "_BIND_AGAIN_S", 0.01)
+    bind = LeaseServer._bind
+    results: list[bool | None] = [False, None]
+
+    def bind_or_not(self: LeaseServer) -> bool:
+        if not results:
+            return bind(self)
+        if (result := results.pop(0)) is None:
+            raise TransferError("KV blocks cannot be offered")
+        return result
+
+    monkeypatch.setattr(LeaseServer, "_bind", bind_or_not)
+    agent, reader = NixlAgent(), NixlAgent()
+    groups = [BlockRows([torch.rand(8, 4)], 8, 16)]
+    with caplog.at_level(logging.WARNING):
+        server = LeaseServer(agent, f"ipc://{tmp_path}/kv", 0, groups, {}, b"")
+        fake.agents[reader.name].send_notif(agent.name, b"3 0")
+        assert until(server.next_released).leases == [(3, 0)]
+    assert "KV blocks cannot be offered" in caplog.text and not results
+    server.close()
+
+
 def test_an_address_of_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeNixl(monkeypatch)
     with pytest.raises(

@@ -1,5 +1,6 @@
 """Blocks of another engine arrive whole, or are missing: a late, failed or overwritten read is never used."""
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -73,7 +74,9 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engines
 def test_blocks_of_each_kind_are_read(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     assert engines.read(0, [5, 0, 7]) == [] and engines.read(1, [4, 4]) == []
     assert engines.fake.bytes_read == 3 * 32 + 2 * 48 + 2 * 8
-    engines.tier._free = [buffer[:64] for buffer in engines.tier._free]
+    engines.tier._free = [
+        dataclasses.replace(target, buffer=target.buffer[:64]) for target in engines.tier._free
+    ]
     assert engines.read(0, [1, 2, 3, 4, 5]) == []  # two blocks at a time
 
 
@@ -100,11 +103,43 @@ def test_a_lease_that_ends_meanwhile_is_a_miss(engines: Engines, caplog: pytest.
 def test_a_late_read_keeps_its_buffer(engines: Engines) -> None:
     engines.fake.is_stuck = True
     assert engines.read(0, [1]) == [0] and engines.read(0, [2]) == [0]
-    reads = engines.fake.num_reads
-    assert reads == 2 and engines.read(0, [3]) == [0] and engines.fake.num_reads == reads  # no buffer is left
+    assert engines.fake.num_reads == 1 and len(engines.tier._free) == 1  # it has no second buffer
     assert engines.tier._peers  # the connection is kept: the library tells by it when a read is over
     engines.fake.is_stuck = False
     assert engines.read(0, [4]) == [] and len(engines.tier._free) == 2
+
+
+@pytest.mark.parametrize("part", ["blocks", "word"])
+def test_others_are_read_while_one_engine_does_not_respond(engines: Engines, part: str) -> None:
+    other = sealed(f"{engines.lease.address}-other", 7)
+    agent = NixlAgent()
+    server = LeaseServer(
+        agent, rank_address(other.address, RANK), RANK, groups(*engines.source), SAME, SECRET
+    )
+    if part == "blocks":
+        engines.fake.stuck.add(engines.agent.name)
+    else:
+        engines.fake.after_read.append(lambda: engines.fake.stuck.add(engines.agent.name))
+    for _ in range(3):
+        assert engines.read(0, [1]) == [0]
+        assert engines.read(0, [1, 2], other) == []
+    engines.fake.stuck = {engines.agent.name, agent.name}
+    assert engines.read(0, [1], other) == [0] and engines.read(0, [1]) == [0]
+    engines.fake.stuck.clear()
+    assert engines.read(0, [1]) == [] and engines.read(0, [1], other) == []
+    server.close()
+
+
+def test_an_engine_is_read_again_that_was_started_again_during_a_late_read(engines: Engines) -> None:
+    engines.fake.stuck.add(engines.agent.name)
+    assert engines.read(0, [1]) == [0]
+    engines.server.close()
+    endpoint = rank_address(engines.lease.address, RANK)
+    engines.server = LeaseServer(NixlAgent(), endpoint, RANK, groups(*engines.source), SAME, b"later")
+    later = sealed(engines.lease.address, secret=b"later")
+    assert engines.read(0, [1], later) == [0]  # the library may still write to the buffer
+    del engines.fake.agents[engines.agent.name]
+    assert engines.read(0, [1], later) == [] and len(engines.tier._free) == 2
 
 
 def test_a_late_word_keeps_its_place(engines: Engines) -> None:
@@ -157,10 +192,21 @@ def test_engines_that_are_not_there_do_not_keep_others_waiting(
     monkeypatch.setattr(peer_tier, "_PAUSE_S", 60.0)
     assert engines.read(0, [1]) == []
     assert engines.read(0, [1], sealed(engines.lease.address + "-gone")) == [0]
+    monkeypatch.setattr(peer_tier, "_MOST_ASKED", 4)
+    other = sealed(f"{engines.lease.address}-other", 7)
+    endpoint = rank_address(other.address, RANK)
+    server = LeaseServer(NixlAgent(), endpoint, RANK, groups(*engines.source), SAME, SECRET)
     with monkeypatch.context() as patch:
-        patch.setattr(PeerTier, "_ask", lambda *_: pytest.fail("it is asked"))
-        for number in range(3):
+        patch.setattr(PeerTier, "_ask", lambda *_: pytest.fail("it is waited for"))
+        assert engines.read(0, [1], other) == [0]
+        asked = engines.tier._asked[other.address]
+        assert until(lambda: asked.poll(0) or None)
+        for number in range(9):
             assert engines.read(0, [1], sealed(f"{engines.lease.address}-{number}")) == [0]
+            assert len(engines.tier._asked) <= 4
+        assert engines.read(0, [1], other) == []  # its answer has come meanwhile
+    assert asked.closed and other.address not in engines.tier._asked
+    server.close()
     engines.tier._forget(engines.lease.address)
     assert engines.read(0, [1]) == []  # it has responded before
 

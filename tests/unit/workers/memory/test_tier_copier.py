@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from atom.shared.messages.kv_peers import Lease, ReleaseLease
 from atom.shared.messages.kv_tiers import BlockCopy, BlocksCopied, BlocksFound, CopyBlocks, FindBlocks
 from workers.memory import tier_copier
 from workers.memory.block_rows import BlockRows
@@ -123,6 +124,42 @@ def test_a_short_load_comes_after_the_current_part_of_a_long_one() -> None:
     tier.open.set()
     numbers = [done.number for done in (next_of(copier) for _ in range(6))]
     assert numbers == [0, 8, 1, 9, 2, 3]
+    copier.close()
+
+
+def test_a_lease_is_released_before_later_loads() -> None:
+    class Peer:
+        part_bytes = 1 << 20
+        is_two_way = False
+
+        def __init__(self) -> None:
+            self.open = threading.Event()
+            self.calls: list[str] = []
+
+        def read_from(
+            self, lease: Lease, group: int, copies: Sequence[BlockCopy], rows_NS: torch.Tensor
+        ) -> list[int]:
+            self.calls.append(f"read {lease.slot}")
+            assert self.open.wait(DEADLINE_S)
+            return []
+
+        def release(self, lease: Lease) -> None:
+            self.calls.append(f"release {lease.slot}")
+
+        def close(self) -> None:
+            pass
+
+    tier = Peer()
+    copier = TierCopier(groups(torch.rand(8, 2, 4)), [tier], rank=0)
+    leases = [Lease("ipc://kv", slot, 0) for slot in range(3)]
+    block = [BlockCopy(0, 0, 0)]
+    for number in (0, 1):
+        copier.submit(CopyBlocks(number, 0, True, block, lease=leases[number]))
+    copier.submit(ReleaseLease(0, leases[1]))
+    copier.submit(CopyBlocks(2, 0, True, block, lease=leases[2]))
+    tier.open.set()
+    assert [next_of(copier).number for _ in range(3)] == [0, 1, 2]
+    assert tier.calls == ["read 0", "read 1", "release 1", "read 2"]
     copier.close()
 
 

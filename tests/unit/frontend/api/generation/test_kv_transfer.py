@@ -132,6 +132,11 @@ def test_of_a_short_prompt_nothing_is_kept(both: Rig) -> None:
             "more blocks",
         ),
         (
+            {"kv_transfer_params": changed(remote_block_ids=[[0] * 6000] * 2, remote_lease={"length": 6000})},
+            ".remote_block_ids",
+            "has 12000 blocks, and no prompt of this server more than 10000",
+        ),
+        (
             {"kv_transfer_params": changed(remote_block_ids=[[-1]])},
             ".remote_block_ids[0][0]",
             "expected `int` >= 0",
