@@ -7,6 +7,7 @@ from atom.shared.config.cache import DEFAULT_TRANSFER_PORT, CacheConfig
 from atom.shared.config.fields import ConfigError
 from atom.shared.config.kv_transfer import kv_role, reads_peers
 from atom.shared.config.parallel import ParallelConfig
+from atom.shared.utils.errors import one_line
 
 __all__ = ["PeerServers", "PromptTransfer", "check_prompt_transfer", "prompt_transfer"]
 
@@ -110,14 +111,17 @@ def _own_address(text: str) -> str:
 
 
 def _peers(text: str) -> PeerServers:
-    network, _, port = text.partition(":")
+    network, colon, port = text.partition(":")
+    bits = network.partition("/")[2] or "32"
     try:
+        if not (bits.isdecimal() and (port or "1").isdecimal() and (port or not colon)):
+            raise ValueError("bits and ports are decimal numbers")
         number = int(port) if port else DEFAULT_TRANSFER_PORT
         if not 0 < number <= _LAST_PORT:
-            raise ValueError("no port")
+            raise ValueError(f"{number} is no port")
         return PeerServers(IPv4Network(network), number)
-    except ValueError:
+    except ValueError as error:
         raise ConfigError(
             f"{_PEERS}: {text!r:.80} is neither ADDRESS[:PORT] nor NETWORK/BITS[:PORT] of IPv4, such as "
-            "10.0.0.7:5600 or 10.0.0.0/16"
+            f"10.0.0.7:5600 or 10.0.0.0/16: {one_line(error, ValueError):.120}"
         ) from None
