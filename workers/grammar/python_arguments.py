@@ -4,7 +4,6 @@ xgrammar has no style for them. Keys are in the order of the schema, those that 
 are JSON, which is Python's spelling too but for three words: these have Python's where they are a value.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from itertools import chain
@@ -42,7 +41,8 @@ class _Arguments:
     def __init__(self, schema: Schema):
         definitions = dict(schema.get("$defs", {}))
         root = {name: value for name, value in schema.items() if name != "$defs"}
-        self._definitions = _renamed({**definitions, _ROOT: root})
+        self._definitions: dict[str, Schema] = _renamed({**definitions, _ROOT: root})
+        self._references = {name: _references(part) for name, part in self._definitions.items()}
 
     def of(self, schema: Schema) -> Format:
         """The arguments for the whole schema, or for a part of it."""
@@ -108,9 +108,32 @@ class _Arguments:
 
     def _json(self, schema: Schema) -> Format:
         schema = _renamed(schema)
-        if '"$ref"' in json.dumps(schema):
-            schema = {**schema, "$defs": self._definitions}
+        if definitions := self._needed(schema):
+            schema = {**schema, "$defs": definitions}
         return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+
+    def _needed(self, schema: Schema) -> dict[str, Schema]:
+        """The definitions that a part refers to, and those that they refer to: each part has its own copy."""
+        found: dict[str, Schema] = {}
+        names = _references(schema)
+        while names:
+            name = names.pop()
+            if name not in found:
+                found[name] = self._definitions[name]
+                names += self._references[name]
+        return found
+
+
+def _references(part: Any) -> list[str]:
+    """The names of the definitions that a part refers to itself."""
+    if isinstance(part, list):
+        return [name for each in part for name in _references(each)]
+    if not isinstance(part, dict):
+        return []
+    target = part.get("$ref")
+    if isinstance(target, str):
+        return [target.removeprefix("#/$defs/")]
+    return [name for each in part.values() for name in _references(each)]
 
 
 def _renamed(part: Any) -> Any:

@@ -91,7 +91,7 @@ def object_keywords(part: Schema, path: str, reader: PartReader) -> Schema:
     required = _required(part, path)
     for name in required:
         if name not in declared:
-            declared[name] = _undeclared(name, part, path, names, further)
+            declared[name] = _undeclared(name, part, path, names, further, reader)
     if names is not None and (found := [name for name in declared if name in names]):
         further = _Further(((_without(names, found, path), further.kinds[0][1]),))
     return _written(part, path, declared, required, further)
@@ -181,14 +181,18 @@ def _required(part: Schema, path: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _undeclared(name: str, part: Schema, path: str, names: _Names | None, further: _Further) -> Schema:
+def _undeclared(
+    name: str, part: Schema, path: str, names: _Names | None, further: _Further, reader: PartReader
+) -> Schema:
     """The schema of a required property that the object does not declare. Raises SchemaError."""
     if (value := further.value(name)) is not None:
         return value
     is_closed = part.get("additionalProperties") is False or name in part.get("properties", {})
     if is_closed or further.excludes(name) or (names is not None and name not in names):
         raise SchemaError(f"no value fits: the required property {name!r:.60} is not allowed", path)
-    return {}
+    anything = reader.read(True, _inside(path, "properties", name))
+    assert anything is not None, "any value fits"
+    return anything
 
 
 def _written(

@@ -66,7 +66,7 @@ class PythonCalls(TextParser, ABC):
         """Before a key, or the end of a call."""
         text, marker = self._take(markers_of(("=", ")", "\n", *self.CLOSERS)))
         self._head += text
-        key = self._head.strip(" \t,")
+        key = self._head.strip(" \t\r,")
         if marker == "\n" and not key:
             return True
         if marker is None and not self._ended and len(self._head) <= MAX_HEADER:

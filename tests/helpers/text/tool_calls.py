@@ -149,6 +149,7 @@ UNUSUAL: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("olmo3", f"{O_OPEN}f(list=[1)], days=1)", "", [("f", '{"list": "[1)"], days=1)')]),
     ("pythonic", "[f(days=1)]", "", [D]),
     ("pythonic", "\n[ f ( days = 1 ) , f(days=1), ]\n", "", [D, D]),
+    ("pythonic", "[f(\r\n  days=1,\r\n),\r\nf(days=1\r\n)]\r\n", "", [D, D]),
     ("pythonic", "[f(days=1)]\n[f(days=1)]", "", [D, D]),
     ("pythonic", "[f(days=1)] [1] is no call", "[1] is no call", [D]),
     ("pythonic", "[f(days=1)], and more", ", and more", [D]),

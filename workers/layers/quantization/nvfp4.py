@@ -22,6 +22,8 @@ GROUP = 16
 _MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the numbers of e2m1."""
 _CODES_STD = 5.8
+_BYTES_AT_ONCE = 1 << 22
+"""Bytes of codes that are unpacked at once: an index takes several times the memory of what it selects."""
 
 
 @cache
@@ -79,9 +81,19 @@ def _ones(factors: Tensor, std: float, generator: torch.Generator) -> None:
 
 def _integers(codes: Tensor) -> Tensor:
     """Twice the numbers of bytes with two codes each, int8 [O, I]."""
-    table = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], dtype=torch.int8)
-    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    return table.to(codes.device)[pairs.int()]
+    pairs_of = _pairs().to(codes.device)
+    pairs = torch.empty(codes.shape, dtype=torch.int16, device=codes.device)
+    rows = max(1, _BYTES_AT_ONCE // codes.shape[1])
+    for some, part in zip(pairs.split(rows), codes.split(rows), strict=True):
+        some.copy_(pairs_of[part.int()])
+    return pairs.view(torch.int8)
+
+
+def _pairs() -> Tensor:
+    """For each byte the integers of its low and its high code, as one of 16 bits."""
+    integers = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], dtype=torch.int8)
+    codes = torch.arange(256)
+    return torch.stack((integers[codes & 15], integers[codes >> 4]), -1).view(torch.int16).flatten()
 
 
 def _weight(codes: Tensor, scales: Tensor, factors: Tensor) -> AffineInts:

@@ -129,6 +129,12 @@ def test_schemas_that_may_need_themselves_are_honoured(schema: dict[str, Any], t
     assert accepts(compile_bytes("json_schema", json.dumps(schema)), text)
 
 
+def test_a_required_property_may_be_undeclared() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]}
+    grammar = compile_bytes("json_schema", json.dumps({"type": "array", "items": schema}))
+    assert accepts(grammar, '[{"a": 1, "b": [2]}]') and not accepts(grammar, '[{"a": 1}]')
+
+
 def test_a_long_chain_of_references_is_read() -> None:
     count = 3000
     chain = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(count)} | {str(count): {"type": "null"}}

@@ -1,5 +1,6 @@
 """Arguments as in Python, by the schema of a tool: the keys that may be written, and their values."""
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,17 @@ def test_references() -> None:
     assert whole("n=1") and not whole("")
     one_of = accepts({"anyOf": [of("a", a=WHOLE), of("b", b=WHOLE)]})
     assert one_of("a=1") and one_of("b=1") and not one_of("a=1, b=1")
+
+
+def test_parts_have_the_definitions_that_they_need() -> None:
+    """All of them for each would take time with the cube of their number."""
+    names = [f"d{number}" for number in range(200)]
+    schema = having({name: {"$ref": f"#/$defs/{name}"} for name in names}, names[0])
+    schema["$defs"] = {name: of("$ref", **{"$ref": WHOLE, "next": {"$ref": "#/$defs/a"}}) for name in names}
+    schema["$defs"]["a"] = of(a={"$ref": "#/$defs/a"})
+    assert len(json.dumps(python_arguments(prepared(schema)))) < 300_000
+    fits = accepts(schema)
+    assert fits('d0={"$ref": 1}, d7={"$ref": 2, "next": {"a": {}}}') and not fits('d0={"$ref": "a"}')
 
 
 @pytest.mark.parametrize(
