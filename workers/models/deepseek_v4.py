@@ -12,7 +12,7 @@ T tokens, R sampling rows, N streams, D hidden, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -59,6 +59,9 @@ _SPARSE = "compressed_sparse_attention"
 _DENSE = "heavily_compressed_attention"
 _KIND_OF_RATIO = {0: _SLIDING, 4: _SPARSE, 128: _DENSE}
 _RATES = {_SPARSE: 4, _DENSE: 128}
+
+
+Layer = TypeVar("Layer", bound="DeepseekV4Layer")
 
 
 class DeepseekV4Layer(nn.Module):
@@ -124,20 +127,20 @@ class DeepseekV4Model(nn.Module):
         main, compressed = (RotaryEmbedding(args.rope_dim, rope, build, True) for rope in _ropes(config))
         self.rotary = nn.ModuleList([main, compressed])
         self.layers = nn.ModuleList(
-            DeepseekV4Layer(*self.layer_args(config, number, at := build.at(f"model.layers.{number}")), at)
+            self.make_layer(DeepseekV4Layer, config, number, build.at(f"model.layers.{number}"))
             for number in range(config["num_hidden_layers"])
         )
         self.norm = RMSNorm(hyper.hidden_size, hyper.norm_eps, build)
         self.hc_head = HyperHead(hyper, "hc", build)
 
-    def layer_args(
-        self, config: Mapping[str, Any], number: int, build: BuildContext
-    ) -> tuple[CompressedAttention, MoEArgs, HyperArgs]:
-        """The attention of layer `number`, which is built with `build`, and the sizes of the rest."""
+    def make_layer(
+        self, kind: type[Layer], config: Mapping[str, Any], number: int, build: BuildContext
+    ) -> Layer:
+        """Layer `number`, of this class."""
         attn = CompressedAttention(
             self._args, number, self._caches[number], self.rotary_of(number), build.at("attn")
         )
-        return attn, _moe_args(config, number), _hyper_args(config)
+        return kind(attn, _moe_args(config, number), _hyper_args(config), build)
 
     def check_prediction(self) -> None:
         """Raise ValueError if the layer for multi-token prediction caches more than rows of tokens."""
@@ -195,7 +198,8 @@ class DeepseekV4ForCausalLM(PredictingModel):
         if build.mtp:
             self.model.check_prediction()
             at = build.at("mtp.0")
-            self.mtp = DeepseekV4Prediction(*self.model.layer_args(config, _layers(config), at), at)
+            number = config["num_hidden_layers"]
+            self.mtp = self.model.make_layer(DeepseekV4Prediction, config, number, at)
             self.renamed_on_disk = {**self.renamed_on_disk, "mtp": at.prefix}  # type: ignore[misc]
             self.unused_on_disk = ("mtp.0.emb*", "mtp.0.head.*")  # the model's
         self.kv_groups = [*self.model.kv_groups]
@@ -258,12 +262,6 @@ def _check_supported(config: Mapping[str, Any], build: BuildContext) -> None:
         )
 
 
-def _layers(config: Mapping[str, Any]) -> int:
-    """Layers before the one for multi-token prediction."""
-    layers: int = config["num_hidden_layers"]
-    return layers
-
-
 def _attention_args(config: Mapping[str, Any], predicts: bool) -> CompressedArgs:
     return CompressedArgs(
         hidden_size=config["hidden_size"],
@@ -278,7 +276,7 @@ def _attention_args(config: Mapping[str, Any], predicts: bool) -> CompressedArgs
         index_width=config["index_head_dim"],
         index_topk=config["index_topk"],
         eps=config["rms_norm_eps"],
-        compressions=_compressions(config, _layers(config) + predicts),
+        compressions=_compressions(config, config["num_hidden_layers"] + predicts),
     )
 
 

@@ -45,7 +45,7 @@ class Lease(msgspec.Struct, array_like=True, frozen=True, gc=False):
     engine: str = ""
     """`engine_name` of the life that has granted it."""
     statement: bytes = b""
-    """`statement` of the blocks that it is for; whoever reads them fills it in."""
+    """A hash of the blocks that it is for, which their reader fills in."""
     seal: bytes = b""
     """`seal` of all this."""
 

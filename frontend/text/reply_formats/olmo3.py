@@ -5,14 +5,13 @@ g(yes=True, list=['a', None])</function_calls>
 """
 
 from frontend.text.reply_formats.base import CallText
-from frontend.text.reply_formats.python_calls import NAME, PythonCalls
+from frontend.text.reply_formats.python_calls import PythonCalls
 from frontend.text.reply_formats.text import MAX_HEADER, Markers
 
 __all__ = ["Olmo3"]
 
 _OPEN = "<function_calls>"
 _CLOSE = "</function_calls>"
-_NAME_ENDS = Markers("(", "\n", _CLOSE, _OPEN)
 _LINE_ENDS = Markers("\n", _CLOSE, _OPEN)
 
 
@@ -22,10 +21,8 @@ class Olmo3(PythonCalls):
     OPENERS = (_OPEN,)
     MARKERS = (_OPEN, _CLOSE)
     CLOSERS = (_CLOSE,)
+    NAME_ENDS = Markers("(", "\n", _CLOSE, _OPEN)
     CALL_TEXT = CallText("", "(", ")", "\n", _OPEN, section=(_OPEN, _CLOSE), style="python")
-
-    _raw = ""
-    """What was consumed of a call whose name is not known."""
 
     def _opened(self, marker: str) -> None:
         self._raw = marker
@@ -51,26 +48,7 @@ class Olmo3(PythonCalls):
         self._state = self._name
         return True
 
-    def _name(self) -> bool:
-        text, marker = self._take(_NAME_ENDS)
-        self._head += text
-        words = self._head.split()
-        if len(words) <= 1 and marker is None and not self._ended and len(self._head) <= MAX_HEADER:
-            return False
-        if marker == "(" and len(words) == 1 and NAME.fullmatch(words[0]):
-            self._start(words[0])
-            self._head = self._raw = ""
-            self._state = self._key
-            return True
-        self._buffer = (marker or "") + self._buffer
-        if self._raw:
-            self._reject(self._raw + self._head)
-        else:
-            self._write_markup(self._head)
-            self._state = self._other_line
-        return True
-
-    def _other_line(self) -> bool:
+    def _no_call(self) -> bool:
         """A line after a call, which is none."""
         text, marker = self._take(_LINE_ENDS)
         self._write_markup(text)

@@ -12,12 +12,12 @@ import sys
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from frontend.text.reply_formats.text import MAX_HEADER, MAX_HELD, TextParser, markers_of
+from frontend.text.reply_formats.text import MAX_HEADER, MAX_HELD, Markers, TextParser, markers_of
 from frontend.text.reply_formats.xml_calls import is_json
 
-__all__ = ["NAME", "PythonCalls"]
+__all__ = ["PythonCalls"]
 
-NAME = re.compile(r"""[^\s(){}<>"'=,]+""")
+_NAME = re.compile(r"""[^\s(){}<>"'=,]+""")
 _KEY = re.compile(r"[^\W\d][\w-]*")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 # What Python writes otherwise than JSON: a string, a word, and what tuples and last commas are found by.
@@ -38,11 +38,15 @@ _MAX_DEPTH = 100
 
 
 class PythonCalls(TextParser, ABC):
-    """Writes the arguments of one call as JSON; subclasses read names, and what is around calls."""
+    """Reads the name of a call, and writes its arguments as JSON; subclasses read what is around calls."""
 
     CLOSERS: ClassVar[tuple[str, ...]]
     """What ends a call that has no closing bracket."""
+    NAME_ENDS: ClassVar[Markers]
+    """What a name ends before: the bracket of a call, and what shows that it is none."""
 
+    _raw = ""
+    """What was consumed before the name of the first call, which may be none; empty after it."""
     _head = ""
     """What was consumed of a name or key."""
     _value = ""
@@ -61,6 +65,39 @@ class PythonCalls(TextParser, ABC):
     @abstractmethod
     def _raw_arguments(self) -> bool:
         """The rest of what is no call."""
+
+    @abstractmethod
+    def _no_call(self) -> bool:
+        """After a call, text that is none."""
+
+    def _may_be_name(self, text: str) -> bool:
+        """Whether a name may begin with `text` where it stands."""
+        return True
+
+    def _accepts(self, name: str) -> bool:
+        """Whether a call of this function can be meant."""
+        return True
+
+    def _name(self) -> bool:
+        """In the name of a function."""
+        text, marker = self._take(self.NAME_ENDS)
+        self._head += text
+        words = self._head.split()
+        is_open = len(words) <= 1 and marker is None and self._may_be_name(self._head.strip())
+        if is_open and not self._ended and len(self._head) <= MAX_HEADER:
+            return False
+        if marker == "(" and len(words) == 1 and _NAME.fullmatch(words[0]) and self._accepts(words[0]):
+            self._start(words[0])
+            self._head = self._raw = ""
+            self._state = self._key
+            return True
+        self._buffer = (marker or "") + self._buffer
+        if self._raw:
+            self._reject(self._raw + self._head)
+        else:
+            self._write_markup(self._head)
+            self._state = self._no_call
+        return True
 
     def _key(self) -> bool:
         """Before a key, or the end of a call."""

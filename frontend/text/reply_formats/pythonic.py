@@ -7,7 +7,7 @@ offered function; any other list is content.
 """
 
 from frontend.text.reply_formats.base import CallText
-from frontend.text.reply_formats.python_calls import NAME, PythonCalls
+from frontend.text.reply_formats.python_calls import PythonCalls
 from frontend.text.reply_formats.text import MAX_HEADER, Markers
 
 __all__ = ["Pythonic"]
@@ -15,7 +15,6 @@ __all__ = ["Pythonic"]
 _OPENERS = ("<|python_start|>", "<|python_tag|>")
 _END = "<|python_end|>"
 _MARKERS = (*_OPENERS, _END)
-_NAME_ENDS = Markers("(", "\n", "]", *_MARKERS)
 _RAW_ENDS = Markers("),", ")]", "\n", *_MARKERS)
 _SPACES = " \t\r\n"
 
@@ -27,6 +26,7 @@ class Pythonic(PythonCalls):
     DRAFT_OPENERS = OPENERS
     MARKERS = _MARKERS
     CLOSERS = ("]", _END)
+    NAME_ENDS = Markers("(", "\n", "]", *_MARKERS)
     CALL_TEXT = CallText(
         before_name="",
         before_arguments="(",
@@ -38,9 +38,6 @@ class Pythonic(PythonCalls):
         no_content=_OPENERS,
         other_begin=r"""[^\[\s]|\[["'\[\]{}()<>=,]""",
     )
-
-    _raw = ""
-    """What was consumed of a list whose first call is not known; empty after it."""
     _is_marked = False
     """Whether a tag began the list."""
 
@@ -90,38 +87,20 @@ class Pythonic(PythonCalls):
             self._state = self._name
         return True
 
-    def _name(self) -> bool:
-        text, marker = self._take(_NAME_ENDS)
-        self._head += text
-        words = self._head.split()
-        is_open = len(words) <= 1 and marker is None and self._may_be_name(self._head.strip())
-        if is_open and not self._ended and len(self._head) <= MAX_HEADER:
-            return False
-        if marker == "(" and len(words) == 1 and NAME.fullmatch(words[0]) and self._accepts(words[0]):
-            self._start(words[0])
-            self._head = self._raw = ""
-            self._state = self._key
-            return True
-        self._buffer = (marker or "") + self._buffer
-        if self._raw:
-            self._reject(self._raw + self._head)
-        else:
-            self._write_markup(self._head)
-            self._state = self._content
-        return True
-
     @property
     def _is_sure(self) -> bool:
         """Whether what follows can only be calls."""
         return self._is_marked or not self._raw
 
     def _may_be_name(self, text: str) -> bool:
-        """Whether a name may begin with `text` where it stands."""
         return self._is_sure or any(name.startswith(text) for name in self._options.tools or ())
 
     def _accepts(self, name: str) -> bool:
-        """Whether a call of this function can be meant."""
         return self._is_sure or name in (self._options.tools or ())
+
+    def _no_call(self) -> bool:
+        self._state = self._content
+        return True
 
     def _raw_arguments(self) -> bool:
         text, marker = self._take(_RAW_ENDS)
