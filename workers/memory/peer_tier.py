@@ -314,9 +314,8 @@ class PeerTier:
         now = time.monotonic()
         if isinstance(error, LeaseEndedError | _NotNowError) or now < self._paused.get(address, 0.0):
             return  # a pause must end, however many requests come meanwhile
-        if not self._is_late(
-            address
-        ):  # else the library may still write to a buffer: it must tell when it does not
+        # The library may still write to the target of a late read, and must tell when it does not.
+        if not self._is_late(address):
             self._forget(address)
         self._paused = {each: until for each, until in self._paused.items() if until > now}
         self._paused[address] = now + _PAUSE_S
