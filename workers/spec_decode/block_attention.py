@@ -41,11 +41,11 @@ class Blocks:
         """`on_host`: whether the rows are on the host, where attention may read them."""
         if view is BlockView.AHEAD:
             return self._ahead(on_host)
-        contexts_RJ = self.contexts_R[:, None].expand(-1, self.width)
+        contexts_T = self.contexts_R.repeat_interleave(self.width)
         if view is BlockView.CAUSAL:
-            contexts_RJ = torch.minimum(contexts_RJ, (self._positions + 1).int())
+            contexts_T = torch.minimum(contexts_T, (self._positions.flatten() + 1).int())
         table_TW = self.table_RW.repeat_interleave(self.width, 0)
-        return one_token_plan(contexts_RJ.flatten(), table_TW, self.longest, self.split_tokens, on_host)
+        return one_token_plan(contexts_T, table_TW, self.longest, self.split_tokens, on_host)
 
     @property
     def _positions(self) -> torch.Tensor:

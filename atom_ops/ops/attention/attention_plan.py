@@ -152,6 +152,12 @@ class AttentionPlan:
     """int32, of the rows' tokens: how many tokens after its own each query sees, as those of an image see
     each other. All of them are in the step. None: attention is causal, and kernels load nothing."""
 
+    def __post_init__(self) -> None:
+        # Kernels count elements of these; an expanded view of one row has a stride of 0.
+        for tensor in (self.context_lens_R, self.query_starts_R1, self.ahead_T):
+            if tensor is not None and not tensor.is_contiguous():
+                raise ValueError("attention plan: contexts, starts and ahead must be contiguous tensors")
+
     def work_items(
         self,
         num_heads: int,
