@@ -69,6 +69,7 @@ MODELS = {
     "GPT-OSS-20B": Model(32, 2880, 2880, 4, biased=True),
     "GPT-OSS-20B-MXFP4": Model(32, 2880, 2880, 4, biased=True, format="mxfp4"),
     "Kimi-K2-INT4": Model(384, 7168, 2048, 8, format="int4"),
+    "DeepSeek-V4-Flash-MXFP4": Model(256, 4096, 2048, 6, format="mxfp4"),
     "DeepSeek-V2-Lite": Model(64, 2048, 1408, 6),
     "Mixtral-8x7B": Model(8, 4096, 14336, 2),
 }

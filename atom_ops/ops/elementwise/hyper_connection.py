@@ -56,7 +56,7 @@ def _collapse_case(tokens: int, streams: int, width: int, head: bool = False) ->
     return Case(f"{tokens}x{streams}x{width}", make)
 
 
-_SIZES = ((1, 4, 4096), (37, 4, 72), (5, 2, 1000))
+_SIZES = ((1, 4, 4096), (37, 4, 72), (5, 2, 1000), (70, 2, 1030))
 
 
 def _projected(streams_TND: Tensor, weights: HyperWeights) -> Tensor:

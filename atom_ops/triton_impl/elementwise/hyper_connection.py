@@ -2,7 +2,8 @@
 
     _project    a program for a tile of tokens and a share of their N * D features: partial sums of the
                 projection and of the squares, to a workspace
-    _collapse   a program for a token: sums the shares, makes the mappings, adds the streams
+    _collapse   a program for a token: sums the shares, makes the mappings, adds the streams. Few tokens have
+                a program for each block of features, all of which make the mappings
     _expand     a program for a token and a block of features
 
 The shares depend on N and D alone, so that a token's bits do not depend on the others.
@@ -29,6 +30,8 @@ _SHARE = 256
 _MOST_SHARES = 64
 _BLOCK = 1024
 _MOST_STREAMS = 16
+_FEW = 64
+"""Most tokens whose features are divided between programs of `_collapse`."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -91,9 +94,10 @@ def _collapse(
     STREAMS: tl.constexpr, HEAD: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T,). HEAD: without `post` and `mix`."""
+    """Grid (T, 1 or blocks of D). HEAD: without `post` and `mix`."""
     pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
+    is_first = tl.program_id(1) == 0
     share_S = tl.arange(0, BLOCK_S)
     inside_S = share_S < shares
     square_S = tl.load(squares + share_S * tokens + token, mask=inside_S, other=0.0)
@@ -107,7 +111,7 @@ def _collapse(
     if not HEAD:
         at_N = STREAMS + stream_N
         post_N = _mapped(sums, base, scale + 1, norm, at_N, inside_N, share_S, inside_S, stride)
-        tl.store(post + token * STREAMS + stream_N, 2.0 * tl.sigmoid(post_N), mask=inside_N)
+        tl.store(post + token * STREAMS + stream_N, 2.0 * tl.sigmoid(post_N), mask=inside_N & is_first)
         pair_P = tl.arange(0, BLOCK_N * BLOCK_N)
         inside_P = (pair_P // BLOCK_N < STREAMS) & (pair_P % BLOCK_N < STREAMS)
         at_P = pair_P // BLOCK_N * STREAMS + pair_P % BLOCK_N
@@ -118,9 +122,9 @@ def _collapse(
         inside_NN = inside_N[:, None] & inside_N[None, :]
         mix_NN = _doubly_stochastic(mix_NN, inside_NN, eps, ITERATIONS)
         at_NN = stream_N[:, None] * STREAMS + stream_N[None, :]
-        tl.store(mix + token * STREAMS * STREAMS + at_NN, mix_NN, mask=inside_NN)
+        tl.store(mix + token * STREAMS * STREAMS + at_NN, mix_NN, mask=inside_NN & is_first)
     x += token * STREAMS * width
-    for start in range(0, width, BLOCK_D):
+    for start in range(tl.program_id(1) * BLOCK_D, width, BLOCK_D * tl.num_programs(1)):
         feature_D = start + tl.arange(0, BLOCK_D)
         inside_ND = inside_N[:, None] & (feature_D < width)[None, :]
         x_ND = tl.load(x + stream_N[:, None] * width + feature_D[None, :], mask=inside_ND, other=0.0)
@@ -183,17 +187,19 @@ def _launch(
     shares = triton.cdiv(size, share)
     sums = streams_TND.new_empty(shares, tokens, block_m, dtype=torch.float32)
     squares = streams_TND.new_empty(shares, tokens, dtype=torch.float32)
+    block_d = min(triton.next_power_of_2(width), _BLOCK)
+    parts = triton.cdiv(width, block_d) if tokens <= _FEW else 1
     options = launch_options(streams_TND.device)
     _project[(triton.cdiv(tokens, _TILE), shares)](
         streams_TND, weights.projection_MF, sums, squares, tokens, size, share,
         ROWS=rows, BLOCK_T=_TILE, BLOCK_M=block_m, BLOCK_F=_FEATURES,
         PRECISION=_precision(streams_TND.dtype), num_warps=4, **options,
     )  # fmt: skip
-    _collapse[(tokens,)](
+    _collapse[(tokens, parts)](
         streams_TND, sums, squares, weights.base_M, weights.scale_S, out_TD, post_TN, mix_TNN, tokens, width,
         weights.norm_eps, weights.eps, shares,
         STREAMS=streams, HEAD=head, ITERATIONS=weights.iterations, BLOCK_M=block_m,
-        BLOCK_N=triton.next_power_of_2(streams), BLOCK_D=min(triton.next_power_of_2(width), _BLOCK),
+        BLOCK_N=triton.next_power_of_2(streams), BLOCK_D=block_d,
         BLOCK_S=triton.next_power_of_2(shares), num_warps=4, **options,
     )  # fmt: skip
     return out_TD
