@@ -1,4 +1,4 @@
-"""Writes the generated tables of flags, variables, the API, scaling and reliability in docs/ from the code.
+"""Writes the generated tables of flags, variables, the API, scaling, reliability and floors in docs/.
 
 python -m tools.docs_tables
 """
@@ -17,6 +17,7 @@ from atom.shared.config.server import ServerConfig
 from atom.shared.utils.envs import VARIABLES, Variable, acts
 from tools.api_table import api_tables, cell, route_table
 from tools.reliability_table import reliability_table
+from tools.roofline_table import roofline_tables
 from tools.scaling_tables import scaling_tables
 
 BEGIN = "<!-- table:begin -->"
@@ -120,6 +121,7 @@ TABLES: dict[Path, Callable[[], str]] = {
     _DOCS / "use/api.md": api_page,
     _DOCS / "operate/reliability.md": reliability_table,
     _DOCS / "operate/scaling.md": scaling_tables,
+    _DOCS / "measurements/roofline.md": roofline_tables,
 }
 
 

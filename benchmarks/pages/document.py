@@ -32,6 +32,12 @@ _TITLES = {
         "`make bench-all-reduce`. *Two calls* are torch.distributed and a norm; layers call the "
         "communicator.",
     ),
+    "decode_step": (
+        "Decode steps",
+        "Steps whose kernels are recorded: `make bench-step ARGS=--kernels`. *ms* is the time of a step that "
+        "is launched while the previous one runs; [roofline](roofline.md) compares it with the least that it "
+        "could take.",
+    ),
     "scheduler": (
         "Scheduler",
         "The engine core's time for a step, without a model: `make bench-scheduler`.",
@@ -178,6 +184,23 @@ def _all_reduce(figures: Figures) -> str:
     return f"{line}\n\n" + _table(["tokens", "two calls us", "communicator us", "one kernel"], rows, words=0)
 
 
+def _decode_step(figures: Figures) -> str:
+    drafts = f", {figures['drafts']} drafts of {figures['method']}" if figures["drafts"] else ""
+    context = f", contexts of {figures['context']:,} tokens" if figures["context"] else ""
+    rows = []
+    for row in figures["rows"]:
+        longest = [f"`{one['name']}` {one['runs']} x, {one['microseconds']:,.1f}" for one in row["times"][:4]]
+        counts = [
+            str(row["rows"]),
+            f"{row['tokens']:.2f}",
+            f"{row['ahead_ms']:.3f}",
+            f"{row['device_ms']:.3f}",
+        ]
+        rows.append(["; ".join(longest), *counts, str(row["kernels"])])
+    columns = ["longest kernels, us in all", "rows", "tokens", "ms", "device ms", "kernels"]
+    return f"{figures['model']} in {figures['dtype']}{context}{drafts}.\n\n" + _table(columns, rows)
+
+
 def _scheduler(figures: Figures) -> str:
     rows = [
         [f"{row['running']:,}", f"{row['median_us']:.1f}", f"{row['p99_us']:.1f}", f"{row['ratio']:.2f}"]
@@ -204,6 +227,7 @@ _BODIES: dict[str, Callable[[Figures], str]] = {
     "latency": _latency,
     "kernels": _kernels,
     "all_reduce": _all_reduce,
+    "decode_step": _decode_step,
     "scheduler": _scheduler,
     "accuracy": _accuracy,
 }

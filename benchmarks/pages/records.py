@@ -16,7 +16,7 @@ from atom.benchmarks.serving.errors import BenchmarkError
 __all__ = ["FACTS", "KINDS", "Record", "completed", "read_json", "read_record"]
 
 FACTS = ("command", "hardware", "software", "date")
-KINDS = ("serving", "throughput", "latency", "kernels", "all_reduce", "scheduler", "accuracy")
+KINDS = ("serving", "throughput", "latency", "kernels", "all_reduce", "decode_step", "scheduler", "accuracy")
 _SERVING_KEYS = {"backend", "model_id", "duration", "completed", "request_throughput"}
 _DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors", "latencies")
 """Lists with an entry for each request or iteration; left out, because the figures summarise them."""

@@ -44,6 +44,15 @@ RESULTS: dict[str, dict[str, Any]] = {
         "ranks": 2, "device": "cuda", "dtype": "bfloat16", "width": 4096,
         "rows": [{"tokens": 1024, "two_calls_us": 61.25, "communicator_us": 40.0, "one_kernel": True}],
     },
+    "decode_step": {
+        "model": "M", "dtype": "bfloat16", "context": 512, "method": "ngram", "drafts": 3,
+        "rows": [
+            {
+                "rows": 1, "tokens": 2.5, "ahead_ms": 4.25, "device_ms": 4.5, "launch_ms": 0.1, "kernels": 7,
+                "kernels_per_layer": 3.5, "times": [{"name": "_gemm", "runs": 6, "microseconds": 4000.0}],
+            },
+        ],
+    },
     "scheduler": {"rows": [{"running": 1024, "median_us": 120.04, "p99_us": 300.0, "ratio": 1.0}]},
     "accuracy": {
         "model": "M", "dtype": "float32", "harness": "lm-eval 1", "answers": 140, "scores": 112,
@@ -59,6 +68,8 @@ SERVING = {
     "mean_ttft_ms": 1.5, "median_ttft_ms": 1.25, "p99_ttft_ms": 9.0,
     "mean_tpot_ms": 0.5, "median_tpot_ms": 0.25, "p99_tpot_ms": 0.75,
 }  # fmt: skip
+SECTIONS = {"all_reduce": "all-reduce", "decode_step": "decode steps"}
+"""Titles that differ from the kind."""
 SAID = {"command": "bench", "server": "atom-launch", "hardware": "GPU", "software": "ATOM 1"}
 ROWS = {
     "latency": [
@@ -68,6 +79,10 @@ ROWS = {
     "throughput": ["| 1,500 | 1,000 | 2,000 | 2.00 | 750.00 | 1,500.00 | 1,000.00 |"],
     "kernels": ["| linear | torch | decode-1 | qkv 1x2x3 | memory | 20.0 | 5.0 | 25% |", "copies 20.0 GB/s"],
     "all_reduce": ["2 ranks (cuda), bfloat16, width 4,096.", "| 1,024 | 61.2 | 40.0 | yes |"],
+    "decode_step": [
+        "M in bfloat16, contexts of 512 tokens, 3 drafts of ngram.",
+        "| `_gemm` 6 x, 4,000.0 | 1 | 2.50 | 4.250 | 4.500 | 7 |",
+    ],
     "scheduler": ["| 1,024 | 120.0 | 300.0 | 1.00 |"],
     "accuracy": ["| capitals | acc | 0.7500 | 0.7500 | 0.5000 |", "of 112 log probabilities: 7.0e-05"],
     "serving": ["12 requests in 3.0 s", "at most all at once: 4.00", "| TPOT | 0.50 | 0.25 | 0.75 |"],
@@ -97,11 +112,12 @@ def test_each_kind_has_its_table_and_its_facts(folder: Path) -> None:
         "latency",
         "kernels",
         "all-reduce",
+        "decode steps",
         "scheduler",
         "accuracy",
     ]
     for kind, lines in ROWS.items():
-        assert all(line in sections[kind.replace("_", "-")] for line in lines), sections
+        assert all(line in sections[SECTIONS.get(kind, kind)] for line in lines), sections
     for kind in RESULTS:
         facts = [
             "### a-" + kind,
@@ -109,7 +125,7 @@ def test_each_kind_has_its_table_and_its_facts(folder: Path) -> None:
             "- Command: `python -m x --y 1`",
             "- Date: 2026-01-02",
         ]
-        assert all(fact in sections[kind.replace("_", "-")] for fact in facts)
+        assert all(fact in sections[SECTIONS.get(kind, kind)] for fact in facts)
     assert "- Server: `atom-launch`" in sections["serving"] and "- Date: 2026-01-02" in sections["serving"]
     assert "own case" not in text and "| `batch-1` |" in sections["offline engine on a gpu"]
 
