@@ -30,6 +30,7 @@ _PROFILES = "benchmarks.md#decode-steps"
 KINDS = {
     "GEMMs": [
         *("_gemv", "gemv_rows", "_gemv_rows", "_gemm", "_stream_k", "_reduce_split_k", "_grouped"),
+        "_grouped_gemm",
         *("_gate_up_4bit", "_down_4bit", "cublas nvjet", "cublas dot_kernel", "cublas reduce_1Block_kernel"),
         *("cublas splitKreduce_kernel", "cublas cutlass sgemm"),
     ],
@@ -40,7 +41,15 @@ KINDS = {
     "hyper-connections": ["_project", "_collapse", "_expand"],
     "norms and small": [
         *("_norm_rows", "_gate_and_mul", "_clamped_swiglu", "_round_rows", "_gather", "_gather_rows"),
-        *("_gather_rotation", "_gather_pairs", "_sum_pairs", "_sort", "_weights_of_experts", "torch"),
+        *(
+            "_gather_rotation",
+            "_gather_pairs",
+            "_sum_pairs",
+            "_sort",
+            "_route",
+            "_weights_of_experts",
+            "torch",
+        ),
         "not listed",
     ],
     "sampling, drafts": ["_sample_rows", "_reduce_spans", "_search", "_propose", "_verify"],
