@@ -67,12 +67,12 @@ def build_rank(
         checkpoint = replace(checkpoint, images=None)
     model = build_model(checkpoint, build, online_quantization(config.model.online_quant_config))
     _check_cache_split(model.kv_groups, checkpoint.model_type, mesh)
-    if (drafts := config.speculative.num_speculative_tokens) > 0:
-        model.kv_groups = [_with_places(group, 1 + drafts) for group in model.kv_groups]
     own = draft_checkpoint(config.speculative, checkpoint, config.model.load_dummy)
     if own is not None:
         _attach_draft(model, own, build, config)
         _check_cache_split(model.kv_groups, f"--draft-model {own.directory}", mesh)
+    if (drafts := config.speculative.num_speculative_tokens) > 0:
+        model.kv_groups = [_with_places(group, 1 + drafts) for group in model.kv_groups]
     return model
 
 

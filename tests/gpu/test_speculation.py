@@ -86,7 +86,15 @@ def test_no_step_synchronises(checkpoints: dict[str, Checkpoint], sizes: str, se
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("sizes", ["[]", "[1,4,16]"])
 @pytest.mark.parametrize(
-    "name", ["mtp deepseek-v3", "mtp qwen3-next", "eagle3 llama-gqa", "draft_model gpt-oss"]
+    "name",
+    [
+        "mtp deepseek-v3",
+        "mtp qwen3-next",
+        "eagle3 llama-gqa",
+        "draft_model gpt-oss",
+        "draft_model qwen3.5",
+        "draft_model-qwen3.5 llama-gqa",
+    ],
 )
 def test_no_step_of_a_model_that_drafts_synchronises(name: str, sizes: str, tmp_path: Path) -> None:
     pair = save_pair(name, tmp_path)

@@ -9,6 +9,14 @@ first draft from there, to place 1; and so on. So each token is computed as in a
 same kernel, and its state is the plain run's. Which place a row begins from is known on the device alone.
 Prompts are computed at place 0 in one part.
 
+A model that drafts has such states of its own. It also computes its drafts, and must not change the state
+that the next step begins from. So their states are at the place after that one, where each overwrites the
+one before:
+
+    predict       last id   draft 1   draft 2              drafts p, p+1 and p+2 come after these
+    from place    1         2         2
+    to place      2         2         2
+
 Slots here are those of the cache, 1 + K for each slot of the engine core.
 """
 
@@ -83,3 +91,28 @@ def captured_draft_states(
         max_query_len=tokens_per_row,
     )
     return replace(plan, parts=parts)
+
+
+def predicting_states(
+    slots_R: torch.Tensor, accepted_R: torch.Tensor, places: int, is_first: bool, on_host: bool
+) -> StatePlan:
+    """The plan of one token of each row after those of its last step; a slot of -1 is padding.
+
+    `accepted_R` (int64): accepted drafts of the step. `is_first`: whether it is the first token since; it
+    begins from the state that the next step begins from, too. `on_host`: whether the rows are on the host.
+    """
+    rows = len(slots_R)
+    device = slots_R.device
+    first_R = slots_R * places
+    targets_R = first_R + (accepted_R + 1) % places
+    sources_R = first_R + accepted_R if is_first else targets_R
+    none_R = torch.zeros_like(slots_R, dtype=torch.bool)
+    return StatePlan(
+        torch.where(slots_R >= 0, targets_R, -1),
+        none_R,
+        torch.arange(rows + 1, dtype=torch.int32, device=device),
+        num_tokens=rows,
+        max_query_len=1,
+        query_lens=np.ones(rows, np.int32) if on_host else None,
+        sources_R=torch.where(slots_R >= 0, sources_R, -1),
+    )

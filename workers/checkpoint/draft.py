@@ -16,7 +16,7 @@ from workers.checkpoint.draft_configs import (
     check_vocabulary,
     with_layer_fields,
 )
-from workers.checkpoint.families import architectures, has_aux_hidden_states, keeps_states
+from workers.checkpoint.families import architectures, has_aux_hidden_states
 from workers.checkpoint.hf_config import read_config, with_new_names
 from workers.checkpoint.hf_directory import normalised_config, positions
 
@@ -114,9 +114,4 @@ def _check_model(draft: Checkpoint) -> None:
         raise ValueError(
             f"architecture {draft.architecture} of model type {draft.model_type} is not supported by "
             f"--method draft_model: {hint}"
-        )
-    if keeps_states(draft.model_type):
-        raise ValueError(
-            f"{draft.model_type} has recurrent layers, whose states cannot be restored after rejected "
-            "tokens; use another draft model"
         )

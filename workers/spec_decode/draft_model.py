@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from atom.shared.config.checkpoint import Checkpoint
-from atom_ops import SamplingBatch, StatePlan
+from atom_ops import SamplingBatch, StatePart, StatePlan
 from workers.layers.attention.cache_groups import CacheGroup, LatentGroup
 from workers.layers.causal_lm import CausalLM, DraftModel, WeightedModel
 from workers.layers.context import ForwardContext, GroupContext
@@ -37,9 +37,12 @@ def own_context(draft: DraftModel, ctx: ForwardContext) -> ForwardContext:
     return ForwardContext(ctx.kv_layers[draft.first_layer :], groups)
 
 
-def _with_new_plan(group: GroupContext | StatePlan) -> GroupContext:
-    assert isinstance(group, GroupContext), "a draft model keeps no states"
-    return GroupContext(group.slots_T, replace(group.plan))
+def _with_new_plan(group: GroupContext | StatePlan) -> GroupContext | StatePlan:
+    if isinstance(group, GroupContext):
+        return GroupContext(group.slots_T, replace(group.plan))
+    if group.parts is None:
+        return replace(group)
+    return replace(group, parts=[StatePart(part.tokens_P, replace(part.plan)) for part in group.parts])
 
 
 def draft_model_drafter(model: CausalLM) -> Drafter:

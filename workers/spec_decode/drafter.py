@@ -8,7 +8,8 @@
 
 `follow` fills the model's own KV for all tokens of the step. What it writes for rejected drafts is
 overwritten by `predict`, or in the next step, before a row's context reaches it. `predict` writes to
-positions after those of the step: the engine core has blocks for them (`Limits.lookahead`).
+positions after those of the step: the engine core has blocks for them (`Limits.lookahead`). Recurrent states
+are kept for each token of the step, and those of `predict` are forgotten (`workers.batch.draft_states`).
 
 A model of pairs reads the hidden state of a token and the id after it; its cache has the pair in the slot of
 the former. So it is one token ahead: the first draft comes from `follow`. A block of the prefix cache may be
@@ -35,11 +36,14 @@ from atom_ops import (
     AttentionPlan,
     RowState,
     SamplingBatch,
+    StatePlan,
     draft_inputs,
     plan_attention,
 )
 from workers.batch.block_table import BatchLimits
+from workers.batch.draft_states import predicting_states
 from workers.batch.group_rows import GroupRows
+from workers.batch.state_slots import NO_SLOT, StateSlots
 from workers.batch.step_padding import pad_groups
 from workers.layers.context import ForwardContext, GroupContext
 from workers.layers.embedding import VocabEmbedding
@@ -206,7 +210,8 @@ class ModelProposer(Proposer):
         self.cost = drafter.cost
         self._drafter = drafter
         self._limits = limits
-        self._tables = {group: tables[group].device_table(device) for group in drafter.groups}
+        self._tables = {group: tables[group] for group in drafter.groups}
+        self._device_tables = {group: table.device_table(device) for group, table in self._tables.items()}
         self._exact = device.type == "cpu" if exact is None else exact
         self._start: _Start | None = None
         self._empty = {group: tables[group].empty_context(device, 0) for group in drafter.groups}
@@ -258,7 +263,7 @@ class ModelProposer(Proposer):
             # A model of pairs has computed the pair of the last id; each later pair starts one token earlier.
             ahead = number - drafter.reads_pairs
             if ahead >= 0:
-                at = _Tokens(rows_R, ids_R, last_R + ahead, room_R > number)
+                at = _Tokens(rows_R, ids_R, last_R + ahead, room_R > number, ahead == 0)
                 hidden_RD = self._predict(at, hidden_RD, start.context, state, max_positions + ahead)
             ids_R = drafter.sample(hidden_RD, start.settings, (last_R + number + 1).clamp(min=0))
             drafts_RK[:, number] = ids_R.masked_fill(room_R <= number, NO_DRAFT)
@@ -342,16 +347,30 @@ class ModelProposer(Proposer):
         all_R = torch.arange(len(rows_R), device=rows_R.device)
         groups = list(step.groups)
         positions_R = tokens.positions_R
-        for group, table_NW in self._tables.items():
+        for group, table in self._tables.items():
             of_step = groups[group]
-            assert isinstance(of_step, GroupContext), "states have no drafts"
-            inputs = draft_inputs(all_R, rows, table_NW.index_select(0, rows_R), block_size, 0)
+            own_RW = self._device_tables[group].index_select(0, rows_R)
+            if isinstance(table, StateSlots):
+                groups[group] = self._states(tokens, table, own_RW)
+                continue
+            assert isinstance(of_step, GroupContext), "other groups have blocks"
+            inputs = draft_inputs(all_R, rows, own_RW, block_size, 0)
             positions_R = inputs.positions_T
             table_RW = inputs.table_RW[:, : -(-longest // block_size)].contiguous()
             split_tokens = of_step.plan.split_tokens
             plan = one_token_plan(inputs.contexts_R, table_RW, longest, split_tokens, self._exact)
             groups[group] = GroupContext(inputs.slots_T, plan)
         return positions_R, replace(step, groups=groups, splitter=None)
+
+    def _states(self, tokens: "_Tokens", table: StateSlots, slots_R: torch.Tensor) -> StatePlan:
+        assert table.accepted_N is not None, "it is tracked with drafts"
+        return predicting_states(
+            slots_R.masked_fill(~tokens.needed_R, NO_SLOT),
+            table.accepted_N.index_select(0, tokens.rows_R),
+            table.places,
+            tokens.is_first,
+            self._exact,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,10 +382,17 @@ class _Tokens:
     positions_R: torch.Tensor
     needed_R: torch.Tensor
     """bool: whether a draft follows it."""
+    is_first: bool
+    """Whether they are the first ones after those of the step."""
 
     def select(self, indices: torch.Tensor) -> "_Tokens":
-        columns = (self.rows_R, self.ids_R, self.positions_R, self.needed_R)
-        return _Tokens(*(column.index_select(0, indices) for column in columns))
+        return _Tokens(
+            self.rows_R.index_select(0, indices),
+            self.ids_R.index_select(0, indices),
+            self.positions_R.index_select(0, indices),
+            self.needed_R.index_select(0, indices),
+            self.is_first,
+        )
 
 
 def _next_ids(computed: Computed, sampled: Sampled | None) -> torch.Tensor:

@@ -371,7 +371,9 @@ def _without_effect(
             reasons["gpu_memory_utilization"] = f"--{memory_rule.replace('_', '-')} sets the KV cache"
     if config.parallel.data_parallel_size == 1:
         reasons["dp_load_balance"] = "one engine serves all requests; --data-parallel-size adds more"
-    if not checkpoint.keeps_states or not cache.enable_prefix_caching:
+    # The layers of a draft model are not known here.
+    may_keep_states = checkpoint.keeps_states or config.speculative.method == "draft_model"
+    if not may_keep_states or not cache.enable_prefix_caching:
         reasons["state_checkpoint_interval_tokens"] = "it is for recurrent layers with prefix caching"
     if not cache.offloads:
         tiers = "--kv-offload-memory, --kv-offload-dir or --kv-offload-remote-url"

@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.speculative import SpeculativeConfig
@@ -24,6 +26,17 @@ REQUESTS = 8
 def rarely(*values: Any) -> Any:
     """A case of `make test-models` alone."""
     return pytest.param(*values, marks=pytest.mark.models)
+
+
+def save_noisy(source: Path, target: Path) -> None:
+    """Save the tiny model in `source` with slightly other weights in the folder `target`."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            tensors[name] = tensor * (1 + 0.03 * torch.randn(tensor.shape, generator=generator))
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
 
 
 def drafting_engine(

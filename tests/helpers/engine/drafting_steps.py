@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from atom.shared.config.checkpoint import Checkpoint
@@ -31,6 +30,7 @@ from tests.helpers.checkpoints.eagle3_models import save_eagle3_model
 from tests.helpers.checkpoints.mtp_models import save_mtp_model_of
 from tests.helpers.checkpoints.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
 from tests.helpers.engine.core_side import GREEDY, CoreSide
+from tests.helpers.engine.drafting import save_noisy
 from tests.unit.workers.graphs.test_decode_graphs import Rerun
 from workers import runner_builder
 from workers.graphs import graph_modes
@@ -53,14 +53,17 @@ PAIRS = (
     *("mtp qwen3-next", "mtp qwen3.5", "mtp deepseek-v4"),
     *("eagle3 llama-gqa", "eagle3 deepseek-v3"),
     *("draft_model llama-gqa", "draft_model gpt-oss"),
+    *("draft_model qwen3.5", "draft_model kimi-linear", "draft_model-qwen3.5 llama-gqa"),
     *("dflash llama-gqa", "dspark llama-gqa"),
     *("dflash-sliding llama-gqa", "dflash-ahead llama-gqa"),
 )
-"""A method, and the family of the model."""
+"""A method, and the family of the model; `draft_model` may name another family, which drafts."""
 SIMULATED = (
     "mtp glm4-moe",
     "eagle3 llama-gqa",
     "draft_model llama-gqa",
+    "draft_model qwen3.5",
+    "draft_model-qwen3.5 llama-gqa",
     "dflash llama-gqa",
     "dflash-sliding llama-gqa",
     "dflash-ahead llama-gqa",
@@ -100,14 +103,25 @@ def save_pair(name: str, directory: Path) -> Pair:
             drafting = save_dflash_model(tiny(family), own, other, VARIANTS.get(variant))
         return Pair(drafting.checkpoint, dataclasses.replace(PLAIN, method=method, draft_model=str(other)))
     _, checkpoint = save_tiny(tiny(family), own)
-    generator = torch.Generator().manual_seed(1)
-    noisy = {
-        name: tensor * (1 + 0.03 * torch.randn(tensor.shape, generator=generator))
-        for name, tensor in load_file(own / "model.safetensors").items()
-    }
-    save_file(noisy, other / "model.safetensors", metadata={"format": "pt"})
-    (other / "config.json").write_bytes((own / "config.json").read_bytes())
-    return Pair(checkpoint, SpeculativeConfig("draft_model", draft_model=str(other)))
+    drafts = SpeculativeConfig("draft_model", draft_model=str(other))
+    if variant:
+        save_tiny(tiny(variant), other)
+        for each in own, other:
+            _flatten(each)
+        return Pair(checkpoint, drafts)
+    save_noisy(own, other)
+    return Pair(checkpoint, drafts)
+
+
+def _flatten(directory: Path) -> None:
+    """Make the logits of a saved model small, so that models that have nothing in common sample alike.
+
+    What a sampled token is then depends on the noise, which is the same for both.
+    """
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] *= 0.05
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 class DraftingSteps:

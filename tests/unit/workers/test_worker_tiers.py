@@ -76,6 +76,26 @@ def test_drafts_of_texts_come_back_too(tmp_path: Path, name: str, blocks: list[i
     worker.close()
 
 
+def test_states_of_a_draft_model_come_back_too(tmp_path: Path) -> None:
+    """It drafts as if nothing had been evicted: the same drafts are accepted, which are its own."""
+    _, checkpoint = save_tiny(tiny("qwen3.5"), tmp_path)
+    speculative = SpeculativeConfig(
+        "draft_model", 3, draft_model=checkpoint.directory, spec_decode_adaptive=False
+    )
+    config = dataclasses.replace(engine_config(), speculative=speculative)
+    worker = Worker(config, checkpoint, place(), lambda *progress: None)
+    large = WholeEngine(worker, 200, max_tokens=64)
+    expected = converse(large)
+    blocks = [18, 6, 18, 6]
+    engine = WholeEngine(worker, blocks, max_tokens=64, tiers=tiers_of(blocks, HOST_MEMORY))
+    assert converse(engine) == expected
+    stats, unlimited = engine.core.stats(), large.core.stats()
+    assert stats.kv_tiers[0].loaded > 0
+    assert stats.num_accepted_tokens_per_pos == unlimited.num_accepted_tokens_per_pos
+    assert sum(stats.num_accepted_tokens_per_pos) > 0.9 * stats.num_draft_tokens > 5
+    worker.close()
+
+
 def converse(engine: WholeEngine) -> list[list[int]]:
     """The ids of all turns: each session sends all before and some new ids, after the others' turns."""
     prompts = [prompt_of(17, 0) + prompt_of(9, 1 + session) for session in range(SESSIONS)]

@@ -108,11 +108,6 @@ def test_methods_without_a_draft_model_read_none(method: str | None) -> None:
         ("draft_model", {"architectures": ["Odd"]}, "architecture Odd of model type llama is not supported"),
         ("draft_model", {"model_type": "qwen3"}, "LlamaForCausalLM of model type qwen3 is not supported"),
         ("draft_model", {"architectures": []}, "config.json names no architecture"),
-        (
-            "draft_model",
-            {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
-            "qwen3_next has recurrent layers",
-        ),
         ("draft_model", {"architectures": ["DFlashDraftModel"]}, "use --method dflash"),
         ("eagle3", {}, "LlamaForCausalLM; --method eagle3 supports LlamaForCausalLMEagle3 and"),
         ("dspark", {"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel; --method dspark supports"),

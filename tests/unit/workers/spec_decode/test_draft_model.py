@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.speculative import SpeculativeConfig
@@ -23,6 +22,7 @@ from tests.helpers.engine.drafting import (
     check_output,
     drafting_engine,
     rarely,
+    save_noisy,
     unchanging,
 )
 from tests.helpers.engine.varied_requests import run
@@ -48,13 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
         directory = tmp_path_factory.mktemp(name)
         built, checkpoint = save_tiny(tiny(name), directory)
         noisy = tmp_path_factory.mktemp(f"{name}-noisy")
-        generator = torch.Generator().manual_seed(1)
-        tensors = load_file(directory / "model.safetensors")
-        for key, tensor in tensors.items():
-            if tensor.is_floating_point():
-                tensors[key] = tensor * (1 + 0.03 * torch.randn(tensor.shape, generator=generator))
-        save_file(tensors, noisy / "model.safetensors", metadata={"format": "pt"})
-        (noisy / "config.json").write_bytes((directory / "config.json").read_bytes())
+        save_noisy(directory, noisy)
         saved[name] = Saved(built, checkpoint, noisy)
     return saved
 

@@ -36,7 +36,10 @@ def test_ranks_have_the_passes_of_the_one_that_drafts_most() -> None:
     assert ranks[0].planned == (0, 0), "the next step may be a dummy one"
 
 
-@pytest.fixture(scope="module", params=["mtp glm4-moe", rarely("draft_model qwen3-moe")])
+@pytest.fixture(
+    scope="module",
+    params=["mtp glm4-moe", rarely("draft_model qwen3-moe"), rarely("draft_model qwen3.5-moe")],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return save_pair(request.param, tmp_path_factory.mktemp("pair"))
 

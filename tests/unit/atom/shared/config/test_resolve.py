@@ -405,6 +405,9 @@ def test_the_interval_of_saved_states_is_for_recurrent_layers() -> None:
     for checkpoint, options in ((CHECKPOINT, {}), (stateful, {"enable_prefix_caching": False})):
         notes = resolved(CPU, checkpoint, state_checkpoint_interval_tokens=64, **options).notes
         assert any(note.startswith("--state-checkpoint-interval-tokens has no effect") for note in notes)
+    plain = replace(CHECKPOINT, dtype="float32")
+    drafts = {"method": "draft_model", "num_speculative_tokens": 3, "draft_model": "p"}
+    assert resolved(CPU, plain, state_checkpoint_interval_tokens=64, **drafts).notes == []
 
 
 def test_tiers_of_the_cache_need_what_they_need() -> None:
