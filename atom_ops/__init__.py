@@ -112,6 +112,7 @@ from atom_ops.ops.sampling.logprobs import TokenLogprobs, token_logprobs
 from atom_ops.ops.sampling.ngram import NgramRule, TokenHistory, propose_ngrams
 from atom_ops.ops.sampling.sampling import SamplingBatch, sample
 from atom_ops.ops.sampling.sharded_argmax import merge_argmax, shard_argmax
+from atom_ops.ops.sampling.suffix import NO_NUMBER, RecentOutputs, propose_suffixes, record_outputs
 from atom_ops.ops.sampling.token_bitmask import apply_token_bitmask
 from atom_ops.ops.sampling.token_shard import ALL_TOKENS, TokenShard
 from atom_ops.ops.sampling.verification import verify_drafts
@@ -140,6 +141,7 @@ __all__ = [
     "INTERLEAVED_KV",
     "MXFP4",
     "NO_DRAFT",
+    "NO_NUMBER",
     "AffineInts",
     "AttentionBackend",
     "AttentionConfig",
@@ -176,6 +178,7 @@ __all__ = [
     "PackedOneDNN",
     "PackedPanels",
     "Quantized",
+    "RecentOutputs",
     "Reordered",
     "RoutingRule",
     "RowState",
@@ -246,8 +249,10 @@ __all__ = [
     "plan_states",
     "prompt_attention",
     "propose_ngrams",
+    "propose_suffixes",
     "query_key_squares",
     "read_latent",
+    "record_outputs",
     "record_sampled",
     "register_attention_backend",
     "rms_norm",

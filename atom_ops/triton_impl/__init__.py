@@ -48,5 +48,6 @@ def load() -> None:
     import atom_ops.triton_impl.sampling.ngram
     import atom_ops.triton_impl.sampling.sampling
     import atom_ops.triton_impl.sampling.sharded_argmax
+    import atom_ops.triton_impl.sampling.suffix
     import atom_ops.triton_impl.sampling.token_bitmask
     import atom_ops.triton_impl.sampling.verification  # noqa: F401

@@ -18,6 +18,7 @@ from tests.helpers.engine.drafting_steps import (
     SETTINGS,
     DraftingSteps,
     check_pair,
+    check_repeated,
     save_pair,
 )
 
@@ -48,6 +49,9 @@ def ngram(num_drafts: int) -> SpeculativeConfig:
     return SpeculativeConfig("ngram", num_drafts, 3, 2)
 
 
+SUFFIX = SpeculativeConfig("suffix", 4)
+
+
 def steps(checkpoint: Checkpoint, speculative: SpeculativeConfig, sizes: str) -> DraftingSteps:
     device = DeviceConfig(device="cuda", cudagraph_capture_sizes=sizes)
     return DraftingSteps(checkpoint, device, Mesh(GPU), speculative)
@@ -71,6 +75,17 @@ def test_drafts_change_no_token(checkpoints: dict[str, Checkpoint], name: str, s
                 assert made.steps < 0.9 * plain.steps
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_recent_outputs_are_drafted(checkpoints: dict[str, Checkpoint], name: str, setting: str) -> None:
+    """By kernels in the step: outputs that are repeated take fewer steps."""
+    sampling = SETTINGS[setting]
+    wanted = steps(checkpoints[name], PLAIN, "[]").run(sampling)
+    for sizes in ("[]", "[1,2,4,8]"):
+        for in_flight in (1, 2):
+            check_repeated(steps(checkpoints[name], SUFFIX, sizes), sampling, in_flight, wanted)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_models_that_draft_change_no_token(name: str, tmp_path: Path) -> None:
     check_pair(save_pair(name, tmp_path), steps, ["[]", "[1,2,4,8]"], [1, 3], list(SETTINGS))
@@ -79,8 +94,11 @@ def test_models_that_draft_change_no_token(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("sizes", ["[]", "[1,4,16]"])
 @pytest.mark.parametrize("setting", list(SETTINGS))
-def test_no_step_synchronises(checkpoints: dict[str, Checkpoint], sizes: str, setting: str) -> None:
-    check_never_waits(steps(checkpoints["qwen3"], ngram(3), sizes), setting)
+@pytest.mark.parametrize("method", [ngram(3), SUFFIX], ids=["ngram", "suffix"])
+def test_no_step_synchronises(
+    checkpoints: dict[str, Checkpoint], sizes: str, setting: str, method: SpeculativeConfig
+) -> None:
+    check_never_waits(steps(checkpoints["qwen3"], method, sizes), setting)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -124,7 +142,8 @@ def check_never_waits(made: DraftingSteps, setting: str) -> None:
     first = launch_all()  # compiles kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
-        assert launch_all() == first
+        # Drafts from the first outputs make more tokens.
+        assert all(longer[: len(row)] == row for longer, row in zip(launch_all(), first, strict=True))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     speculation = made.worker._runner._inputs.speculation

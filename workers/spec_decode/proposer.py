@@ -8,7 +8,7 @@ import torch
 from atom.shared.messages.worker import KVSpec, NewRow
 from atom_ops import RowState, StatePlan
 from workers.batch.block_table import BatchLimits
-from workers.batch.group_rows import GroupRows, Rows
+from workers.batch.group_rows import GroupRows
 from workers.batch.image_rows import ImageRows
 from workers.layers.context import GroupContext
 from workers.spec_decode.draft_passes import DraftPasses
@@ -34,9 +34,9 @@ class Method(ABC):
 
 
 class Proposer(ABC):
-    """One step calls `add_rows`, `add_tokens`, `observe` and, if it samples, `propose`, in this order.
+    """One step calls `add_rows`, `add_tokens`, `observe` and, if it samples, `record_outputs` and `propose`.
 
-    Nothing here may wait for the device; graphs capture `add_tokens`, `observe` and `propose`.
+    In this order. Nothing here may wait for the device; graphs capture all but `add_rows`.
     """
 
     runs_model: bool = False
@@ -44,7 +44,7 @@ class Proposer(ABC):
     cost: float = 0.0
     """Time to propose one more draft of all rows, as a fraction of the time of a step without drafts."""
     records_outputs: bool = False
-    """Whether `record_outputs` is called; on a CPU alone, where the host has the tokens."""
+    """Whether `record_outputs` is called."""
     reads_next_ids: bool = False
     """Whether every batch has the id after each prompt chunk."""
     passes: DraftPasses | None = None
@@ -76,9 +76,12 @@ class Proposer(ABC):
         """Take part in the other ranks' predictions, after a step that sampled nothing."""
 
     def record_outputs(  # noqa: B027 - most methods need nothing of it
-        self, rows: Rows, ids_RJ: torch.Tensor, counts_R: torch.Tensor
+        self, rows_R: torch.Tensor, ids_RJ: torch.Tensor, counts_R: torch.Tensor
     ) -> None:
-        """Note what rows have sampled in a step: the first `counts_R` (int64) of their `ids_RJ` (int64)."""
+        """Note what rows have sampled in a step: the first `counts_R` of their `ids_RJ`; all int64.
+
+        Padding, and a row at its limit, have a count of 0.
+        """
 
     @abstractmethod
     def propose(

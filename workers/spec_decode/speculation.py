@@ -172,7 +172,7 @@ class Speculation:
         if self._proposer.records_outputs:
             # A row at its limit has sampled a token that is not its own.
             counts = counts_R.masked_fill(drafts.first_positions_R < 0, 0)
-            self._proposer.record_outputs(drafts.rows, kept.by_row(ids_S), counts)
+            self._proposer.record_outputs(drafts.rows_R, kept.by_row(ids_S), counts)
         proposed_R = (drafts.drafts_RK != NO_DRAFT).sum(1)
         if self._adaptive is not None:
             seconds = self.timer.step()

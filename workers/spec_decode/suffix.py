@@ -1,14 +1,14 @@
 """Suffix speculation: drafts follow the longest match of a row's last tokens.
 
     row's text        … a b c d e … x y a b c ▸ d e      looked up in the text itself
-    recent outputs    … y a b c f g …                    of all requests, by an index of pairs of tokens
+    recent outputs    … y a b c f g …                    of all requests
 
-The longer match counts, of up to 32 tokens; the row's own where both are as long. Where several places match
-equally well, each draft is the token that most of them have. A match of n tokens gives at most n drafts:
-a longer one is more likely to go on.
+The longer match counts, of up to 32 tokens; the row's own where both are as long. A match of n tokens gives
+at most n drafts: a longer one is more likely to go on.
 
-All of it is on the host, which on a CPU knows the last tokens when it proposes. On a GPU it does not: a step
-is launched before the tokens of the one before are known.
+Texts and recent outputs are on the device. A GPU looks them up there, as part of the step that samples
+(`propose_suffixes`), and takes the latest of the places that match equally well. On a CPU each draft is the
+token that most of these places have.
 """
 
 from collections import Counter
@@ -19,103 +19,33 @@ import torch
 from numpy.typing import NDArray
 
 from atom.shared.messages.worker import NewRow
-from atom_ops import NO_DRAFT, RowState
+from atom_ops import (
+    NO_DRAFT,
+    NO_NUMBER,
+    NgramRule,
+    RecentOutputs,
+    RowState,
+    propose_suffixes,
+    record_outputs,
+    to_device,
+)
 from workers.batch.block_table import BatchLimits
-from workers.batch.group_rows import GroupRows, Rows
+from workers.batch.group_rows import GroupRows
 from workers.spec_decode.text_history import TextGroup, TextProposer, longest_match, row_text
 
 LONGEST = 32
 """Tokens of the longest match."""
 SHORTEST = 2
 MOST_PLACES = 16
-"""Last places of a match that are compared."""
+"""Last places of a match that are compared on a CPU."""
+_FEW_ROWS = 4
+"""Up to so many rows, adding to each of them on a CPU takes less time than the operators of all."""
 KEPT_TOKENS = 1 << 16
-"""Tokens of recent outputs, which take about 20 MB with their index."""
-SEGMENT_TOKENS = 2048
-"""Outputs are forgotten in parts of so many tokens."""
-_PAIR = 1 << 32
-
-
-class RecentOutputs:
-    """The last outputs of all requests, at most `kept` tokens, and the places of each pair of tokens."""
-
-    def __init__(self, kept: int = KEPT_TOKENS):
-        self._kept = kept
-        self._size = 0
-        self._texts: dict[int, list[int]] = {}
-        """Segments of outputs by number, the oldest first."""
-        self._places: dict[int, list[tuple[int, int]]] = {}
-        """(segment, index of the second token) of each pair, the last ones."""
-        self._next = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def open(self) -> int:
-        """The number of a new, empty segment."""
-        self._next += 1
-        self._texts[self._next] = []
-        return self._next
-
-    def close(self, number: int) -> None:
-        """Close a segment: no more tokens are added to it."""
-        if not self._texts.get(number, True):
-            del self._texts[number]
-
-    def add(self, number: int, ids: Sequence[int]) -> int:
-        """Append `ids` to a segment; returns the segment to which the next ones belong."""
-        text = self._texts.get(number)
-        if text is None or len(text) >= SEGMENT_TOKENS:
-            context = text[-LONGEST:] if text else []
-            number = self.open()
-            return self.add(number, [*context, *ids])
-        for token in ids:
-            if text:
-                places = self._places.setdefault(text[-1] * _PAIR + token, [])
-                places.append((number, len(text)))
-                if len(places) > MOST_PLACES:
-                    del places[0]
-            text.append(token)
-        self._size += len(ids)
-        while self._size > self._kept:
-            self._forget(next(iter(self._texts)))
-        return number
-
-    def longest(self, tail: Sequence[int], most: int) -> tuple[int, list[list[int]]]:
-        """The longest match of the end of `tail`, and up to `most` tokens after each of its places."""
-        if len(tail) < SHORTEST:
-            return 0, []
-        best = 0
-        found: list[list[int]] = []
-        for number, end in self._places.get(tail[-2] * _PAIR + tail[-1], ()):
-            text = self._texts[number]
-            after = text[end + 1 : end + 1 + most]
-            if not after:
-                continue
-            length = SHORTEST
-            while length < len(tail) and length <= end and text[end - length] == tail[-1 - length]:
-                length += 1
-            if length > best:
-                best = length
-                found = []
-            if length == best:
-                found.append(after)
-        return best, found
-
-    def _forget(self, number: int) -> None:
-        text = self._texts.pop(number)
-        self._size -= len(text)
-        for index in range(1, len(text)):
-            pair = text[index - 1] * _PAIR + text[index]
-            kept = [place for place in self._places.get(pair, ()) if place[0] != number]
-            if kept:
-                self._places[pair] = kept
-            else:
-                self._places.pop(pair, None)
+"""Tokens of recent outputs, which take 1.3 MB; more if two steps can sample more."""
 
 
 class SuffixProposer(TextProposer):
-    """Looks up the last tokens of each row. The rows' tokens are on the host."""
+    """Looks up the last tokens of each row."""
 
     records_outputs = True
 
@@ -126,28 +56,33 @@ class SuffixProposer(TextProposer):
         num_blocks: int,
         limits: BatchLimits,
         device: torch.device,
+        exact: bool | None = None,
     ):
-        """`num_blocks` and `table` are of the KV group `group`. Raises ValueError for a GPU."""
-        if device.type != "cpu":
-            raise ValueError("--method suffix looks up texts on the host, which has them on a CPU alone")
+        """`num_blocks` and `table` are of the KV group `group`.
+
+        `exact`: whether the host has the tokens, and looks them up; None: as the device requires.
+        """
         super().__init__(group, table, num_blocks, limits, device)
-        self._recent = RecentOutputs()
-        self._segments: dict[int, int] = {}
-        """The segment of each row's output; rows with a private request have none."""
+        self._exact = device.type == "cpu" if exact is None else exact
+        rows = limits.max_rows + 1
+        kept = max(KEPT_TOKENS, 2 * rows * (1 + limits.num_drafts))
+        self._recent = RecentOutputs.empty(kept, rows, device)
+        self._rule = NgramRule(LONGEST, SHORTEST)
 
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
         super().add_rows(new_rows)
-        for new in new_rows:
-            if (earlier := self._segments.pop(new.row, None)) is not None:
-                self._recent.close(earlier)
-            if not new.is_private:
-                self._segments[new.row] = self._recent.open()
+        if not new_rows:
+            return
+        first = [(new.row, RecentOutputs.first(new.is_private)) for new in new_rows]
+        rows_R, first_R = to_device(np.array(first, np.int64).T.copy(), self._device)
+        self._recent.last_N.index_copy_(0, rows_R, first_R)
 
-    def record_outputs(self, rows: Rows, ids_RJ: torch.Tensor, counts_R: torch.Tensor) -> None:
-        each = zip(rows.tolist(), ids_RJ.tolist(), counts_R.tolist(), strict=True)
-        for row, ids, count in each:
-            if (segment := self._segments.get(row)) is not None and count:
-                self._segments[row] = self._recent.add(segment, ids[:count])
+    def record_outputs(self, rows_R: torch.Tensor, ids_RJ: torch.Tensor, counts_R: torch.Tensor) -> None:
+        if not self._exact or len(rows_R) > _FEW_ROWS:
+            record_outputs(ids_RJ, counts_R, rows_R, self._recent)
+            return
+        for row, ids, count in zip(rows_R.tolist(), ids_RJ.numpy(), counts_R.tolist(), strict=True):
+            add_output(row, ids[:count], self._recent)
 
     def propose(
         self,
@@ -158,6 +93,9 @@ class SuffixProposer(TextProposer):
     ) -> None:
         if allowed_R is not None:
             rows_R = rows_R[allowed_R > 0]
+        if not self._exact:
+            propose_suffixes(rows_R, state, self._history, self._recent, self._rule, max_positions)
+            return
         drafts_NK = state.drafts_NK.numpy()
         for row in rows_R.tolist():
             drafts = self._drafts(row, state)
@@ -171,12 +109,34 @@ class SuffixProposer(TextProposer):
             return []
         text = row_text(row, last, int(state.ids_N[row]), self._history)
         length, places = own_places(text, most)
-        if length < LONGEST and row in self._segments:
-            elsewhere, others = self._recent.longest(text[-LONGEST:].tolist(), most)
+        if length < LONGEST and not self._recent.is_private(row):
+            elsewhere, others = recent_places(text[-LONGEST:], self._recent, most)
             if elsewhere > length:
                 length = elsewhere
                 places = others
         return most_common(places, min(length, most))
+
+
+def add_output(row: int, ids: NDArray[np.int64], recent: RecentOutputs) -> None:
+    """What `record_outputs` does for one row, with all tensors on the host."""
+    if recent.is_private(row) or not len(ids):
+        return
+    size = len(recent.ids_O)
+    last = int(recent.last_N[row])
+    total = int(recent.total_1)
+    numbers = np.arange(total, total + len(ids))
+    places = numbers % size
+    before = recent.before_O.numpy()
+    after = recent.after_O.numpy()
+    recent.ids_O.numpy()[places] = ids
+    before[places] = numbers - 1
+    before[places[0]] = last
+    after[places] = numbers + 1
+    after[places[-1]] = NO_NUMBER
+    if last >= max(total + len(ids) - size, 0):
+        after[last % size] = total
+    recent.last_N[row] = numbers[-1]
+    recent.total_1[0] = total + len(ids)
 
 
 def own_places(text: NDArray[np.int32], most: int) -> tuple[int, list[list[int]]]:
@@ -188,6 +148,41 @@ def own_places(text: NDArray[np.int32], most: int) -> tuple[int, list[list[int]]
     if length < SHORTEST:
         return 0, []
     return length, [text[at + 1 : at + 1 + most].tolist() for at in found[-MOST_PLACES:].tolist()]
+
+
+def recent_places(tail: NDArray[np.int32], recent: RecentOutputs, most: int) -> tuple[int, list[list[int]]]:
+    """As `own_places`, of the longest match of `tail` in recent outputs on the host; -1 matches nothing."""
+    ids = recent.ids_O.numpy()
+    before = recent.before_O.numpy()
+    after = recent.after_O.numpy()
+    size = len(ids)
+    total = int(recent.total_1)
+    oldest = max(total - size, 0)
+    found = np.flatnonzero(ids == tail[-1]) if tail[-1] >= 0 else np.empty(0, np.int64)
+    found = found[after[found] >= 0]
+    begins = found  # where each match begins, as far as it is compared
+    length = min(len(found), 1)
+    while length and length < len(tail) and tail[-1 - length] >= 0:
+        numbers = before[begins]
+        longer = (numbers >= oldest) & (ids[numbers % size] == tail[-1 - length])
+        if not longer.any():
+            break
+        found = found[longer]
+        begins = numbers[longer] % size
+        length += 1
+    if length < SHORTEST:
+        return 0, []
+    newest_last = found[np.argsort((found - total) % size)][-MOST_PLACES:]
+    return length, [_following(int(place), ids, after, most) for place in newest_last]
+
+
+def _following(place: int, ids: NDArray[np.int32], after: NDArray[np.int64], most: int) -> list[int]:
+    """Up to `most` tokens after a place of the recent outputs."""
+    tokens: list[int] = []
+    while len(tokens) < most and (number := int(after[place])) >= 0:
+        place = number % len(ids)
+        tokens.append(int(ids[place]))
+    return tokens
 
 
 def most_common(places: list[list[int]], most: int) -> list[int]:

@@ -112,7 +112,7 @@ def resolve(
         notes.append(f"generation_config.json also sets {names}: not supported, ignored")
     notes += [*checkpoint.warnings, *_rope_notes(config.model, checkpoint)]
     speculative = resolve_speculative(config.speculative, checkpoint, notes)
-    check_drafting(speculative, device, config.device.level)
+    check_drafting(speculative, config.device.level)
     images = checkpoint.images
     image = images.max_tokens if images is not None and images.sees_ahead and speculative.reads_images else 0
     scheduler = _scheduler(config.scheduler, _DEFAULTS[device], speculative.num_speculative_tokens, image)

@@ -35,13 +35,8 @@ def resolve_speculative(
     return _with_lookup_lengths(speculative) if speculative.method == "ngram" else speculative
 
 
-def check_drafting(speculative: SpeculativeConfig, device: str, level: int) -> None:
-    """Raise ConfigError for a method that cannot run on the device, `cpu` or `cuda`, or at the --level."""
-    if speculative.method == "suffix" and device != "cpu":
-        raise ConfigError(
-            "--method suffix: drafts are looked up on the host, which does not know the last tokens when it "
-            "launches a step on a GPU; use --method ngram"
-        )
+def check_drafting(speculative: SpeculativeConfig, level: int) -> None:
+    """Raise ConfigError for a method that cannot run at the --level."""
     if speculative.reads_hidden_states and level in COMPILERS:
         raise ConfigError(
             f"--method {speculative.method} with --level {level} is not supported; use --level 0"

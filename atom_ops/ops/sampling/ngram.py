@@ -44,7 +44,11 @@ class NgramRule:
     shortest: int
 
 
-def _case(rows: int, entries: int, prediction: int, drafts: int, rule: NgramRule, reach: int = 0) -> Case:
+def ngram_case(
+    rows: int, entries: int, prediction: int, drafts: int, rule: NgramRule, reach: int = 0
+) -> Case:
+    """Random rows with a text of three different tokens."""
+
     def make(
         dtype: torch.dtype, generator: torch.Generator
     ) -> tuple[Tensor, RowState, TokenHistory, NgramRule, int]:
@@ -72,11 +76,11 @@ def _case(rows: int, entries: int, prediction: int, drafts: int, rule: NgramRule
 
 @op(
     [
-        _case(1, 5, 0, 3, NgramRule(3, 1)),
-        _case(19, 12, 0, 4, NgramRule(5, 2)),
-        _case(19, 9, 25, 5, NgramRule(4, 3)),
-        _case(13, 9, 0, 2, NgramRule(2, 2), reach=12),
-        _case(3, 700, 40, 7, NgramRule(12, 10)),
+        ngram_case(1, 5, 0, 3, NgramRule(3, 1)),
+        ngram_case(19, 12, 0, 4, NgramRule(5, 2)),
+        ngram_case(19, 9, 25, 5, NgramRule(4, 3)),
+        ngram_case(13, 9, 0, 2, NgramRule(2, 2), reach=12),
+        ngram_case(3, 700, 40, 7, NgramRule(12, 10)),
     ],
     EXACT,
 )
@@ -89,16 +93,9 @@ def propose_ngrams(
     `rule.shortest`; the earliest occurrence counts. The drafts are the tokens after it, at most as
     many as the row can use before its limit. `max_positions` is more than any row's position.
     """
-    text_RL, end_R1 = _text(rows_R, state, history, max_positions)
+    text_RL, end_R1 = history_text(rows_R, state, history, max_positions)
     at_L = torch.arange(text_RL.shape[1], device=rows_R.device)
-    matched_RL = torch.zeros_like(text_RL)
-    same_RL = at_L < end_R1
-    for back in range(min(rule.longest, len(at_L))):
-        token_R1 = text_RL.gather(1, (end_R1 - back).clamp(min=0))
-        token_R1 = token_R1.masked_fill((token_R1 < 0) | (end_R1 < back), _NO_TOKEN - 1)
-        earlier_RL = torch.nn.functional.pad(text_RL[:, : len(at_L) - back], (back, 0), value=_NO_TOKEN)
-        same_RL = same_RL & (earlier_RL == token_R1)
-        matched_RL += same_RL
+    matched_RL = matched_lengths(text_RL, end_R1, rule.longest)
     best_R1 = matched_RL.amax(1, keepdim=True)
     found_R1 = torch.where(matched_RL == best_R1, at_L, len(at_L)).amin(1, keepdim=True)
     found_R1 = torch.where(best_R1 >= rule.shortest, found_R1, end_R1)
@@ -113,7 +110,21 @@ def propose_ngrams(
     return state.drafts_NK
 
 
-def _text(
+def matched_lengths(text_RL: Tensor, end_R1: Tensor, longest: int) -> Tensor:
+    """How many tokens, up to `longest`, end at each earlier place as they end the text: int32 [R, L]."""
+    at_L = torch.arange(text_RL.shape[1], device=text_RL.device)
+    matched_RL = torch.zeros_like(text_RL)
+    same_RL = at_L < end_R1
+    for back in range(min(longest, len(at_L))):
+        token_R1 = text_RL.gather(1, (end_R1 - back).clamp(min=0))
+        token_R1 = token_R1.masked_fill((token_R1 < 0) | (end_R1 < back), _NO_TOKEN - 1)
+        earlier_RL = torch.nn.functional.pad(text_RL[:, : len(at_L) - back], (back, 0), value=_NO_TOKEN)
+        same_RL = same_RL & (earlier_RL == token_R1)
+        matched_RL += same_RL
+    return matched_RL
+
+
+def history_text(
     rows_R: Tensor, state: RowState, history: TokenHistory, max_positions: int
 ) -> tuple[Tensor, Tensor]:
     """The rows' texts [R, L], int32, -1 where there is no token, and the index of the last token [R, 1]."""

@@ -35,7 +35,7 @@ from tests.unit.workers.graphs.test_decode_graphs import Rerun
 from workers import runner_builder
 from workers.graphs import graph_modes
 from workers.pending_step import PendingStep
-from workers.spec_decode import block_proposer, drafter
+from workers.spec_decode import block_proposer, drafter, methods
 from workers.worker import Worker
 
 BLOCKS, BLOCK_SIZE, COUNT = 400, 16, 40
@@ -148,6 +148,8 @@ class DraftingSteps:
         self.accepted = 0
         self.verified = 0
         """Accepted and verified drafts of all runs."""
+        self.samples = 0
+        """How often a row of theirs sampled in a step with drafts."""
         self._speculative = speculative
 
     def run(
@@ -194,7 +196,9 @@ class DraftingSteps:
 
     def _add_result(self, core: CoreSide, step: PendingStep) -> None:
         result = step.result()
-        self.accepted += sum(count - 1 for count in unpack_ids(result.counts))
+        counts = unpack_ids(result.counts)
+        self.samples += len(counts)
+        self.accepted += sum(count - 1 for count in counts)
         self.verified += sum(unpack_ids(result.num_proposed))
         core.add_result(result)
 
@@ -225,12 +229,23 @@ def check_pair(
             assert made.accepted > 0.01 * made.verified > 2, (each, count, made.accepted, made.verified)
 
 
+def check_repeated(
+    made: DraftingSteps, sampling: Sampling, in_flight: int, wanted: Sequence[Sequence[int]]
+) -> None:
+    """Raises AssertionError unless all requests have these tokens, in fewer steps when they come again."""
+    assert made.run(sampling, in_flight) == wanted
+    accepted, samples = made.accepted, made.samples
+    assert made.run(sampling, in_flight) == wanted
+    tokens_a_step = 1 + (made.accepted - accepted) / (made.samples - samples)
+    assert tokens_a_step > max(1.5, 1 + accepted / samples), tokens_a_step
+
+
 def simulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers on the CPU whose host does not know what was accepted, with graphs that run again.
 
     Not for MLA, whose torch functions need the padding of a step on the host.
     """
-    proposers = (drafter, "ModelProposer"), (block_proposer, "BlockProposer")
+    proposers = (drafter, "ModelProposer"), (block_proposer, "BlockProposer"), (methods, "SuffixProposer")
     for module, name in ((runner_builder, "InputBatch"), *proposers):
         monkeypatch.setattr(module, name, partial(getattr(module, name), exact=False))
     monkeypatch.setattr(graph_modes, "CallRecorder", Rerun)

@@ -16,7 +16,14 @@ WRITERS = (
     *("write_kv", "rotate_and_write_kv", "attend_projection", "record_sampled", "apply_token_bitmask"),
     *("write_latent", "norm_and_write_latents", "write_index_keys", "causal_conv", "gated_delta_rule"),
     *("kimi_delta_attention", "write_rows", "write_normed_rows", "compress_rows"),
-    *("verify_drafts", "propose_ngrams", "select_slots", "latent_queries"),
+    *(
+        "verify_drafts",
+        "propose_ngrams",
+        "record_outputs",
+        "propose_suffixes",
+        "select_slots",
+        "latent_queries",
+    ),
     *("gather_block_rows", "scatter_block_rows"),
 )
 """Ops that change their arguments."""

@@ -1,22 +1,50 @@
 """Suffix speculation: the plain run's output, drafts from recent outputs, and a bounded memory."""
 
 import random
+from collections import Counter
+from itertools import takewhile
 
 import numpy as np
 import pytest
 import torch
 
 from atom.shared.config.checkpoint import Checkpoint
+from atom.shared.config.device import DeviceConfig
 from atom.shared.config.speculative import SpeculativeConfig
-from tests.helpers.checkpoints.tiny_models import prompt_of, save_tiny, tiny
+from atom_ops import (
+    NO_DRAFT,
+    NgramRule,
+    RecentOutputs,
+    RowState,
+    TokenHistory,
+    propose_suffixes,
+    record_outputs,
+)
+from tests.helpers.checkpoints.tiny_models import place, prompt_of, save_tiny, tiny
 from tests.helpers.engine.drafting import PLAIN, check_few_blocks, drafting_engine, unchanging
+from tests.helpers.engine.drafting_steps import SETTINGS, DraftingSteps, check_repeated, simulate_gpu
 from tests.helpers.engine.varied_requests import check, run
 from tests.helpers.engine.whole_engine import WholeEngine
+from tests.unit.workers.spec_decode.test_speculation import Driver, runner
+from workers.batch.block_table import BatchLimits, BlockTable
 from workers.spec_decode import suffix
-from workers.spec_decode.suffix import LONGEST, MOST_PLACES, RecentOutputs, most_common, own_places
+from workers.spec_decode.proposer import Proposer
+from workers.spec_decode.suffix import (
+    KEPT_TOKENS,
+    LONGEST,
+    MOST_PLACES,
+    SuffixProposer,
+    add_output,
+    most_common,
+    own_places,
+    recent_places,
+)
+from workers.spec_decode.text_history import TextGroup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+CPU = torch.device("cpu")
+DRAWN = ("greedy", "limited")
 FAMILIES = ("llama-gqa", "mistral-window", "gpt-oss")
 SUFFIX = unchanging(SpeculativeConfig("suffix", 4))
 
@@ -87,45 +115,179 @@ def test_the_longest_match_of_a_text() -> None:
     assert own_places(gap, 3) == (2, [[-1, 7, 5]])
 
 
-def test_the_longest_match_of_recent_outputs() -> None:
+class Outputs:
+    """Recent outputs by definition: each is a list of (number, token). Row 3 is private."""
+
+    def __init__(self, kept: int, rows: int, on_host: bool):
+        self._on_host = on_host
+        self.recent = RecentOutputs.empty(kept, rows, CPU)
+        self.last: dict[int, list[tuple[int, int]]] = {}
+        self.texts: list[list[tuple[int, int]]] = []
+        self.total = 0
+        self._kept = kept
+        self.recent.last_N[3] = RecentOutputs.first(private=True)
+
+    def start(self, row: int) -> None:
+        """A new request in a row."""
+        self.last[row] = []
+        self.texts.append(self.last[row])
+        self.recent.last_N[row] = RecentOutputs.first(private=False)
+
+    def add(self, rows: list[int], ids: list[list[int]], counts: list[int]) -> None:
+        if self._on_host:
+            for row, tokens, count in zip(rows, ids, counts, strict=True):
+                add_output(row, np.array(tokens[:count]), self.recent)
+        else:
+            record_outputs(torch.tensor(ids), torch.tensor(counts), torch.tensor(rows), self.recent)
+        for row, tokens, count in zip(rows, ids, counts, strict=True):
+            for token in tokens[: count * (row != 3)]:
+                self.last[row].append((self.total, token))
+                self.total += 1
+
+    def places(self, tail: list[int], most: int) -> tuple[int, list[list[int]]]:
+        """The longest match of `tail`, and what follows each of its places, the latest last."""
+        found: list[tuple[int, int, list[int]]] = []
+        for text in self.texts:
+            kept = [(number, token) for number, token in text if number >= self.total - self._kept]
+            tokens = [token for _, token in kept]
+            for end in range(1, len(kept)):
+                pairs = zip(tokens[end - 1 :: -1], tail[::-1], strict=False)
+                same = takewhile(lambda pair: pair[0] == pair[1], pairs)
+                found.append((len(list(same)), kept[end - 1][0], tokens[end : end + most]))
+        best = max((length for length, *_ in found), default=0)
+        if best < 2:
+            return 0, []
+        return best, [after for length, _, after in sorted(found) if length == best]
+
+
+def random_outputs(source: random.Random, steps: int, on_host: bool = False) -> Outputs:
+    """What four rows have sampled, three of them for several requests."""
+    outputs = Outputs(128, 4, on_host)
+    for row in range(3):
+        outputs.start(row)
+    for _ in range(steps):
+        rows = source.sample(range(4), 4)
+        ids = [[source.randrange(3) for _ in range(4)] for _ in rows]
+        outputs.add(rows, ids, [source.randrange(5) for _ in rows])
+        if source.random() < 0.1:
+            outputs.start(source.randrange(3))
+    return outputs
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("steps", [0, 8, 60])
+def test_the_longest_match_of_recent_outputs(steps: int, on_host: bool) -> None:
+    """Also when most of them are overwritten."""
     source = random.Random(3)
-    recent = RecentOutputs()
-    texts = []
-    for _ in range(4):
-        number = recent.open()
-        text = [source.randrange(4) for _ in range(12)]
-        for begin in range(0, 12, 5):
-            number = recent.add(number, text[begin : begin + 5])
-        texts.append(text)
+    outputs = random_outputs(source, steps, on_host)
+    lengths = set()
     for _ in range(200):
-        tail = [source.randrange(4) for _ in range(source.randrange(1, 6))]
-        each = [places_of(text, tail, 3) for text in texts]
-        best = max(length for length, _ in each)
-        wanted = [place for length, places in each if length == best for place in places] if best else []
-        length, found = recent.longest(tail, 3)
-        assert (length, sorted(found)) == (best, sorted(wanted)), tail
+        tail = [source.randrange(3) for _ in range(source.randrange(1, 9))]
+        length, found = recent_places(np.array(tail, np.int32), outputs.recent, 3)
+        wanted_length, wanted = outputs.places(tail, 3)
+        assert (length, found) == (wanted_length, wanted[-MOST_PLACES:]), tail
+        lengths.add(length)
+    assert len(lengths) > 3 or not steps
 
 
-def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs are forgotten in parts, the oldest first, also those that still grow."""
-    monkeypatch.setattr(suffix, "SEGMENT_TOKENS", 40)
-    source = random.Random(4)
-    recent = RecentOutputs(kept=200)
-    numbers = [recent.open() for _ in range(3)]
-    for _ in range(2000):
-        row = source.randrange(3)
-        numbers[row] = recent.add(numbers[row], [source.randrange(50), 7])
-        assert len(recent) <= 200
-    kept = sum(max(len(text) - 1, 0) for text in recent._texts.values())
-    assert sum(map(len, recent._places.values())) <= kept
-    assert len(recent._texts) <= 10
-    tail = recent._texts[numbers[0]][-5:-1]
-    assert recent.longest(tail, 2)[0] >= len(tail)
-    for number in numbers:
-        recent.close(number)
-    empty = recent.open()
-    recent.close(empty)
-    assert empty not in recent._texts
+def history_of(texts: list[list[int]], block_size: int = 4, width: int = 12) -> TokenHistory:
+    """Texts without predictions."""
+    rows = len(texts)
+    ids = torch.zeros(rows, width * block_size, dtype=torch.int32)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = torch.tensor(text)
+    return TokenHistory(
+        ids.flatten(),
+        torch.arange(rows * width, dtype=torch.int32).view(rows, width),
+        torch.zeros(rows, 0, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int64),
+        block_size,
+    )
+
+
+def test_what_a_gpu_drafts() -> None:
+    """The longer match counts, of equal ones the row's own, and of its places the latest."""
+    source = random.Random(7)
+    kinds = Counter[str]()
+    for _ in range(60):
+        outputs = random_outputs(source, source.randrange(30))
+        texts = [[source.randrange(3) for _ in range(source.randrange(1, 40))] for _ in range(4)]
+        limits = [len(text) + source.randrange(6) for text in texts]
+        last = torch.tensor([len(text) - 1 for text in texts])
+        ids = torch.tensor([text[-1] for text in texts])
+        state = RowState(ids, last, torch.tensor(limits), torch.zeros(4, 4, dtype=torch.int64))
+        rule = NgramRule(6, 2)
+        propose_suffixes(torch.arange(4), state, history_of(texts), outputs.recent, rule, 48)
+        for row, text in enumerate(texts):
+            own, places = places_of(text, text[-6:], 4)
+            other, others = (0, []) if row == 3 else outputs.places(text[-6:], 4)
+            kinds["own" if own >= other else "other"] += 1
+            length, places = (own, places) if own >= other else (other, others)
+            drafts = places[-1] if places else []
+            drafts = drafts[: max(min(length, limits[row] - len(text) - 1), 0)]
+            assert state.drafts_NK[row].tolist() == drafts + [NO_DRAFT] * (4 - len(drafts))
+            kinds["drafts"] += len(drafts)
+    assert kinds["own"] > 50 and kinds["other"] > 50 and kinds["drafts"] > 200, kinds
+
+
+def test_the_memory_is_bounded() -> None:
+    """It is allocated at start, whatever requests come."""
+    for rows, kept in ((256, KEPT_TOKENS), (4096, 2 * 4097 * 33)):
+        limits = BatchLimits(rows, 64, 4, 32)
+        made = SuffixProposer(TextGroup(0, 0), BlockTable(limits), 8, limits, CPU)
+        recent = made._recent
+        assert sum(part.nbytes for part in (recent.ids_O, recent.before_O, recent.after_O)) == 20 * kept
+        assert len(recent.last_N) == rows + 1
+
+
+@pytest.fixture(scope="module")
+def plain() -> Driver:
+    made = Driver(runner(0), 0, 1)
+    made.run()
+    return made
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("pauses", [False, True], ids=["always", "pauses"])
+@pytest.mark.parametrize("sizes", [None, [1, 2, 4, 6], [3]], ids=["eager", "graphs", "some graphs"])
+def test_a_host_that_does_not_know_the_last_tokens(
+    plain: Driver, monkeypatch: pytest.MonkeyPatch, sizes: list[int] | None, in_flight: int, pauses: bool
+) -> None:
+    """As on a GPU. Rows are used again; with `pauses` some steps have no drafts."""
+    monkeypatch.setattr(suffix, "KEPT_TOKENS", 128)
+
+    def looks_up(limits: BatchLimits, tables: list[BlockTable], exact: bool) -> Proposer:
+        return SuffixProposer(TextGroup(0, 0), tables[0], 120, limits, CPU, exact)
+
+    driver = Driver(runner(3, False, sizes, [3, 0] if pauses else (), looks_up), 3, in_flight)
+    driver.turns = random.Random(3) if pauses else None
+    assert driver.run() == plain.outputs
+    assert driver.steps < (0.98 if pauses else 0.95) * plain.steps
+    speculation = driver._made._inputs.speculation
+    assert speculation is not None and speculation.state.positions_N[-1] == -1
+
+
+def gpu_steps(
+    checkpoint: Checkpoint, speculative: SpeculativeConfig, sizes: str = "[1,2,4,8]"
+) -> DraftingSteps:
+    device = DeviceConfig(
+        device="cpu", cpu_threads=1, cudagraph_capture_sizes=sizes, cudagraph_mode="FULL_DECODE_ONLY"
+    )
+    return DraftingSteps(checkpoint, device, place(), speculative)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recent_outputs_are_drafted_in_graphs(
+    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What `tests/gpu/test_speculation.py` does on a GPU: outputs that are repeated take fewer steps."""
+    wanted = {setting: gpu_steps(checkpoints[name], PLAIN, "[]").run(SETTINGS[setting]) for setting in DRAWN}
+    simulate_gpu(monkeypatch)
+    monkeypatch.setattr(suffix, "KEPT_TOKENS", 1024)
+    for setting, tokens in wanted.items():
+        for in_flight in (1, 2):
+            made = gpu_steps(checkpoints[name], SUFFIX)
+            check_repeated(made, SETTINGS[setting], in_flight, tokens)
 
 
 def test_most_places_decide_and_the_last_on_a_tie() -> None:
@@ -134,8 +296,3 @@ def test_most_places_decide_and_the_last_on_a_tie() -> None:
     assert most_common([[1, -1, 5]], 3) == [1]
     assert most_common([[1, 2, 3]], 2) == [1, 2]
     assert most_common([], 2) == []
-
-
-def test_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="on a CPU alone"):
-        suffix.SuffixProposer(None, None, 1, None, torch.device("meta"))  # type: ignore[arg-type]

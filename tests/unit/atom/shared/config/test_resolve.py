@@ -485,11 +485,11 @@ def test_incomplete_speculation_is_refused(options: dict[str, Any], words: str) 
         resolved(**options)
 
 
-def test_suffixes_are_looked_up_on_a_cpu_alone() -> None:
-    options: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 3}
-    assert resolved(CPU, **options).config.speculative.reads_text
-    with pytest.raises(ConfigError, match="--method suffix: .* on a GPU; use --method ngram"):
-        resolved(GPUS, **options)
+@pytest.mark.parametrize("devices", [CPU, GPUS])
+def test_texts_are_looked_up_on_every_device(devices: Any) -> None:
+    options: dict[str, Any] = {"num_speculative_tokens": 3}
+    for method in ("ngram", "suffix"):
+        assert resolved(devices, method=method, **options).config.speculative.reads_text
 
 
 def test_forced_acceptance_is_a_note_at_start() -> None:
