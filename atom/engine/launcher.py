@@ -342,7 +342,7 @@ class Launcher:
         ]
         print_lines("\n".join(lines))
         if self.server.host in ("0.0.0.0", "::") and self.server.api_key is None:
-            self._logger.info(
+            self._logger.warning(
                 "listening on every interface without a key: use --host 127.0.0.1 to stay local, or --api-key"
             )
 

@@ -85,11 +85,20 @@ def compile_source(
         case "regex":
             return compiler.compile_regex(full_match(source.text)), []
         case "grammar":
-            return compiler.compile_grammar(source.text), []
+            return _compile_ebnf(source.text, compiler), []
         case "structural_tag" | "tool_calls":
             tag = prepared_tag(loaded(source.text), of_tools=source.kind == "tool_calls")
             return _compile_tag(tag, compiler), tag.warnings
     raise ValueError(f"there is no grammar of kind {source.kind!r}")
+
+
+def _compile_ebnf(text: str, compiler: "xgrammar.GrammarCompiler") -> "xgrammar.CompiledGrammar":
+    try:
+        return compiler.compile_grammar(text)
+    except RuntimeError as error:
+        reason = _WHERE.sub("", str(error))
+        form = 'write EBNF with a rule `root`, as root ::= "yes" | "no"; Lark\'s form is not read'
+        raise ValueError(f"{reason} ({form})") from None
 
 
 def _compile_schema(

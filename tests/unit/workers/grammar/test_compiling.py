@@ -139,6 +139,12 @@ def test_errors_say_what_is_wrong_and_where(kind: str, content: Any, reason: str
     assert reason in _compiled(kind, content).error
 
 
+@pytest.mark.parametrize("text", ['start: "yes" | "no"', 'yes ::= "yes"'])
+def test_a_grammar_of_another_form_is_told_the_form(text: str) -> None:
+    error = _compiled("grammar", text).error
+    assert 'root ::= "yes"' in error and "Lark" in error and "\n" not in error
+
+
 def _calls(*tools: tuple[Any, bool]) -> dict[str, Any]:
     parts = [
         {"type": "json_schema", "json_schema": schema, "tool": f"tool{index}", "lenient": is_lenient}
