@@ -321,7 +321,7 @@ class CoreProcess:
     def _report_ready(self, plan: CachePlan) -> None:
         trained = self._launch.checkpoint.max_model_len
         if self._launch.config.model.max_model_len is None and plan.max_model_len < trained:
-            get_logger().info(
+            get_logger().warning(
                 "max_model_len is %d instead of %d: the KV cache holds no more tokens",
                 plan.max_model_len,
                 trained,

@@ -1,8 +1,6 @@
 """One run of the server: command line, start, banner, signals, exit status."""
 
-import json
 import os
-import shlex
 import signal
 import socket
 import time
@@ -16,6 +14,7 @@ from pathlib import Path
 import zmq
 
 from atom.commands.plan import show_plan
+from atom.engine.banner import banner
 from atom.engine.end_signals import EndSignals
 from atom.engine.engine_host import EngineHost, Prepare
 from atom.engine.replay_file import replay_file
@@ -309,37 +308,15 @@ class Launcher:
         return notes
 
     def _print_banner(self, supervisor: Supervisor, port: int, admin: AdminSocket | None) -> None:
-        config = self.config
-        details = supervisor.details
-        url = self._url(port)
-        name = config.model.names[0]
-        changes = config.model.hf_overrides
-        forced = config.speculative.forced_length
-        each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
-        rows = [
-            ("model", f"{name} ({config.model.dtype})"),
-            *([("overrides", changes)] if changes not in (None, "{}") else []),
-            ("layout", config.parallel.layout(config.device.device)),
-            *([("frontends", str(frontends))] if (frontends := self.server.api_server_count) > 1 else []),
-            (
-                "KV cache",
-                f"{details.get('kv_tokens', 0):,} tokens{each} ({_kv_dtype(config)}), "
-                f"at most {details.get('max_model_len', 0):,} a request",
-            ),
-            (
-                "batch",
-                f"{config.scheduler.max_num_seqs} requests{each}, "
-                f"{config.scheduler.max_num_batched_tokens} tokens a step",
-            ),
-            *([("drafts", f"forced: {forced:g} tokens a step, text is not the model's")] if forced else []),
-            *([("admin", admin.address)] if admin is not None else []),
-            ("ready", f"after {time.monotonic() - self.started:.1f} s at {url}"),
-        ]
-        lines = [
-            f"ATOM {atom_version()}",
-            *(f"  {label:<9} {text}" for label, text in rows),
-            *_try_it(url, name, self._host.checkpoint, self.server.api_key is not None),
-        ]
+        lines = banner(
+            self.config,
+            self.server,
+            self._host.checkpoint,
+            supervisor.details,
+            self._url(port),
+            None if admin is None else admin.address,
+            time.monotonic() - self.started,
+        )
         print_lines("\n".join(lines))
         if self.server.host in ("0.0.0.0", "::") and self.server.api_key is None:
             self._logger.warning(
@@ -519,29 +496,7 @@ def _admin_socket(
     return AdminSocket(server.admin_port, server.admin_socket, taken)
 
 
-def _kv_dtype(config: EngineConfig) -> str:
-    return config.model.dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
-
-
 def _reachable(host: str) -> str:
     if host in ("0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
-
-
-def _try_it(url: str, model: str, checkpoint: Checkpoint, needs_key: bool) -> list[str]:
-    """A command that this model answers: chat, text without a template, ids without a tokenizer."""
-    body: dict[str, object] = {"model": model}
-    if checkpoint.chat_template_file is not None and checkpoint.tokenizer_file is not None:
-        path = "chat/completions"
-        body["messages"] = [{"role": "user", "content": "Hello!"}]
-    else:
-        path = "completions"
-        body["prompt"] = "Once upon a time" if checkpoint.tokenizer_file else [1, 2, 3]
-        body["max_tokens"] = 32
-    headers = ["Content-Type: application/json"]
-    if needs_key:
-        headers.append("Authorization: Bearer $ATOM_API_KEY")
-    flags = " ".join(f'-H "{header}"' for header in headers)
-    data = shlex.quote(json.dumps(body, ensure_ascii=False))
-    return ["  try it:", f"  curl {url}/v1/{path} {flags} -d {data}"]

@@ -1,9 +1,6 @@
 """Signals that reach the launcher while it starts or ends what it has started."""
 
-import dataclasses
-import json
 import os
-import shlex
 import signal
 from collections.abc import Iterator
 
@@ -11,7 +8,6 @@ import pytest
 
 from atom.engine import launcher as launcher_module
 from atom.engine.launcher import Launcher
-from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.engine import EngineConfig
 from atom.shared.config.nodes import NodesConfig
 from atom.shared.config.server import ServerConfig
@@ -65,23 +61,3 @@ def test_a_signal_does_not_interrupt_the_end_of_the_children(
     assert status == (0 if while_it_starts else 3)
     # None may change the exit status.
     assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
-
-
-def curl(checkpoint: Checkpoint, model: str = "a/b", needs_key: bool = False) -> list[str]:
-    """The arguments of the command that the banner shows."""
-    _, command = launcher_module._try_it("http://127.0.0.1:8000", model, checkpoint, needs_key)
-    return shlex.split(command)
-
-
-def test_the_banner_shows_a_command_that_the_model_answers() -> None:
-    plain = Checkpoint("/m", "LlamaForCausalLM", "llama", {}, "float32", 100, 64)
-    base = dataclasses.replace(plain, tokenizer_file="/m/tokenizer.json")
-    chat = dataclasses.replace(base, chat_template_file="/m/chat_template.jinja")
-    found = {name: curl(each) for name, each in (("chat", chat), ("base", base), ("plain", plain))}
-    assert found["chat"][1].endswith("/v1/chat/completions")
-    assert found["base"][1] == found["plain"][1] == "http://127.0.0.1:8000/v1/completions"
-    bodies = {name: json.loads(command[-1]) for name, command in found.items()}
-    assert bodies["chat"]["messages"][0]["role"] == "user"
-    assert isinstance(bodies["base"]["prompt"], str) and bodies["plain"]["prompt"] == [1, 2, 3]
-    assert json.loads(curl(chat, """it's "mine\"""")[-1])["model"] == """it's "mine\""""
-    assert "Authorization: Bearer $ATOM_API_KEY" in curl(chat, needs_key=True)
