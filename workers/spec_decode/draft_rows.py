@@ -39,8 +39,8 @@ class DraftRows:
         width = 1 + self.drafts_RK.shape[1]
         if self.places_S is not None:
             return self.places_S // width
-        rows = len(self.rows_R)
-        return torch.arange(rows, device=self.rows_R.device)[:, None].expand(rows, width).flatten()
+        # Not an expanded view: of one row that has a stride of 0, which kernels would misread.
+        return torch.arange(len(self.rows_R), device=self.rows_R.device).repeat_interleave(width)
 
     @property
     def next_drafts_S(self) -> torch.Tensor:

@@ -23,6 +23,7 @@ from workers.layers.context import ForwardContext
 from workers.memory.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
 from workers.sampling.sampler import Sampler
+from workers.spec_decode.draft_rows import DraftRows
 from workers.spec_decode.ngram import NgramProposer
 from workers.spec_decode.proposer import Proposer
 from workers.spec_decode.text_history import TextGroup
@@ -328,3 +329,16 @@ def test_the_distribution_is_the_models() -> None:
         )
     )
     assert accepted > 100
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_of_sampled_tokens_are_in_memory_one_after_another(rows: int) -> None:
+    """Also those of one row: an expanded view of it has a stride of 0."""
+    width = 4
+    indices = np.arange(rows).repeat(width)
+    rows_R = torch.arange(rows)
+    drafts = DraftRows(
+        *(np.arange(rows), np.ones(rows, np.bool_), rows_R, rows_R, torch.zeros(rows, width - 1)),
+        *(indices, np.tile(np.arange(width), rows), None),
+    )
+    assert drafts.indices_S.is_contiguous() and drafts.indices_S.tolist() == indices.tolist()
