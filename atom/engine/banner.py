@@ -24,7 +24,7 @@ def banner(
     admin: str | None,
     seconds: float,
 ) -> list[str]:
-    """The lines. `details` are those of an engine that is ready, `admin` the address of the administration."""
+    """The lines. `details` are of an engine that is ready, `admin` is the address of the administration."""
     name = config.model.names[0]
     each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
     changes = config.model.hf_overrides
