@@ -72,7 +72,7 @@ from atom.shared.utils.liveness import (
     heartbeat_interval,
     worker_monitor,
 )
-from atom.shared.utils.logger import get_logger, set_log_level, setup_logging
+from atom.shared.utils.logger import describe, get_logger, set_log_level, setup_logging
 from atom.shared.utils.own_directory import NotOwnError
 from atom.shared.utils.process import read_launch
 from atom.shared.utils.redis_client import RedisClient, RedisError, agreed_seed
@@ -194,7 +194,7 @@ class CoreProcess:
             return None
         limits = limits_of(config, loaded)
         if limits.max_num_mixed_tokens:
-            get_logger().info(
+            describe(
                 "a step in which requests generate has at most %d tokens, prompts included "
                 "(--max-num-mixed-tokens)",
                 limits.max_num_mixed_tokens,
@@ -582,7 +582,7 @@ def main() -> None:
     """Exit status 0 after SIGTERM, 1 after a failure that was reported."""
     check_install()
     launch = read_launch(CoreLaunch)
-    setup_logging(launch.label, launch.config.observability.log_level)
+    setup_logging(launch.label, launch.config.observability.log_level, launch.describes)
     dump_stacks_on_signal(launch.supervisor, launch.label)
     process = CoreProcess(launch)
 

@@ -53,7 +53,7 @@ def main() -> None:
     _set_profiler_environment(launch.config)
     _set_store_environment(launch)
     _set_transfer_environment(launch.config)
-    setup_logging(launch.label, launch.config.observability.log_level)
+    setup_logging(launch.label, launch.config.observability.log_level, launch.describes)
     dump_stacks_on_signal(launch.supervisor, launch.label)
     link = Link(launch)
     status = 0

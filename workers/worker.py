@@ -14,7 +14,7 @@ from atom.shared.config.kv_transfer import reads_peers
 from atom.shared.messages.images import LoadImage
 from atom.shared.messages.kv_tiers import PEER, REMOTE, StoredBlocks
 from atom.shared.messages.worker import AllocateKV, ExpertLoad, Loaded, ScheduledBatch, stored_bytes
-from atom.shared.utils.logger import get_logger
+from atom.shared.utils.logger import describe, get_logger
 from atom.shared.utils.redis_client import RedisClient
 from atom_ops import backend
 from parallel.mesh import Mesh
@@ -196,7 +196,7 @@ class Worker:
     def _load(self) -> Loaded:
         resolved = resolve_ops(self._device, self._config, self._checkpoint)
         if self._tp.rank == 0:
-            get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
+            describe("ops on %s: %s", self._device, backend.summary(resolved))
         for line in backend.warnings(self._device):
             get_logger().warning("%s", line)
         if self._tp.size > 1:
@@ -217,14 +217,14 @@ class Worker:
         if self._model.overlap_tokens:
             self._tp.open_copies()
         if self._tp.rank == 0 and (backends := attention_backends(self._model.kv_groups)):
-            get_logger().info("attention backends: %s", backends)
+            describe("attention backends: %s", backends)
         self._balancer = self._make_balancer()
         if self._device.type == "cuda":
             # Kernels with programmatic dependent launch may read weights before earlier kernels end.
             torch.cuda.synchronize(self._device)
         for model in self._model.with_draft:
             name = "weights" if model is self._model else "weights of the draft model"
-            get_logger().info("%s on rank %d: %s", name, self._tp.rank, describe_weights(model))
+            describe("%s on rank %d: %s", name, self._tp.rank, describe_weights(model))
         tune(self._builder)
         compile_model(self._builder)
         self._builder.compile_kernels()
@@ -267,8 +267,9 @@ class Worker:
         if self.traces is not None:
             self.traces.prepare()
         if self._device.type != "cpu" and self._tp.rank == 0:
-            names = ", ".join(backend.ran_in_torch()) or "none"
-            get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
+            names = ", ".join(backend.ran_in_torch())
+            tell = get_logger().info if names else describe
+            tell("ops on %s that fell back to torch: %s", self._device, names or "none")
 
     def _open_tiers(self, allocate: AllocateKV, kv_layers: Sequence[CacheLayer], inputs: InputBatch) -> None:
         config = self._config
@@ -337,7 +338,7 @@ class Worker:
         model = build_rank(self._config, self._checkpoint, self._mesh, self._dispatch)
         for each in model.with_draft:
             for line in describe_schemes(each) if self._tp.rank == 0 else ():
-                get_logger().info("quantization: %s", line)
+                describe("quantization: %s", line)
             if self._config.model.load_dummy:
                 load_dummy(each, lambda done, total: self._progress("Filling weights", done, total))
             elif each is model:

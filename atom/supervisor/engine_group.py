@@ -139,6 +139,7 @@ class EngineGroup(Domain):
             self._core(rank),
             self._num_blocks.get(rank, []),
             rank,
+            self._describes(rank),
         )
         fds = [port.fd for port in ports if port is not None]
         life.spawn(node, ProcessSpec(self._core(rank), Role.CORE, launch, fds, engine=rank))
@@ -162,10 +163,14 @@ class EngineGroup(Domain):
             label=name,
             data_parallel_rank=rank,
             waves=self._waves(life, rank, worker),
+            describes=self._describes(rank),
         )
         fds = [] if rendezvous is None else list(rendezvous.pass_fds)
         fds += [] if wave is None else [wave.fd]
         life.spawn(node, ProcessSpec(name, Role.WORKER, launch, fds, engine=rank, worker=worker))
+
+    def _describes(self, rank: int) -> bool:
+        return rank == 0 and self.number == 0
 
     def _waves(self, life: Life, rank: int, worker: int) -> list[str]:
         """The sockets of all workers in lockstep, for this worker, which binds its own."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from atom.shared.config.device import GraphMode
-from atom.shared.utils.logger import get_logger
+from atom.shared.utils.logger import describe
 from atom_ops import NoHostRowsError
 from workers.batch.input_batch import InputBatch
 from workers.graphs.call_recorder import CallRecorder, NotRecordableError
@@ -128,7 +128,7 @@ def capture_graphs(
         except (NotRecordableError, NoHostRowsError) as error:
             if device.type != "cpu":
                 raise
-            get_logger().info(
+            describe(
                 "%s are not recorded: %s; Python runs their operators one by one, which changes no "
                 "output, and takes longer for a small model",
                 kind,

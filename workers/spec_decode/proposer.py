@@ -36,7 +36,7 @@ class Method(ABC):
 class Proposer(ABC):
     """One step calls `add_rows`, `add_tokens`, `observe` and, if it samples, `record_outputs` and `propose`.
 
-    In this order. Nothing here may wait for the device; graphs capture all but `add_rows`.
+    They are called in this order. None may wait for the device; graphs capture all but `add_rows`.
     """
 
     runs_model: bool = False

@@ -65,6 +65,8 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     """Rank of the engine among the data-parallel ranks."""
     waves: list[str] = []
     """ZMQ endpoints for `WaveStart` of every worker of engines in lockstep, by rank; else empty."""
+    describes: bool = True
+    """Whether it logs what it has: the first engine does in its first life, and the others are like it."""
 
 
 class CoreLaunch(msgspec.Struct, frozen=True):
@@ -85,6 +87,8 @@ class CoreLaunch(msgspec.Struct, frozen=True):
     """KV blocks of each group in an earlier life of the engine, to have as many again; empty: none."""
     data_parallel_rank: int = 0
     """Rank of the engine among the data-parallel ranks."""
+    describes: bool = True
+    """As that of `WorkerLaunch`."""
 
 
 class FrontendLaunch(msgspec.Struct, frozen=True):

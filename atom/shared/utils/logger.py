@@ -23,6 +23,7 @@ _VERBOSE = (
     "%(pathname)s:%(lineno)d %(funcName)s] %(message)s"
 )
 
+_description_level = logging.INFO
 _MAX_WAIT_MS = 20
 """A reader that has kept up so far may take so long; one that has not is not waited for."""
 
@@ -122,11 +123,12 @@ def _stream_handlers() -> "list[logging.StreamHandler[TextIO | LogStream]]":
     return [each for each in get_logger().handlers if isinstance(each, logging.StreamHandler)]
 
 
-def setup_logging(process_label: str, level: str = "info") -> logging.Logger:
+def setup_logging(process_label: str, level: str = "info", describes: bool = True) -> logging.Logger:
     """Configure and return the root of ATOM's loggers, from `level` on (debug, info, warning or error).
 
-    ATOM_LOG_MORE=1 adds process id, file and line.
+    ATOM_LOG_MORE=1 adds process id, file and line. Without `describes` what `describe` logs is for debugging.
     """
+    global _description_level
     from atom.shared.utils import envs
 
     handler = logging.StreamHandler(_standard_error())
@@ -144,6 +146,7 @@ def setup_logging(process_label: str, level: str = "info") -> logging.Logger:
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+    _description_level = logging.INFO if describes else logging.DEBUG
     return logger
 
 
@@ -155,6 +158,11 @@ def set_log_level(level: str) -> None:
 def get_logger() -> logging.Logger:
     """The logger that `setup_logging` configured."""
     return logging.getLogger("atom")
+
+
+def describe(text: str, *args: object) -> None:
+    """Log what this process has, which is the same in equal engines and in each of their lives."""
+    get_logger().log(_description_level, text, *args, stacklevel=2)
 
 
 class RareWarning:

@@ -102,6 +102,24 @@ print("done")
         process.stderr.read()
 
 
+def test_equal_engines_describe_themselves_for_debugging_alone() -> None:
+    code = """
+import sys
+from atom.shared.utils.logger import describe, setup_logging
+for level in ("info", "debug"):
+    for describes in (True, False):
+        setup_logging(f"{level} {describes}", level, describes)
+        describe("has %d layers", 3)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    lines = [line.split(" ", 1)[1] for line in found.stderr.splitlines()]
+    assert lines == [
+        "I info True] has 3 layers",
+        "I debug True] has 3 layers",
+        "D debug False] has 3 layers",
+    ]
+
+
 def test_lines_that_a_full_disk_takes_not_are_lost_and_change_no_exit_status() -> None:
     code = """
 from atom.shared.utils.logger import print_lines, setup_logging
