@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from atom.shared.messages.worker import NewRow
 from atom_ops import (
     NO_DRAFT,
-    NO_NUMBER,
     NgramRule,
     RecentOutputs,
     RowState,
@@ -38,8 +37,6 @@ LONGEST = 32
 SHORTEST = 2
 MOST_PLACES = 16
 """Last places of a match that are compared on a CPU."""
-_FEW_ROWS = 4
-"""Up to so many rows, adding to each of them on a CPU takes less time than the operators of all."""
 KEPT_TOKENS = 1 << 16
 """Tokens of recent outputs, which take 1.3 MB; more if two steps can sample more."""
 
@@ -78,11 +75,7 @@ class SuffixProposer(TextProposer):
         self._recent.last_N.index_copy_(0, rows_R, first_R)
 
     def record_outputs(self, rows_R: torch.Tensor, ids_RJ: torch.Tensor, counts_R: torch.Tensor) -> None:
-        if not self._exact or len(rows_R) > _FEW_ROWS:
-            record_outputs(ids_RJ, counts_R, rows_R, self._recent)
-            return
-        for row, ids, count in zip(rows_R.tolist(), ids_RJ.numpy(), counts_R.tolist(), strict=True):
-            add_output(row, ids[:count], self._recent)
+        record_outputs(ids_RJ, counts_R, rows_R, self._recent)
 
     def propose(
         self,
@@ -115,28 +108,6 @@ class SuffixProposer(TextProposer):
                 length = elsewhere
                 places = others
         return most_common(places, min(length, most))
-
-
-def add_output(row: int, ids: NDArray[np.int64], recent: RecentOutputs) -> None:
-    """What `record_outputs` does for one row, with all tensors on the host."""
-    if recent.is_private(row) or not len(ids):
-        return
-    size = len(recent.ids_O)
-    last = int(recent.last_N[row])
-    total = int(recent.total_1)
-    numbers = np.arange(total, total + len(ids))
-    places = numbers % size
-    before = recent.before_O.numpy()
-    after = recent.after_O.numpy()
-    recent.ids_O.numpy()[places] = ids
-    before[places] = numbers - 1
-    before[places[0]] = last
-    after[places] = numbers + 1
-    after[places[-1]] = NO_NUMBER
-    if last >= max(total + len(ids) - size, 0):
-        after[last % size] = total
-    recent.last_N[row] = numbers[-1]
-    recent.total_1[0] = total + len(ids)
 
 
 def own_places(text: NDArray[np.int32], most: int) -> tuple[int, list[list[int]]]:

@@ -1,19 +1,21 @@
 """Engines whose drafts a model proposes, and what it proposes in each step."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.speculative import SpeculativeConfig
 from parallel.mesh import Mesh
-from tests.helpers.checkpoints.tiny_models import engine_config, place, prompt_of
+from tests.helpers.checkpoints.tiny_models import engine_config, hf_greedy, place, prompt_of, save_tiny, tiny
 from tests.helpers.engine.varied_requests import check, run
 from tests.helpers.engine.whole_engine import WholeEngine
 from tests.helpers.parallel.thread_ranks import ThreadCommunicator, ThreadGroup
@@ -37,6 +39,34 @@ def save_noisy(source: Path, target: Path) -> None:
             tensors[name] = tensor * (1 + 0.03 * torch.randn(tensor.shape, generator=generator))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
+
+
+@dataclass(frozen=True)
+class SavedPair:
+    """A tiny model, and the same with slightly other weights, which drafts well for it."""
+
+    built: Any
+    checkpoint: Checkpoint
+    noisy: Path
+
+    def drafts(self, ids: list[int], count: int) -> list[int]:
+        """What the model generates after these ids, as a draft model."""
+        return hf_greedy(self.built, ids, count).ids if count else []
+
+    def noisy_drafts(self, ids: list[int], count: int) -> list[int]:
+        """The same of the other one."""
+        return hf_greedy(AutoModelForCausalLM.from_pretrained(self.noisy), ids, count).ids if count else []
+
+
+def saved_pairs(families: Sequence[str], directories: pytest.TempPathFactory) -> dict[str, SavedPair]:
+    """A pair of each family."""
+    saved = {}
+    for name in families:
+        directory, noisy = (directories.mktemp(f"{name}{kind}") for kind in ("", "-noisy"))
+        built, checkpoint = save_tiny(tiny(name), directory)
+        save_noisy(directory, noisy)
+        saved[name] = SavedPair(built, checkpoint, noisy)
+    return saved
 
 
 def drafting_engine(

@@ -1,16 +1,11 @@
 """Draft models with recurrent layers: what they draft does not change the states that they go on from."""
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from atom.shared.config.checkpoint import Checkpoint
 from atom.shared.config.device import DeviceConfig
 from atom.shared.config.speculative import SpeculativeConfig
 from atom.shared.messages.worker import RecurrentStateSpec
@@ -18,14 +13,12 @@ from tests.helpers.checkpoints.mtp_models import save_vision_mtp_model
 from tests.helpers.checkpoints.tiny_models import (
     checkpoint_of,
     engine_config,
-    hf_greedy,
     place,
     prompt_of,
-    save_tiny,
-    tiny,
 )
 from tests.helpers.engine.drafting import (
     PLAIN,
+    SavedPair,
     accepted_share,
     check_drafts,
     check_few_blocks,
@@ -34,7 +27,7 @@ from tests.helpers.engine.drafting import (
     drafting_worker,
     rarely,
     recorded,
-    save_noisy,
+    saved_pairs,
     unchanging,
 )
 from tests.helpers.engine.drafting_steps import GREEDY, DraftingSteps, save_pair, simulate_gpu
@@ -48,38 +41,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("llama-gqa", "qwen3.5", "qwen3-next", "kimi-linear")
 
 
-@dataclass(frozen=True)
-class Saved:
-    built: Any
-    checkpoint: Checkpoint
-    noisy: Path
-    """The same checkpoint with slightly other weights."""
-
-    def drafts_of(self, ids: list[int], count: int) -> list[int]:
-        """What the noisy model generates after these ids."""
-        if not count:
-            return []
-        return hf_greedy(AutoModelForCausalLM.from_pretrained(self.noisy), ids, count).ids
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
-    saved = {}
-    for name in FAMILIES:
-        directory = tmp_path_factory.mktemp(name)
-        built, checkpoint = save_tiny(tiny(name), directory)
-        noisy = tmp_path_factory.mktemp(f"{name}-noisy")
-        save_noisy(directory, noisy)
-        saved[name] = Saved(built, checkpoint, noisy)
-    return saved
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SavedPair]:
+    return saved_pairs(FAMILIES, tmp_path_factory)
 
 
 def drafted(path: str | Path, drafts: int) -> SpeculativeConfig:
     return unchanging(SpeculativeConfig("draft_model", drafts, draft_model=str(path)))
-
-
-def greedy(built: Any) -> Callable[[list[int], int], list[int]]:
-    return lambda ids, count: hf_greedy(built, ids, count).ids if count else []
 
 
 @pytest.mark.parametrize(
@@ -96,24 +64,24 @@ def greedy(built: Any) -> Callable[[list[int], int], list[int]]:
 )
 @pytest.mark.parametrize("forced", [None, 1.9], ids=["verified", "forced"])
 def test_drafts_are_the_draft_models_tokens(
-    models: dict[str, Saved], target: str, draft: str, drafts: int, ranks: int, forced: float | None
+    models: dict[str, SavedPair], target: str, draft: str, drafts: int, ranks: int, forced: float | None
 ) -> None:
     """Drafts of another family are never right; with forced acceptance from none to all are accepted."""
     model = models[draft]
     settings = drafted(model.checkpoint.directory, drafts)
     settings = dataclasses.replace(settings, spec_decode_acceptance_length=forced)
     made = drafting_engine(models[target].checkpoint, settings, ranks=ranks, max_tokens=16, max_rows=2)
-    steps = check_drafts(made, greedy(model.built), drafts)
+    steps = check_drafts(made, model.drafts, drafts)
     assert steps < 20 if forced else steps == 24
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", rarely("qwen3-next"), rarely("kimi-linear")])
 @pytest.mark.parametrize("drafts", [rarely(1), rarely(2), 3, rarely(4)])
-def test_a_model_accepts_its_own_drafts(models: dict[str, Saved], name: str, drafts: int) -> None:
+def test_a_model_accepts_its_own_drafts(models: dict[str, SavedPair], name: str, drafts: int) -> None:
     model = models[name]
     settings = drafted(model.checkpoint.directory, drafts)
     made = drafting_engine(model.checkpoint, settings, max_tokens=16, max_rows=2)
-    check_drafts(made, greedy(model.built), drafts)
+    check_drafts(made, model.drafts, drafts)
     assert accepted_share(made) > 1 - 0.2 / drafts
 
 
@@ -143,14 +111,14 @@ def test_the_output_is_the_plain_runs(tmp_path: Path, name: str, drafts: int) ->
 
 
 @pytest.mark.parametrize("target", ["llama-gqa", rarely("qwen3.5")])
-def test_preempted_and_cached_requests(models: dict[str, Saved], target: str) -> None:
+def test_preempted_and_cached_requests(models: dict[str, SavedPair], target: str) -> None:
     """Prompts continue from saved states of both models."""
     draft = models["qwen3.5"].noisy
     check_few_blocks(models[target].checkpoint, drafted(draft, 3), blocks=24, requests=20)
 
 
 @pytest.mark.parametrize("target", ["llama-gqa", "qwen3.5"])
-def test_a_cached_prefix_has_the_drafts_state(models: dict[str, Saved], target: str) -> None:
+def test_a_cached_prefix_has_the_drafts_state(models: dict[str, SavedPair], target: str) -> None:
     model = models["qwen3.5"]
     made = drafting_engine(
         models[target].checkpoint, drafted(model.checkpoint.directory, 3), max_tokens=64, max_rows=1
@@ -167,10 +135,10 @@ def test_a_cached_prefix_has_the_drafts_state(models: dict[str, Saved], target: 
     assert found[0][0] == 50
     for position, drafts in found:
         usable = max(min(3, len(text) - 2 - position), 0)
-        assert drafts[:usable] == greedy(model.built)(text[: position + 1], usable), position
+        assert drafts[:usable] == model.drafts(text[: position + 1], usable), position
 
 
-def test_a_slot_has_a_place_for_each_draft(models: dict[str, Saved]) -> None:
+def test_a_slot_has_a_place_for_each_draft(models: dict[str, SavedPair]) -> None:
     """The engine core counts them like those of a model with recurrent layers."""
     draft = models["qwen3.5"].checkpoint
     plain = drafting_worker(draft, PLAIN).load().kv_specs
@@ -189,7 +157,7 @@ def test_predictions_leave_the_kept_state(is_first: bool) -> None:
     assert plan.starts_from_R.tolist() == ([13, -1, 3] if is_first else [14, -1, 0])
 
 
-def test_states_are_right_after_pauses(models: dict[str, Saved], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_right_after_pauses(models: dict[str, SavedPair], monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that fail often pause, and steps without drafts are recorded; the model follows these, too."""
     monkeypatch.setattr(draft_model, "relative_cost", lambda draft, model: 0.0)
     monkeypatch.setattr(adaptive, "SHORTEST_PAUSE", 3)
@@ -210,14 +178,14 @@ def test_states_are_right_after_pauses(models: dict[str, Saved], monkeypatch: py
     for position, drafts in found:
         number = sum(draft >= 0 for draft in drafts)
         numbers.add(number)
-        assert drafts[:number] == model.drafts_of(text[: position + 1], number), position
+        assert drafts[:number] == model.noisy_drafts(text[: position + 1], number), position
     assert len(numbers) > 2 and 0 in numbers
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", rarely("qwen3-next")])
 @pytest.mark.parametrize("sizes", [rarely("[]"), "[1,2,4,8]"])
 def test_graphs_keep_the_state(
-    models: dict[str, Saved], monkeypatch: pytest.MonkeyPatch, name: str, sizes: str
+    models: dict[str, SavedPair], monkeypatch: pytest.MonkeyPatch, name: str, sizes: str
 ) -> None:
     """As on a GPU, where the host does not know what was accepted: the model accepts its own drafts."""
     checkpoint = models[name].checkpoint

@@ -34,7 +34,6 @@ from workers.spec_decode.suffix import (
     LONGEST,
     MOST_PLACES,
     SuffixProposer,
-    add_output,
     most_common,
     own_places,
     recent_places,
@@ -118,8 +117,7 @@ def test_the_longest_match_of_a_text() -> None:
 class Outputs:
     """Recent outputs by definition: each is a list of (number, token). Row 3 is private."""
 
-    def __init__(self, kept: int, rows: int, on_host: bool):
-        self._on_host = on_host
+    def __init__(self, kept: int, rows: int):
         self.recent = RecentOutputs.empty(kept, rows, CPU)
         self.last: dict[int, list[tuple[int, int]]] = {}
         self.texts: list[list[tuple[int, int]]] = []
@@ -134,11 +132,7 @@ class Outputs:
         self.recent.last_N[row] = RecentOutputs.first(private=False)
 
     def add(self, rows: list[int], ids: list[list[int]], counts: list[int]) -> None:
-        if self._on_host:
-            for row, tokens, count in zip(rows, ids, counts, strict=True):
-                add_output(row, np.array(tokens[:count]), self.recent)
-        else:
-            record_outputs(torch.tensor(ids), torch.tensor(counts), torch.tensor(rows), self.recent)
+        record_outputs(torch.tensor(ids), torch.tensor(counts), torch.tensor(rows), self.recent)
         for row, tokens, count in zip(rows, ids, counts, strict=True):
             for token in tokens[: count * (row != 3)]:
                 self.last[row].append((self.total, token))
@@ -160,9 +154,9 @@ class Outputs:
         return best, [after for length, _, after in sorted(found) if length == best]
 
 
-def random_outputs(source: random.Random, steps: int, on_host: bool = False) -> Outputs:
+def random_outputs(source: random.Random, steps: int) -> Outputs:
     """What four rows have sampled, three of them for several requests."""
-    outputs = Outputs(128, 4, on_host)
+    outputs = Outputs(128, 4)
     for row in range(3):
         outputs.start(row)
     for _ in range(steps):
@@ -174,12 +168,11 @@ def random_outputs(source: random.Random, steps: int, on_host: bool = False) -> 
     return outputs
 
 
-@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("steps", [0, 8, 60])
-def test_the_longest_match_of_recent_outputs(steps: int, on_host: bool) -> None:
+def test_the_longest_match_of_recent_outputs(steps: int) -> None:
     """Also when most of them are overwritten."""
     source = random.Random(3)
-    outputs = random_outputs(source, steps, on_host)
+    outputs = random_outputs(source, steps)
     lengths = set()
     for _ in range(200):
         tail = [source.randrange(3) for _ in range(source.randrange(1, 9))]
